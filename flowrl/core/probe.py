@@ -13,7 +13,7 @@ from torch import Tensor
 from flowrl.core.experience import CreditTable, Experience, FeatureTable
 from flowrl.core.options import checked_options
 from flowrl.core.tree import Tree
-from flowrl.core.types import Condition, Gaussian, Schedule, Trajectories
+from flowrl.core.types import Condition, Gaussian, Prompt, Schedule, Trajectories
 
 Key = int | tuple[str, int]
 """The key of an estimate: a node, or (a name, a node) for a further estimate of that node."""
@@ -164,6 +164,7 @@ class Probing(ABC):
             values the credit rule reads.
         completed: the ends of the ODE from the nodes in the probe's `ahead` [row, *latent].
         condition: the prompts' embeddings, one row per prompt.
+        prompts: the prompts; empty if `flowrl.rollout.rollout` was not given them.
         hidden: for a probe with `reads_hidden`, the policy's last hidden state, a mean over tokens,
             where it was evaluated [prompt, inner, feature] (see `Trajectories.outputs`).
     """
@@ -173,6 +174,7 @@ class Probing(ABC):
     nodes: Sequence[int]
     completed: Mapping[int, Tensor]
     condition: Condition
+    prompts: Sequence[Prompt]
     hidden: Tensor | None
 
     @property

@@ -3,7 +3,7 @@ fitted to the final rewards of earlier iterations.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -16,7 +16,7 @@ from flowrl.core.errors import require
 from flowrl.core.experience import CreditTable, Experience, FeatureTable
 from flowrl.core.options import Count, checked_options
 from flowrl.core.probe import Cost, Estimates, Probing, Shape, ValueProbe
-from flowrl.core.types import Condition
+from flowrl.core.types import Prompt
 from flowrl.probes.solved import Tweedie
 
 ROWS = 256
@@ -36,20 +36,22 @@ class LatentReward(ValueProbe):
     """
 
     @abstractmethod
-    def score(self, latents: Tensor, times: Tensor, condition: Condition) -> Tensor:
-        """s [row] of noisy latents [row, *latent] at times t in [0, 1] [row], for the prompts whose
-        embeddings are the rows of `condition`; without gradient.
+    def score(self, latents: Tensor, times: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """s [row] of noisy latents [row, *latent] at times t in [0, 1] [row], for the prompts of
+        the rows; called without gradient.
         """
 
     def features(self, run: Probing) -> Float[Tensor, "prompt member node feature"]:
-        """The scores, one call per node."""
+        """The scores, one call per node. Raises `ConfigError` for a rollout without prompts."""
+        allowed = f"the prompts of {run.groups} groups"
+        require(len(run.prompts) == run.groups, "prompts of the rollout", len(run.prompts), allowed)
         path, tree, columns = run.trajectories, run.trajectories.tree, list[Tensor]()
         for node in run.nodes:
             latents, _ = run.start(node)
-            condition = run.condition.repeat(len(latents) // run.groups)
+            prompts = [prompt for prompt in run.prompts for _ in range(tree.counts[node])]
             times = path.schedule.times[node].float().to(latents.device).expand(len(latents))
             with torch.no_grad():
-                scores = self.score(latents, times, condition).unflatten(0, (run.groups, -1))
+                scores = self.score(latents, times, prompts).unflatten(0, (run.groups, -1))
             columns.append(scores[:, tree.paths[:, node] - tree.at(node).start])
         return torch.stack(columns, 2)[..., None]
 

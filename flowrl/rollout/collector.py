@@ -139,6 +139,7 @@ class Collector:
                         usage,
                         self.max_batch,
                         columns,
+                        prompts[first : first + count],
                     )
                     paths.append(self._kept(result.trajectories))
                     own = assigned.own_within(first, count)

@@ -19,6 +19,7 @@ from flowrl.core.tree import Edges, Tree, plain_tree
 from flowrl.core.types import (
     Condition,
     Gaussian,
+    Prompt,
     Schedule,
     Trajectories,
     part_call,
@@ -88,6 +89,7 @@ def rollout(
     usage: Usage | None = None,
     max_batch: int = 1024,
     columns: Tensor | None = None,
+    prompts: Sequence[Prompt] = (),
 ) -> Rollout:
     """Sample one trajectory per row of `noise`, and estimate final images from the states at which
     decisions start.
@@ -113,6 +115,7 @@ def rollout(
         max_batch: largest number of latents per network call; results depend on it only by float
             rounding.
         columns: the columns of the value table to be estimated [decision+1], Boolean; None for all.
+        prompts: the prompts themselves, for a probe that reads them (`flowrl.probes.LatentReward`).
 
     Returns:
         Trajectories and estimates, float32 and detached.
@@ -146,7 +149,8 @@ def rollout(
     with policy.frozen(), torch.no_grad():
         path, completed = walk.run(noise, tree, probe.ahead(nodes), recorder)
         last, hidden = path.images_latent, recorder.table if recorder else None
-        run = ProbeRun(path, last, nodes, completed, condition, hidden, walk, probe.network)
+        given = path, last, nodes, completed, condition, prompts, hidden
+        run = ProbeRun(*given, walk, probe.network)
         features = run.features(values) if values else None
         with guided.guided(1.0) if guided else nullcontext():
             estimates = run.estimates(probe)

@@ -89,6 +89,7 @@ class ProbeContract(Contract):
             probe or self.part,
             usage,
             max_batch,
+            prompts=prompts,
         )
         values = score_rollout(policy, REWARD, result, prompts, usage)
         table = predicted(probe or self.part, values)

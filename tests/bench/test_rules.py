@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from flowrl_bench.rules import Pruned, RandomCredit, TurningPointVariant, clear_swings, random_steps
+from flowrl_bench.rules import (
+    EvenGain,
+    Pruned,
+    RandomCredit,
+    TurningPointVariant,
+    clear_swings,
+    random_steps,
+)
 from flowrl_testing import credit_contract
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +25,7 @@ from flowrl.credit import (
     TurningPoint,
     Uniform,
     Weighted,
+    calibrated_gains,
     credit_of,
     example,
     turning_points,
@@ -39,6 +47,27 @@ test_moving_depths_contract = credit_contract(
 
 def table(seed, prompts=3, members=6, columns=11):
     return torch.rand(prompts, members, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_even_weight_is_that_of_least_squares():
+    """Of a step A*_k = g_k + h_k the value sees g_k; the hidden part has the same variance in every
+    step. Ordinary least squares of A*_k on g_k and u_{k+1}.
+    """
+    seen, hidden = torch.randn(2, 400, 50, 4, dtype=torch.float64)
+    seen *= torch.tensor([0.5, 1.0, 1.5, 0.0])
+    values = torch.nn.functional.pad(seen.cumsum(-1), (1, 0))
+    values[..., -1] += hidden.sum(-1)
+    credit = EvenGain().gains(values, torch.ones_like(values, dtype=torch.bool))
+    error = (credit - (seen + hidden)).square().mean((0, 1))
+    for weight in (None, 0.0, 1.0):
+        other = calibrated_gains(values, weight) - (seen + hidden)
+        assert (error < other.square().mean((0, 1))).all()
+    for k in range(3):
+        unexplained = (values[..., -1] - values[..., k + 1])[..., None]
+        inputs = torch.cat([seen[..., k, None], unexplained], -1).flatten(0, 1)
+        best = torch.linalg.lstsq(inputs, (seen + hidden)[..., k].flatten()).solution
+        ours = torch.linalg.lstsq(inputs, credit[..., k].flatten()).solution
+        torch.testing.assert_close(ours, best, atol=0.03, rtol=0)
 
 
 # Random credit

@@ -50,7 +50,7 @@ from flowrl.training.presets import MODEL_ONLY
 
 EVIL = '<script>alert("1")</script>'
 REMOTE = re.compile(r"""(src|href|url)\s*[=(]\s*["']?(http|//|file)""")
-FIGURES = ("curves", "strict", "samples", "trajectory", "proxy")
+FIGURES = ("curves", "strict", "samples", "trajectory", "values", "proxy")
 
 
 def record(method, seed, rewards, heldout=None):
@@ -163,6 +163,7 @@ def comparison_folder(folder, names, **config):
         run.mkdir(parents=True)
         heldout = {"heldout": {f"mine.py:{EVIL}": 0.3}}
         rows = record(name, seed, [0.4, 0.5 + number / 100], heldout).rows
+        rows[-1]["value_r2"] = [None, 0.1, 0.2]
         if number == 1:
             rows[-1]["stopped"] = f"budget: {EVIL}"
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from flowrl.core.experience import Decisions
-from flowrl.credit import CalibratedGain, Uniform, calibrated_gains
+from flowrl.credit import CalibratedGain, Uniform, calibrated_gains, value_quality
 
 STEPS = 5
 Z = 4.5
@@ -63,6 +63,17 @@ def test_by_hand():
         first, second = rule.assign(equal, Decisions.like(equal))
         assert_close(first, raw / (raw.std(correction=0) + 1e-4))
         assert not second.any()
+
+
+def test_the_quality_of_values_by_hand():
+    """v = (-1, 0, 1), r = (-2, 1, 1), next to a sample without reward; no value of decision 0."""
+    values = torch.tensor(
+        [[[torch.nan, v, r] for v, r in ((1, 1), (2, 4), (3, 4), (9, torch.nan))]]
+    )
+    quality = value_quality(values)
+    assert quality == {"value_slope": [None, 1.0], "value_r2": [None, pytest.approx(0.75)]}
+    values[..., 1] = torch.nan
+    assert value_quality(values) == {}
 
 
 @pytest.mark.parametrize("gain_weight", [None, 0.0, 1.0, 0.4])

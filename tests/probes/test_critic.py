@@ -4,6 +4,7 @@ iteration.
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from flowrl_testing import TINY, tiny_flux_policy, tiny_qwen_image_policy, tiny_sd3_policy
@@ -14,7 +15,7 @@ from flowrl.core.errors import ConfigError, ProbeError
 from flowrl.core.experience import Decisions
 from flowrl.core.types import Prompt
 from flowrl.credit import CalibratedGain, example
-from flowrl.probes import Critic, NoProbe, Probing, ValueProbe
+from flowrl.probes import Critic, LatentReward, NoProbe, Probing, ValueProbe
 from flowrl.rollout import Groups, rollout
 from flowrl.samplers import FlowSDE
 
@@ -57,6 +58,37 @@ def test_the_hidden_states_are_those_of_the_prompt_at_every_state(make, gradient
             expected = seen.pop().float().mean(1).unflatten(0, (2, 2))
             assert_close(result.features[:, :, place], expected, atol=1e-4, rtol=1e-4)
     hook.remove()
+
+
+class TinyLatentReward(LatentReward):
+    """DiNa-LRM's kind at tiny size: the latent's tokens, scaled by the time (FiLM) and attended by
+    a query of the prompt.
+    """
+
+    def score(self, latents, times, prompts):
+        tokens = latents.flatten(2).transpose(1, 2)
+        film = torch.linspace(-1, 1, tokens.shape[-1]) * times[:, None, None]
+        query = torch.tensor([[[float(len(prompt.text))]] for prompt in prompts])
+        weights = (tokens * query).sum(-1, keepdim=True).softmax(1)
+        return (weights * tokens * (1 + film)).sum((1, 2))
+
+
+def test_a_latent_reward_scores_every_state_with_its_time_and_prompt():
+    """Each score is that of the state alone, also of initial noise that a group shares."""
+    policy, model = tiny_sd3_policy(TINY), TinyLatentReward()
+    generator, groups = torch.Generator().manual_seed(0), Groups(2, 3, True)
+    noise, condition = groups.noise(policy.latent_shape, generator), policy.encode(PROMPTS)
+    given = policy, FlowSDE(0.7), policy.schedule(3), condition, noise, generator, groups, model
+    with pytest.raises(ConfigError, match=r"prompts of the rollout = 0 .* of 2 groups"):
+        rollout(*given)
+    result = rollout(*given, prompts=PROMPTS)
+    path, scores = result.trajectories, result.features[..., 0]
+    for (group, member, place), score in np.ndenumerate(scores):
+        node = result.nodes[place]
+        state = path.states[group, path.tree.paths[member, node], None]
+        alone = model.score(state, path.schedule.times[node, None], PROMPTS[group : group + 1])
+        assert score == pytest.approx(float(alone), rel=1e-4, abs=1e-6)
+    assert result.features.isfinite().all() and scores[:, :, 1:].std() > 0
 
 
 def test_no_value_depends_on_the_rewards_of_its_own_iteration():

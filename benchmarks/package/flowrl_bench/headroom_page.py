@@ -17,6 +17,8 @@ from flowrl_bench.page import Document, Image, Table, dot_plot_axes
 TITLE = "Headroom of credit"
 SHADES = {TELLS: COLOURS["tp-grpo"], UNCLEAR: SOFT, CANNOT: COLOURS["stepwise-flow-grpo"]}
 ALT = "Per task the lead of the oracle over uniform credit, in percent of what can be gained"
+SETS = {"published": "published methods", "values": "cheap values"}
+"""The sets of further arms in words."""
 COLUMNS = ("task", "uniform", "oracle", "start", "best", "margin", "headroom", "low", "high")
 
 
@@ -50,6 +52,26 @@ def headroom_map(rows: Sequence[Row]) -> Figure:
         known = "best known, at least"
         marks.append(Line2D([], [], color=SOFT, marker="o", mfc="white", ls="", label=known))
     figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure
+
+
+def leads_figure(rows: Sequence[Row]) -> Figure:
+    """The lead of every arm over uniform credit, a panel per task: mean over training, with 95%
+    intervals. Lines: no lead, and the margin. Random credit is not drawn.
+    """
+    names = [name for name in rows[0].arms if name not in ("uniform", "random credit")]
+    size = 1.8 + 2.0 * len(rows), 1.1 + 0.3 * len(names)
+    figure = Figure(figsize=size, layout="constrained")
+    (panels,) = figure.subplots(1, len(rows), squeeze=False, sharey=True)
+    for axes, row in zip(panels, rows, strict=True):
+        for place, name in enumerate(names):
+            lead, shade = row.arms[name].lead, INK if name == "oracle" else SHADES[TELLS]
+            axes.plot([lead.low, lead.high], [place, place], color=shade, linewidth=2)
+            axes.plot(lead.value, place, "D" if name == "oracle" else "o", color=shade)
+        dot_plot_axes(axes, names, row.name)
+        for height, style in ((0, "-"), (row.margin, ":")):
+            axes.axvline(height, color=INK, linewidth=1, linestyle=style, zorder=0)
+    figure.supxlabel("Lead over uniform credit in mean held-out reward over training", fontsize=10)
     return figure
 
 
@@ -110,7 +132,10 @@ def methods(rows: Sequence[Row]) -> Table:
 
 def headroom_page(rows: Sequence[Row], size: Size, command: str) -> Document:
     """The page."""
-    page = Document(TITLE)
+    sets = [SETS[name] for name in size.sets]
+    page = Document(
+        ": ".join([*filter(None, [" and ".join(sets).capitalize()]), TITLE]), kind=TITLE
+    )
     page.text(
         "Headroom is the lead of an oracle, which credits every decision with its exact value, over"
         " uniform credit. It indicates how much a credit rule can gain in a task. Both arms have"
@@ -163,7 +188,9 @@ def headroom_page(rows: Sequence[Row], size: Size, command: str) -> Document:
         " `python benchmarks/exact.py` has the measurement."
     )
     if any(len(row.arms) > 2 for row in rows):
-        page.heading("Methods at tuned settings")
+        page.heading("Arms at tuned settings")
+        alt = "Per task the lead of every arm over uniform credit, with its interval"
+        page.blocks.append(Image("leads", leads_figure(rows), alt))
         page.blocks.append(methods(rows))
         page.text(
             "Every arm has a search of its own, of the same number of runs. Leads over uniform"
