@@ -150,6 +150,7 @@ def compared(distributed):
 
 
 SHARDED = IMAGES.replace(groups=1)
+HIDDEN = SHARDED.replace(credit="calibrated-gain(probe='critic(reads=hidden)')")
 COPIED = SHARDED.replace(
     method="diffusion-nft", loss="diffusion-nft(decay=(0, 0.75, 0.75))", window="0:2"
 )
@@ -160,11 +161,11 @@ def sharded(distributed):
     from flowrl_testing.tiny import TINY, tiny_sd3_policy
 
     differences = {}
-    for reshard, config in ((True, SHARDED), (False, COPIED)):
+    for reshard, config in ((True, HIDDEN), (False, COPIED)):
         distributed = replace(distributed, sharded=True, reshard_after_forward=reshard)
         make = full_trainer if reshard else pipeline_trainer
         alone, together = both(distributed, make, config, True)
-        assert largest_difference(alone[0], together[0]) < 1e-5
+        assert largest_difference(alone[0], together[0]) < 5e-5
         differences[make.__name__] = largest_difference(alone[1], together[1])
         trainer, again = make(config, distributed), make(config, distributed)
         trainer.iteration()

@@ -157,12 +157,14 @@ def test_a_compiled_network_gives_the_same_numbers(monkeypatch):
     """To float rounding, with the backend that runs the traced graphs in PyTorch."""
     graphs = torch._dynamo.utils.counters["stats"]
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
-    config = preset("tiny").apply(iterations=1, learning_rate=1e-4)
-    (row,), expected = trained(trainer_of(config), 1)
+    critic = "calibrated-gain(probe='critic(reads=hidden, base=zero)')"
+    config = preset("tiny").apply(iterations=2, learning_rate=1e-4, credit=critic)
+    (_, row), expected = trained(trainer_of(config), 2)
     before = graphs["unique_graphs"]
-    (compiled,), result = trained(trainer_of(config.replace(compile=True)), 1)
+    (_, compiled), result = trained(trainer_of(config.replace(compile=True)), 2)
     assert graphs["unique_graphs"] >= before + 2  # without gradients, and with them
     assert compiled["reward_mean"] == pytest.approx(row["reward_mean"], abs=1e-5)
+    assert compiled["value_r2"] == pytest.approx(row["value_r2"], abs=1e-3)
     assert compiled["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-3)
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
 
