@@ -13,7 +13,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.io import file_lock
 from flowrl.parts.registry import files_of
 from flowrl.parts.specs import parse_spec
-from flowrl.reading import is_kind, read_bytes
+from flowrl.reading import is_kind
 from flowrl.workers import Worker, run_jobs
 from flowrl_bench import ceilings
 from flowrl_bench.digest import (
@@ -179,14 +179,12 @@ ENTRIES: dict[str, Any] = {
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The lines of a results file, in order; none if it does not exist. Raises `ConfigError` for a
+    """The lines of a results file and its archive, in order; none if there is neither. Raises `ConfigError` for a
     file of another kind.
     """
-    if not path.exists():
-        return []
     if path.is_dir():
         raise ConfigError(f"out = {str(path)!r} is not allowed: a folder; allowed: a file")
-    lines, texts = list[Line](), read_bytes(path).split(b"\n")
+    lines, texts = list[Line](), ResultsFile(path).texts()
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)

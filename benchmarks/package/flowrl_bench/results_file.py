@@ -176,7 +176,7 @@ class ResultsFile:
         """
         lines: dict[str, dict[str, Any]] = {}
         with reading(self.path):
-            texts = self._texts()
+            texts = self.texts()
         for number, text in enumerate(texts, 1):
             line, error = _parsed(text)
             if number == len(texts) and error:
@@ -265,10 +265,10 @@ class ResultsFile:
         others).
         """
         with reading(self.path):
-            texts = self._texts()
+            texts = self.texts()
         return [line for line in (_parsed(text)[0] for text in texts) if isinstance(line, dict)]
 
-    def _texts(self) -> list[bytes]:
+    def texts(self) -> list[bytes]:
         """Lines of the archive PATH.gz (published runs, never written here), then of the file."""
         archive = self.path.with_name(f"{self.path.name}.gz")
         older = gzip.decompress(read_bytes(archive)) if archive.exists() else b""
