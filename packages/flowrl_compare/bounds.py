@@ -42,10 +42,12 @@ WITHOUT_EFFECT = (
 """The settings on which the curve does not depend."""
 
 
-def bound_settings(world: str) -> dict[str, Any]:
-    """The settings of `ARM`: those tuned for exact values in the world, if it has any."""
-    chosen = tuned().get(world, {}).get("true advantages", {"settings": {}})["settings"]
-    return {**chosen, "credit": CREDIT}
+def bound_settings(world: str, chosen: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """The settings of `ARM`: those tuned for exact values in the world, if it has any, except for
+    those that are `chosen` for all arms.
+    """
+    found = tuned().get(world, {}).get("true advantages", {"settings": {}})["settings"]
+    return {**{n: v for n, v in found.items() if n not in chosen}, "credit": CREDIT}
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ class Compare:
                 needed = {n: v for n, v in needed.items() if n not in chosen and v != usual[n]}
                 given[arm] = {**needed, **settings}
         if self.bound:
-            given = together(given, {ARM: bound_settings(str(base.environment.world))})
+            given = together(given, {ARM: bound_settings(str(base.environment.world), chosen)})
         compared = CompareConfig(run, given, self.seeds, self.preset, typed_command())
         for text in compared.require_read(chosen):
             print(f"Note: {text}")

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from flowrl_compare.arms import arm_run, credit_arms, load_arms, parse_arm, together
-from flowrl_compare.bounds import shipped_bound
+from flowrl_compare.bounds import bound_settings, shipped_bound
 from flowrl_compare.comparison import CompareConfig, load_compare
 from flowrl_compare.progress import Display
 from flowrl_compare.report import headline, table_text, write_report
@@ -264,6 +264,9 @@ def test_tuned_settings_lie_below_an_arms_own():
     assert arms["tp-grpo"]["clip_range"] == clips["turning points"]
     assert arms["mine"]["noise_level"] == 0.9 and "learning_rate" not in arms["mine"]
     CompareConfig(run, arms, (0,)).require_read(["learning_rate"])
+    assert bound_settings("mixture").keys() - bound_settings("mixture", {"window": ":"}) == {
+        "window"
+    }
     elsewhere = preset("default").apply(model="some-model")
     with pytest.raises(ConfigError, match="settings = 'tuned' is not allowed"):
         tuned_arms(elsewhere, given, {})
