@@ -5,7 +5,7 @@ from typing import Literal
 
 from flowrl.core.experience import CreditTable, Decisions, ValueTable
 from flowrl.core.options import checked_options
-from flowrl.credit.table import Clamp, last_column, require_columns, zscore
+from flowrl.credit.table import Clamp, centred, clamped, last_column, require_columns, zscore
 from flowrl.probes import NoProbe, Probe
 
 
@@ -14,8 +14,8 @@ from flowrl.probes import NoProbe, Probe
 class Uniform:
     """Every decision gets the final reward, normalised within the group.
 
-    A_k = (R - mean) / (std + 1e-4), the same at every decision k, with R the reward of the final
-    image.
+    A_k = (R - mean) / (std + 1e-4), or R - mean, the same at every decision k, with R the reward of
+    the final image.
 
     The mean is the group's, so a group of equal rewards gets 0. A member counts if one of its
     decisions is in the mask. `assign` raises `CreditError` if such a member's R is not finite.
@@ -23,7 +23,8 @@ class Uniform:
 
     Args:
         std: "group": over the members of the prompt, as in the paper; "batch": over all samples of
-            the table, the public code's default.
+            the table, the public code's default; None: not divided, in units of the reward, as in
+            EPG (arXiv 2602.04663).
         clamp: largest absolute advantage; None for no clamp.
         probe: the probe of the rollout, of which only R is used.
 
@@ -31,14 +32,17 @@ class Uniform:
         ConfigError: a field is out of range.
     """
 
-    std: Literal["group", "batch"] = "group"
+    std: Literal["group", "batch"] | None = "group"
     clamp: Clamp = 5.0
     probe: Probe = NoProbe()
 
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
         """Advantages [prompt, member, decision]."""
         require_columns(values, decisions, self, last_column(decisions.mask))
-        std_over = ("member",) if self.std == "group" else ("prompt", "member")
-        members = decisions.mask.any(-1, keepdim=True)
-        scores = zscore(values[..., -1:], ("member",), std_over, self.clamp, members)
+        members, rewards = decisions.mask.any(-1, keepdim=True), values[..., -1:]
+        if self.std is None:
+            scores = clamped(centred(rewards, ("member",), members), self.clamp)
+        else:
+            std_over = ("member",) if self.std == "group" else ("prompt", "member")
+            scores = zscore(rewards, ("member",), std_over, self.clamp, members)
         return scores.repeat(1, 1, len(decisions))

@@ -51,6 +51,15 @@ def matching(velocity: Latents, target: Latents) -> PerSample:
     return (velocity - target).square().flatten(1).mean(1)
 
 
+def normalised_error(velocity: Latents, target: Latents, time: PerSample) -> PerSample:
+    """Mean squared error t^2 l of the clean estimate, divided by its detached mean absolute value w
+    = t mean |v - v*|, at least 1e-5; shape [sample].
+    """
+    distance = (velocity - target).detach().abs().flatten(1).mean(1)
+    error = time.square() * matching(velocity, target)
+    return error / (time * distance).clamp(min=LEAST_WEIGHT)
+
+
 def elbo_weight(time: PerSample) -> PerSample:
     """1 / (2 sigma^2) with Flow-SDE's sigma^2 = 0.49 t / (1 - min(t, 0.99)).
 
@@ -172,11 +181,9 @@ class DiffusionNFT:
 
     def _branch(self, velocity: Latents, rows: ForwardBatch) -> PerSample:
         """The error of one branch, e/w or |v+- - v*|^2."""
-        error = matching(velocity, rows.target)
         if self.error == "velocity":
-            return error
-        distance = (velocity - rows.target).detach().abs().flatten(1).mean(1)
-        return rows.time.square() * error / (rows.time * distance).clamp(min=LEAST_WEIGHT)
+            return matching(velocity, rows.target)
+        return normalised_error(velocity, rows.target, rows.time)
 
     def loss(self, batch: ForwardBatch) -> LossResult:
         """The scalar loss over the rows of `batch`, and its metrics."""
@@ -220,13 +227,15 @@ class AWM:
 
     Args:
         weight: log p: "uniform": -l; "t": -t l; "t2": -t^2 l; "huber": -t (sqrt(l + 1e-10) - 1e-5);
-            "ghuber": -(t/p) ((l + 1e-10)^p - 1e-10^p).
+            "ghuber": -(t/p) ((l + 1e-10)^p - 1e-10^p); "normalised": minus the error of the clean
+            estimate as in `DiffusionNFT`, t^2 l / w with w = t mean |v - v*| (detached).
         power: p of "ghuber", above 0.
         clip: c; with 1 only ratios above 2 are clipped.
         ratio: "exp_first": one ratio per row; "sum_first": one per sample, of the mean log p over
             its times, which needs all times of a sample (see `protocols.PolicyLoss`).
-        advantage_clip: advantages are clipped to +- this value and divided by it.
-        advantage_scale: factor of the clipped advantages.
+        advantage_clip: eta: advantages are limited to +- this value and divided by it.
+        advantage_limit: "clip", or "tanh": eta tanh(A / eta).
+        advantage_scale: factor of these advantages.
         kl_weight: weight of the distance from the base model, 0 or more.
         average_weight: weight of the distance from the average network, 0 or more.
         kl: "elbo" multiplies both squared distances by (1 - min(t, 0.99)) / (0.98 t); "uniform" by
@@ -242,11 +251,12 @@ class AWM:
         ConfigError: a field is out of range.
     """
 
-    weight: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
+    weight: Literal["uniform", "t", "t2", "huber", "ghuber", "normalised"] = "ghuber"
     power: Positive = 0.25
     clip: Positive = 1.0
     ratio: Literal["exp_first", "sum_first"] = "exp_first"
     advantage_clip: Positive = 5.0
+    advantage_limit: Literal["clip", "tanh"] = "clip"
     advantage_scale: Positive = 1.0
     kl_weight: NonNegative = 1e-3
     average_weight: NonNegative = 1.0
@@ -280,6 +290,8 @@ class AWM:
 
     def log_prob(self, velocity: Latents, target: Latents, time: PerSample) -> PerSample:
         """log p of each row under the network with this velocity; 0 is the largest value."""
+        if self.weight == "normalised":
+            return -normalised_error(velocity, target, time)
         error = matching(velocity, target)
         tiny, power = 1e-10, self.power  # keeps the gradient finite at error 0
         if self.weight == "huber":
@@ -292,7 +304,9 @@ class AWM:
     def scaled(self, advantages: PerSample) -> PerSample:
         """The advantages that weight the rows."""
         clip = self.advantage_clip
-        return advantages.clamp(-clip, clip) * (self.advantage_scale / clip)
+        tanh = self.advantage_limit == "tanh"
+        limited = clip * (advantages / clip).tanh() if tanh else advantages.clamp(-clip, clip)
+        return limited * (self.advantage_scale / clip)
 
     def _log_ratio(self, rows: ForwardBatch) -> PerSample:
         old = rows.velocity_of("average" if self.off_policy else "old", self)

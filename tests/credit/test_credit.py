@@ -195,6 +195,7 @@ def test_rules_reduce_to_each_other(seed):
     monotone = values.sort(dim=-1).values  # at most the first step is a turning point
     one_step = table(seed, columns=2)
     one_step[..., 0] = one_step[:, :1, 0]  # from shared noise: the gain is R minus a constant
+    final = values[..., -1:]
     by_step, later = StepwiseGain(normalise="step"), StepwiseGain(normalise="step", lam=1.0)
     rule = TurningPoint(balance_scope="prompt")
     for advantages, expected in (
@@ -203,6 +204,10 @@ def test_rules_reduce_to_each_other(seed):
         (credit(TurningPoint(first_step=False), monotone), credit(by_step, monotone)),
         (credit(rule, values), torch.cat([credit(rule, row[None]) for row in values])),
         (credit(StepwiseGain(lam=0.7), one_step), credit(Uniform(), one_step)),
+        (
+            credit(Uniform(std=None), values),
+            (final - final.mean(1, keepdim=True)).repeat(1, 1, COUNT),
+        ),
         (credit(TurningPoint(), one_step), credit(Uniform(), one_step)),
         (credit(GDPO(Uniform(), batch=False), values), credit(Uniform(), values)),
     ):
