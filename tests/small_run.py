@@ -48,12 +48,15 @@ TRANSITIONS = {
     "critic": dict(credit="calibrated-gain(probe='critic(reads=hidden)')", window="1:4"),
     "moving average": dict(method="average", credit="moving-average-gain", window="2:5"),
     "value tracker": dict(credit="value-tracker"),
-    "win rates": dict(reward="win-rate(reward='flowrl.worlds.mixture:DirectionReward')"),
+    "win rates": dict(
+        method="stepwise-flow-grpo",
+        reward="win-rate(reward='flowrl.worlds.mixture:DirectionReward')",
+    ),
     "batch statistics": dict(method="global", credit="uniform(std=batch)"),
     "trajectories": dict(loss="gspo", clip_range=0.003),
     "tree": dict(credit="stepwise-gain(probe='branch(children=(1, 2))')"),
     "tree of edges": dict(credit="backed-up(probe='branch(children=(1, 2), weight=edge)')"),
-    "comb": dict(credit="sibling-relative(probe='comb(branches=2, count=1)')"),
+    "comb": dict(credit="sibling-relative(probe='comb(branches=2, count=1, strides=(1, 2))')"),
 }
 DGPO = "dgpo(beta_dpo=1.0, clip=none, times=steps(count=2, steps=5), {})"
 FORWARD = {  # copies that follow late are neither the current weights nor the first
@@ -136,10 +139,10 @@ def model_files(folder, prompts=("a red fox", "a red car", "a red hat")):
     return files | {"reward": f"{folder}/reward.py:Redness"}
 
 
-def trainer_of(config, method=None, reward=None, distributed=Distributed()):
+def trainer_of(config, method=None, reward=None, distributed=Distributed(), kind=Trainer):
     """A trainer of a built-in world, with another method or reward."""
     world = make_world(config)
-    return Trainer(
+    return kind(
         world.policy(policy_options(config)),
         method or make_method(config),
         reward or make_reward(config),

@@ -4,14 +4,13 @@ evaluations, refusals.
 
 import pytest
 import torch
-from all_but_last import AllButLast
 from flowrl_bench.probes import SomeMembers
 from flowrl_compare.results import load_run
+from rollouts import DIRECTIONS, SQUARES, rolled
 from small_run import words
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, RewardContractError, RewardError
-from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
 from flowrl.probes import Branch, Continuation, NoProbe, Substeps
 from flowrl.rewards import (
@@ -23,26 +22,18 @@ from flowrl.rewards import (
     WinRate,
     win_rates,
 )
-from flowrl.rollout import Groups, Usage, rollout, score_rollout
-from flowrl.samplers import FlowSDE
+from flowrl.rollout import Usage, score_rollout
 from flowrl.serving import ServerSettings, create_app
-from flowrl.training.build import make_reward, make_trainer, make_world
+from flowrl.training.build import make_reward, make_world
 from flowrl.training.config import preset
 from flowrl.training.evaluation import make_heldout_metrics
-from flowrl.training.monitors import limits_of
 
 NAN = float("nan")
-PROMPTS = [Prompt(f"towards {angle} degrees", {"angle": float(angle)}) for angle in (0, 90, 180)]
-BASE = FunctionReward(lambda images, prompts: (images.flatten(1) - 0.3).square().mean(1))
 SIZE = FunctionReward(lambda images, prompts: images.flatten(1).mean(1))
-SUM = GroupSum({"win": WinRate(BASE), "size": SIZE}, {"size": 0.5})
+SUM = GroupSum({"win": WinRate(SQUARES), "size": SIZE}, {"size": 0.5})
 DIRECTION = "flowrl.worlds.mixture:DirectionReward"
 WIN = f"win-rate(reward='{DIRECTION}')"
-MIXTURE = preset("tiny").apply(
-    world="mixture", task="direction", groups=3, group_size=4, minibatches=1, iterations=2
-)
-
-
+NOISY = preset("tiny").apply(world="mixture", reward=WIN, reward_noise=0.1)
 HELDOUT = preset("tiny").apply(heldout_rewards=("win-rate(reward='jpeg-compressibility')",))
 
 
@@ -58,38 +49,35 @@ def test_win_rates_by_hand():
 
 def test_a_sum_adds_rewards_of_both_kinds():
     images = torch.rand(3, 4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    scores = torch.stack([BASE.score(group, PROMPTS[:1] * 4) for group in images])
-    wins, sizes = WinRate(BASE).score_groups(images, PROMPTS), images.flatten(2).mean(2)
+    scores = torch.stack([SQUARES.score(group, DIRECTIONS[:1] * 4) for group in images])
+    wins, sizes = WinRate(SQUARES).score_groups(images, DIRECTIONS), images.flatten(2).mean(2)
     assert torch.equal(wins, win_rates(scores))
-    assert torch.allclose(SUM.score_groups(images, PROMPTS), wins + 0.5 * sizes)
-    assert SUM.evaluation == WeightedSum({"win": BASE, "size": SIZE}, {"size": 0.5})
+    assert torch.allclose(SUM.score_groups(images, DIRECTIONS), wins + 0.5 * sizes)
+    assert SUM.evaluation == WeightedSum({"win": SQUARES, "size": SIZE}, {"size": 0.5})
     with pytest.raises(RewardError, match="groups have one sample; allowed: 2 or more"):
-        WinRate(SIZE).score_groups(images[:, :1], PROMPTS)
+        WinRate(SIZE).score_groups(images[:, :1], DIRECTIONS)
     broken = FunctionReward(lambda images, prompts: images.flatten(1).mean(1).double() * 1e300)
     message = "the reward of win-rate returned 12 of 12 values that are not finite"
     with pytest.raises(RewardContractError, match=message):
-        WinRate(broken).score_groups(images, PROMPTS)
+        WinRate(broken).score_groups(images, DIRECTIONS)
 
 
-def sampled(policy, probe, members=4, shared=False):
-    groups, generator = Groups(3, members, shared), torch.Generator().manual_seed(0)
-    noise = groups.noise(policy.latent_shape, generator)
-    condition, sampler = policy.encode(PROMPTS), AllButLast(FlowSDE(0.7))
-    return rollout(policy, sampler, policy.schedule(5), condition, noise, generator, groups, probe)
+def sampled(policy, probe, **options):
+    return rolled(policy, probe, steps=5, prompts=DIRECTIONS, **options)[0]
 
 
 def totals(policy, result, *rewards):
-    return [score_rollout(policy, reward, result, PROMPTS).total for reward in rewards]
+    return [score_rollout(policy, reward, result, DIRECTIONS).total for reward in rewards]
 
 
 def test_members_are_compared_decision_by_decision_and_copy_by_copy(mixture_policy):
     result = sampled(mixture_policy, Substeps(2), shared=True)
-    scores, rates = totals(mixture_policy, result, BASE, WinRate(BASE))
+    scores, rates = totals(mixture_policy, result, SQUARES, WinRate(SQUARES))
     expected = torch.stack([win_rates(column) for column in scores.unbind(-1)], -1)
     assert torch.equal(rates.nan_to_num(9), expected.nan_to_num(9))
     assert (rates[..., 0] == 0.5).all()  # all members have the same state
     result = sampled(mixture_policy, Continuation(3))
-    (rates,) = totals(mixture_policy, result, WinRate(BASE))
+    (rates,) = totals(mixture_policy, result, WinRate(SQUARES))
     ends = [result.estimates[str(number), 2].view(3, 4, -1) for number in range(3)]
     scores = [(latents - 0.3).square().mean(2) for latents in ends]
     expected = torch.stack([win_rates(column) for column in scores]).mean(0)
@@ -101,14 +89,14 @@ def test_batches_are_whole_groups(mixture_policy, max_batch, groups):
     result, usage, counts = sampled(mixture_policy, Substeps(2)), Usage(), []
 
     class Watched:
-        evaluation = BASE
+        evaluation = SQUARES
 
         def score_groups(self, images, prompts):
             counts.append(len(prompts))
-            return WinRate(BASE).score_groups(images, prompts)
+            return WinRate(SQUARES).score_groups(images, prompts)
 
-    scores = score_rollout(mixture_policy, Watched(), result, PROMPTS, usage, max_batch)
-    assert torch.equal(scores.total, totals(mixture_policy, result, WinRate(BASE))[0])
+    scores = score_rollout(mixture_policy, Watched(), result, DIRECTIONS, usage, max_batch)
+    assert torch.equal(scores.total, totals(mixture_policy, result, WinRate(SQUARES))[0])
     assert max(counts) == groups and usage.reward_calls == sum(counts) * 4 == 3 * 4 * 5
 
 
@@ -116,20 +104,20 @@ def test_leaves_of_a_tree_are_compared_and_states_have_the_mean_win_rate_behind_
     mixture_policy,
 ):
     result = sampled(mixture_policy, Branch((2, 2)), members=8)
-    scores, rates = totals(mixture_policy, result, BASE, WinRate(BASE))
+    scores, rates = totals(mixture_policy, result, SQUARES, WinRate(SQUARES))
     tree = result.trajectories.tree
     assert torch.allclose(rates, tree.value_table(tree.values(win_rates(scores[..., -1]))))
 
 
 def test_parts_have_tables_of_their_own_and_broken_scores_are_refused(mixture_policy):
     result = sampled(mixture_policy, Substeps(2))
-    scores = score_rollout(mixture_policy, SUM, result, PROMPTS)
-    wins, sizes = totals(mixture_policy, result, WinRate(BASE), SIZE)
+    scores = score_rollout(mixture_policy, SUM, result, DIRECTIONS)
+    wins, sizes = totals(mixture_policy, result, WinRate(SQUARES), SIZE)
     assert torch.equal(scores.parts["win"], wins) and torch.allclose(scores.parts["size"], sizes)
     assert torch.allclose(scores.total, wins + 0.5 * sizes)
 
     class Flat:
-        evaluation = BASE
+        evaluation = SQUARES
 
         def score_groups(self, images, prompts):
             return images.flatten(2).mean(2).flatten()
@@ -141,24 +129,7 @@ def test_parts_have_tables_of_their_own_and_broken_scores_are_refused(mixture_po
         totals(mixture_policy, sampled(mixture_policy, NoProbe()), Flat())
     some = sampled(mixture_policy, SomeMembers(Substeps(2), fraction=0.5))
     with pytest.raises(ConfigError, match="a probe that scores all members: "):
-        totals(mixture_policy, some, WinRate(BASE))
-
-
-def iterations(**changes):
-    trainer = make_trainer(MIXTURE.replace(reward=WIN, credit="stepwise-gain", **changes))
-    timed = ("seconds", "phases", "calls")
-    rows = [trainer.iteration() for _ in range(2)]
-    return trainer, [{k: v for k, v in row.items() if k not in timed} for row in rows]
-
-
-def test_chunks_and_threads_change_no_number():
-    (trainer, plain), (other, parts) = iterations(), iterations(chunk=2, overlap_rewards=True)
-    for first, second in zip(plain, parts, strict=True):
-        assert first == {name: pytest.approx(value, abs=1e-9) for name, value in second.items()}
-    pairs = zip(trainer.parameters, other.parameters, strict=True)
-    assert all(torch.allclose(a, b) for a, b in pairs)
-    assert [row["reward_mean"] for row in plain] == [pytest.approx(0.5)] * 2
-    assert limits_of(trainer).compared  # so that a constant mean is no collapse
+        totals(mixture_policy, some, WinRate(SQUARES))
 
 
 def test_a_run_is_evaluated_by_the_reward_that_is_compared(tmp_path):
@@ -182,14 +153,14 @@ def test_rewards_within_a_reward_take_their_options_and_the_device():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Clipped(WinRate(BASE), high=1.0), "Clipped.reward = .*a RewardModel"),
-        (lambda: Clipped(BASE, 1.0, 0.0), "allowed: low below high"),
-        (lambda: WeightedSum({"a": WinRate(BASE)}), r"models = \['a'\] .*group-sum adds"),
+        (lambda: Clipped(WinRate(SQUARES), high=1.0), "Clipped.reward = .*a RewardModel"),
+        (lambda: Clipped(SQUARES, 1.0, 0.0), "allowed: low below high"),
+        (lambda: WeightedSum({"a": WinRate(SQUARES)}), r"models = \['a'\] .*group-sum adds"),
         (lambda: WeightedSum({}), r"WeightedSum.weights = \{\} is not allowed"),
-        (lambda: GroupSum({"a": BASE}, {"b": 1.0}), "finite numbers for some of the models a"),
-        (lambda: GroupSum({"a": BASE}, {"a": "x"}), "finite numbers for some of"),
+        (lambda: GroupSum({"a": SQUARES}, {"b": 1.0}), "finite numbers for some of the models a"),
+        (lambda: GroupSum({"a": SQUARES}, {"a": "x"}), "finite numbers for some of"),
         (
-            lambda: make_reward(MIXTURE.replace(reward=WIN, reward_noise=0.1)),
+            lambda: make_reward(NOISY),
             r"reward_noise, reward_bias = .* 0 with WinRate",
         ),
         (
@@ -197,7 +168,7 @@ def test_rewards_within_a_reward_take_their_options_and_the_device():
             r"heldout_rewards = .*as JPEGCompress.*WinRate compares members of a group",
         ),
         (
-            lambda: create_app(WinRate(BASE), ServerSettings()),
+            lambda: create_app(WinRate(SQUARES), ServerSettings()),
             "reward = 'reward' .*WinRate compares members of a group",
         ),
     ],

@@ -5,6 +5,7 @@ updates that share a parent's evaluation.
 import pytest
 import torch
 from rollouts import DIRECTIONS, SDE, SOFT, Compared, disturbed, rolled
+from small_run import trainer_of
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
@@ -20,8 +21,6 @@ from flowrl.rewards import FunctionReward
 from flowrl.rollout import log_probs, minibatch_rows, score_rollout
 from flowrl.samplers import FixedWindow, FlowSDE, Windowed
 from flowrl.training.config import preset
-from flowrl.training.trainer import Trainer
-from flowrl.worlds.base import PolicyOptions, world
 
 ALL = FlowSDE(0.7)
 
@@ -103,29 +102,8 @@ METHODS = {
     "comb": StepwiseGain(probe=Comb(3, count=2, strides=(1, 2))),
 }
 CONFIG = preset("tiny").apply(
-    world="mixture", groups=3, group_size=12, num_steps=6, iterations=3, minibatches=2
+    world="mixture", groups=3, group_size=12, num_steps=6, minibatches=2, micro_batch=7
 )
-
-
-def trainer_for(case, config=CONFIG, kind=Trainer):
-    method = Method("own", ALL, FixedWindow(stop=-1), METHODS[case], ClippedLoss())
-    return kind(world("mixture").policy(PolicyOptions()), method, SOFT, DIRECTIONS, config)
-
-
-def trained(trainer):
-    rows = [trainer.iteration() for _ in range(2)]
-    return rows, torch.cat([parameter.detach().flatten() for parameter in trainer.parameters])
-
-
-@pytest.mark.parametrize("case", METHODS)
-def test_neither_chunks_nor_micro_batches_nor_main_memory_change_what_is_trained(case):
-    rows, expected = trained(trainer_for(case))
-    in_chunks = dict(micro_batch=5, max_batch=7, chunk=2, offload=True, overlap_rewards=True)
-    for changes in (dict(chunk=1), in_chunks):
-        again, weights = trained(trainer_for(case, CONFIG.replace(**changes)))
-        assert_close(weights, expected, atol=2e-6, rtol=1e-4)
-        assert again[0]["reward_mean"] == pytest.approx(rows[0]["reward_mean"], abs=1e-6)
-        assert again[0]["nfe"] == rows[0]["nfe"]
 
 
 @pytest.mark.parametrize("case", METHODS)
@@ -133,7 +111,8 @@ def test_shared_evaluations_give_the_gradient_of_separate_ones(case):
     """Of one loss over all rows of the mini-batch, each with an evaluation of its own. Every
     decision of every member is in exactly one mini-batch, all of a state's in the same.
     """
-    trainer = trainer_for(case, CONFIG.replace(micro_batch=7), Compared)
+    method = Method("own", ALL, FixedWindow(stop=-1), METHODS[case], ClippedLoss())
+    trainer = trainer_of(CONFIG, method, SOFT, kind=Compared)
     row, tree = trainer.iteration(), trainer.tree
     decisions = int((tree.drawn if case == "edges" else tree.decisions).sum())
     assert sum(rows.total for rows in trainer.rows) == pytest.approx(3 * decisions)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from rollouts import Compared
+from small_run import trainer_of
 from torch.testing import assert_close
 
 from flowrl.core.errors import RewardError
@@ -22,10 +23,9 @@ from flowrl.rewards import Clipped, FunctionReward, WeightedSum
 from flowrl.rewards.contract import marks_invalid
 from flowrl.rollout import score, transition_weights, usable
 from flowrl.samplers import FixedWindow, FlowSDE
-from flowrl.training.build import make_method, make_reward, make_world, policy_options, trial_stds
+from flowrl.training.build import make_reward, make_world, trial_stds
 from flowrl.training.config import preset
 from flowrl.training.evaluation import evaluate
-from flowrl.training.trainer import Trainer
 
 NAN = float("nan")
 
@@ -65,13 +65,7 @@ def test_only_a_reward_that_says_so_may_mark():
         assert marks_invalid(WeightedSum({"a": mean, "b": reward})) == marks
 
 
-def trainer_of(reward, kind=Trainer, method=None, **settings):
-    """On the mixture world; `reward` makes the reward from that of the world and the prompts."""
-    config = preset("tiny").apply(world="mixture", **settings)
-    world = make_world(config)
-    prompts = world.prompts(config.environment.task, "train")[: config.rollout.groups]
-    policy, method = world.policy(policy_options(config)), method or make_method(config)
-    return kind(policy, method, reward(make_reward(config), prompts), prompts, config)
+MIXTURE = preset("tiny").apply(world="mixture")
 
 
 @pytest.mark.parametrize(
@@ -81,8 +75,8 @@ def test_training_leaves_invalid_samples_out(groups, members, kl_weight, invalid
     """Every third sample is invalid. In groups of 2, only the third group has two left; it is
     evaluated twice, for the penalty.
     """
-    settings = dict(groups=groups, group_size=members, kl_weight=kl_weight)
-    trainer = trainer_of(lambda reward, prompts: Unsure(reward), **settings)
+    config = MIXTURE.replace(groups=groups, group_size=members, kl_weight=kl_weight)
+    trainer = trainer_of(config, reward=Unsure(make_reward(config)))
     row, drawn = trainer.iteration(), int((trial_stds(trainer.config) > 0).sum())
     assert (row["invalid"], row["train_nfe"]) == (invalid, trained * drawn)
     assert math.isfinite(row["reward_mean"])
@@ -95,20 +89,11 @@ def test_training_leaves_invalid_samples_out(groups, members, kl_weight, invalid
 def dropping(reward):
     """A trainer of 2 groups of 4 that leaves out samples without advantage."""
     settings = dict(groups=2, group_size=4, minibatches=1, drop_zero_advantages=True)
-    return trainer_of(lambda _, prompts: reward(prompts), **settings)
-
-
-def equal_for_one(prompts):
-    """A reward that gives all images of one prompt the same score."""
-
-    def score(images, asked):
-        return images.flatten(1)[:, 0] * torch.tensor([float(p == prompts[0]) for p in asked])
-
-    return FunctionReward(score)
+    return trainer_of(MIXTURE.replace(**settings), reward=reward)
 
 
 def test_a_batch_without_any_advantage_changes_nothing():
-    trainer = dropping(lambda _: FunctionReward(lambda i, p: torch.zeros(len(i))))
+    trainer = dropping(FunctionReward(lambda i, p: torch.zeros(len(i))))
     before = [parameter.detach().clone() for parameter in trainer.parameters]
     row = trainer.iteration()
     trainer.iteration()
@@ -118,7 +103,12 @@ def test_a_batch_without_any_advantage_changes_nothing():
 
 
 def test_invalid_samples_are_not_counted_as_dropped():
-    row = dropping(lambda prompts: Unsure(equal_for_one(prompts))).iteration()
+    one_group = FunctionReward(
+        lambda images, prompts: (
+            images[:, 0, 0, 0] * torch.tensor([p == prompts[0] for p in prompts])
+        )
+    )
+    row = dropping(Unsure(one_group)).iteration()
     # of the second group's samples three are valid
     assert (row["invalid"], row["dropped"]) == (3, 3)
 
@@ -181,8 +171,8 @@ def test_the_gradient_is_that_of_one_loss_over_all_rows(loss, probe, micro_batch
         lambda images, prompts: torch.tensor([NAN, *range(1, len(images))]), marks_invalid=True
     )
     settings = dict(groups=2, group_size=6, num_steps=4, minibatches=2, learning_rate=1e-2)
-    settings |= dict(kind=Compared, method=method, micro_batch=micro_batch)
-    trainer = trainer_of(lambda *_: reward, **settings)
+    config = MIXTURE.replace(**settings, micro_batch=micro_batch)
+    trainer = trainer_of(config, method, reward, kind=Compared)
     row = trainer.iteration()
     assert not trainer.left and row["invalid"] == 1 and not trainer.weights[0, 0].any()
     weights = torch.cat([rows.weight for rows in trainer.rows])

@@ -11,7 +11,8 @@ from small_run import BASE, CASES, plain, trained, trainer_of
 from flowrl.core.errors import ConfigError
 from flowrl.training.checkpoint import PER_PARAMETER
 
-SPLITS = (dict(micro_batch=3), dict(micro_batch=7, max_batch=5, chunk=1, offload=True))
+IN_CHUNKS = dict(micro_batch=7, max_batch=5, chunk=1, offload=True, overlap_rewards=True)
+SPLITS = (dict(micro_batch=3), IN_CHUNKS)
 COUNTS = ("calls", "train_nfe")
 """Of network calls, which depend on the split: means over trajectories take a pass of their own."""
 

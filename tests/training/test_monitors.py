@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from loss_rows import loss_rows
-from small_run import rows_of, trainer_of, weights, words
+from small_run import CASES, rows_of, trainer_of, weights, words
 
 from flowrl.cli.main import main
 from flowrl.core.experience import Credit
@@ -105,7 +105,8 @@ def test_flat_noise_is_no_collapse():
 
 def test_a_reward_that_compares_samples_has_no_collapse():
     fallen = rows(reward_mean=[0.2, 0.9] * 10 + [0.1] * 20, reward_std=0.1)
-    assert collapse(fallen, Limits()) and not collapse(fallen, Limits(compared=True))
+    limits = limits_of(trainer_of(TINY.replace(**CASES["win rates"])))
+    assert collapse(fallen, Limits()) and limits.compared and not collapse(fallen, limits)
 
 
 def test_a_warning_comes_again_only_after_a_while_also_in_a_resumed_run():
