@@ -110,7 +110,8 @@ TINY_MODEL = {
 REDNESS = """
 class Redness:
     def score(self, images, prompts):
-        return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
+        red, every = images[..., 0, :, :].flatten(1), images.flatten(1)
+        return 1.5 * (red.mean(1) - every.mean(1))
 """
 MIXTURE = "--preset tiny --world mixture --task direction"
 """Options of the shortest run."""
@@ -130,12 +131,12 @@ def words(**options):
     return command
 
 
-def model_files(folder, prompts=("a red fox", "a red car", "a red hat")):
+def model_files(folder, prompts=("a red fox", "a red car", "a red hat"), pipe=None):
     """A tiny pipeline, its prompts and a reward in `folder`, as settings."""
-    tiny_sd3().save_pretrained(folder / "model")
+    (pipe or tiny_sd3()).save_pretrained(folder / "model")
     (folder / "prompts.txt").write_text("\n".join(prompts))
     (folder / "reward.py").write_text(REDNESS)
-    files = {"model": folder / "model", "prompts": folder / "prompts.txt", **TINY_MODEL}
+    files = {"model": f"{folder}/model", "prompts": f"{folder}/prompts.txt", **TINY_MODEL}
     return files | {"reward": f"{folder}/reward.py:Redness"}
 
 

@@ -1,30 +1,22 @@
 """What costs time, counted instead of timed: network calls, rows, synchronisations and compilations."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch._dynamo.utils
-from family_cases import PROMPTS, REDNESS
-from flowrl_testing.tiny import TINY, tiny_sd3_policy
+from device_cases import PROMPTS, SMALL, model_trainer
 from host_sync import HostSyncs
 
 from flowrl.rewards import FunctionReward
-from flowrl.training.build import make_method
-from flowrl.training.config import preset
-from flowrl.training.trainer import Trainer
 
-GROUPS, MEMBERS, STEPS, MICRO = 2, 3, 4, 5
+GROUPS, MEMBERS, STEPS = (SMALL[name] for name in ("groups", "group_size", "num_steps"))
 SAMPLES = GROUPS * MEMBERS
 
 
-def trainer(method, compiled="", reward=REDNESS, **changes):
+def trainer(method, **changes):
     """Of a tiny pipeline of SD3's classes; two mini-batches per iteration."""
-    settings = dict(groups=GROUPS, group_size=MEMBERS, num_steps=STEPS, minibatches=2)
-    settings |= dict(micro_batch=MICRO, learning_rate=1e-3, kl_weight=0.1, window=":-1")
-    config = preset("tiny").apply(method=method, **{**settings, **changes})
-    policy = tiny_sd3_policy(replace(TINY, compile=compiled))
-    return Trainer(policy, make_method(config), reward, PROMPTS, config)
+    made = model_trainer("sd3", "cpu", **{"method": method, "kl_weight": 0.1, **changes})
+    made.policy.warm(PROMPTS)
+    return made
 
 
 def evaluations(trained):
@@ -79,13 +71,15 @@ def test_transitions_without_an_advantage_are_no_rows():
     3.
     """
     one_group = FunctionReward(
-        lambda images, prompts: torch.tensor([float(p.text == "a dog") for p in prompts]).cumsum(0)
+        lambda images, prompts: torch.tensor([float(p == prompts[0]) for p in prompts]).cumsum(0)
     )
-    rows = evaluations(trainer("flow-grpo", reward=one_group, kl_weight=0.0))["update"]
+    rows = evaluations(trainer("flow-grpo", reward=one_group, kl_weight=0.0, minibatches=1))[
+        "update"
+    ]
     assert sum(rows) == 2 * (STEPS - 1)
 
 
-SYNCHRONISATIONS = {"flow-grpo": 109, "stepwise-flow-grpo": 114, "tp-grpo": 116}
+SYNCHRONISATIONS = {"flow-grpo": 110, "stepwise-flow-grpo": 114, "tp-grpo": 116}
 """Of an iteration of two mini-batches, as counted when this was written; fewer are welcome.
 Operations on credit and rows, which are in main memory, count as well.
 """
@@ -113,7 +107,7 @@ def test_nothing_is_compiled_after_the_first_iteration():
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    trained, graphs = trainer("tp-grpo", compiled="eager"), []
+    trained, graphs = trainer("tp-grpo", options=dict(compile="eager")), []
     for _ in range(3):
         trained.iteration()
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -13,10 +13,10 @@ from loss_rows import loss_rows
 
 from flowrl.core.calls import CHECKS_ON
 from flowrl.core.errors import FlowrlError
-from flowrl.core.experience import Decisions, Experience
+from flowrl.core.experience import Decisions
 from flowrl.core.tree import plain_tree
-from flowrl.core.types import Gaussian, Prompt, Schedule, Trajectories
-from flowrl.credit import StepwiseGain, Uniform, credit_of
+from flowrl.core.types import Gaussian, Schedule, Trajectories
+from flowrl.credit import StepwiseGain, Uniform
 from flowrl.flow import uniform_schedule
 from flowrl.samplers import CPS
 
@@ -30,22 +30,6 @@ STEP = torch.zeros(4, dtype=torch.long)
 def path(states=44, velocities=40, prompts=1, stds=STDS):
     return Trajectories(
         torch.zeros(1, states, 2), torch.zeros(prompts, velocities, 2), GRID, TREE, stds
-    )
-
-
-def credited(shape):
-    """The credit of a rule whose advantages have this shape."""
-
-    class Mine:
-        probe = None
-
-        def assign(self, values, decisions):
-            return torch.zeros(shape)
-
-    values = torch.zeros(2, 3, 11)
-    rule = Mine()
-    return credit_of(
-        rule, Experience([Prompt("a")] * 2, values, TEN, torch.ones(2, 3, dtype=torch.bool))
     )
 
 
@@ -75,10 +59,6 @@ DOORS = {
     "a mask of other decisions": (
         lambda: replace(TEN, mask=torch.ones(2, 3, 9).bool()),
         r"mask = torch.* is not allowed.*decision=10",
-    ),
-    "prompt and member swapped": (
-        lambda: credited((3, 2, 10)),
-        r"Mine.assign returned torch.float32 \(3, 2, 10\), not floating point of shape \[prompt, member, decision",
     ),
     "std per element": (
         lambda: Gaussian(torch.zeros(4, 2), torch.ones(4, 2)),

@@ -18,7 +18,6 @@ from flowrl_testing.tiny import tiny_sd3
 from safetensors.torch import save
 
 from flowrl.core.errors import CheckpointError, ConfigError
-from flowrl.parts.prompts import read_prompts
 from flowrl.reading import DEPTH, NODES, load_document, parse_json, read_json, read_tensors, reading
 
 INPUTS = 300
@@ -162,13 +161,6 @@ def test_a_table_from_a_spreadsheet_is_read(tmp_path):
         written(tmp_path / "r.csv", b"\xef\xbb\xbfprompt,Value_0,Reward\r\na,1,2\r\na,3,4\r\n")
     )
     assert rewards.values.tolist() == [[[1.0, 2.0], [3.0, 4.0]]] and rewards.prompts == ("a",)
-
-
-def test_half_a_surrogate_pair_or_a_name_given_twice_is_no_prompt(tmp_path):
-    with pytest.raises(ConfigError, match=r"line 1 .*surrogates.*line 2 .*prompt is set twice"):
-        read_prompts(
-            written(tmp_path / "p.jsonl", '{"prompt": "\\ud800"}\n{"prompt": "a", "prompt": "b"}\n')
-        )
 
 
 def test_a_torn_last_line_is_ignored_and_another_bad_line_is_refused(seeds, tmp_path):

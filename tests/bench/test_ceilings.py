@@ -3,25 +3,18 @@ rewards.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from all_but_last import AllButLast
+from closed_form import PROMPTS, gaussian_setting
 from flowrl_bench.ceilings import ceiling, ceiling_sums, with_values
 from flowrl_bench.continuations import Look, TrueAdvantages, from_continuations
-from flowrl_bench.gradients import Setting
 from flowrl_bench.true_advantage import correlation, credit_sums
 
 from flowrl.core.experience import Experience
-from flowrl.core.types import Prompt
-from flowrl.flow import uniform_schedule
-from flowrl.flow.mixture import GaussianMixture
 from flowrl.parts.registry import build
-from flowrl.policies.mixture import MixturePolicy
 from flowrl.rollout import Rollout
-from flowrl.samplers import FlowSDE
-from flowrl.worlds.mixture import DirectionReward, angle_of
 
 JOINT, BY_STEP, UNIFORM = "stepwise-gain", "stepwise-gain(normalise=step)", "uniform"
 
@@ -55,10 +48,7 @@ def walk(scales, noise, groups=60, continuations=16):
     these standard deviations by decision; the scores are the value and `noise` x the walk's own
     future.
     """
-    mode = GaussianMixture(torch.tensor([[1.2, 0.4]]), 0.6, torch.ones(1))
-    policy, grid = MixturePolicy(mode, angle_of), uniform_schedule(len(scales) + 1)
-    prompts = [Prompt("towards 0 degrees")] * groups
-    setting = Setting(policy, AllButLast(FlowSDE(0.7)), grid, DirectionReward(), prompts)
+    setting = replace(gaussian_setting(steps=len(scales) + 1), prompts=PROMPTS[:1] * groups)
     result = Look(setting, 12, 0).trajectories(True)
     generator = torch.Generator().manual_seed(1)
     increments = torch.randn(groups, 12, len(scales), generator=generator) * scales

@@ -29,19 +29,22 @@ from flowrl.worlds.base import PolicyOptions, world
 LIMIT = 5.0
 
 
+def untrained(sampler):
+    """The policy is the exact velocity of its data and the reference."""
+    mixture = world("mixture")
+    policy, prompts = mixture.policy(PolicyOptions()), mixture.prompts("direction", "train")
+    return Setting(policy, sampler, policy.schedule(10), mixture.reward("soft"), prompts)
+
+
 @pytest.fixture(scope="module")
 def setting():
     """A policy that is not the optimum of anything, so that the gradient is not small."""
-    mixture = world("mixture")
-    policy = mixture.policy(PolicyOptions())
+    setting = untrained(AllButLast(FlowSDE(0.7)))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in policy.trainable().values():
+        for parameter in setting.parameters:
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    prompts = mixture.prompts("direction", "train")
-    return Setting(
-        policy, AllButLast(FlowSDE(0.7)), policy.schedule(10), mixture.reward("soft"), prompts
-    )
+    return setting
 
 
 @pytest.fixture(scope="module")
@@ -78,23 +81,7 @@ def test_return_and_reward_to_go_are_unbiased(setting, truths, directions, rule)
     assert alignment(estimates, truths).scale == pytest.approx(1.0, abs=0.2)
 
 
-@pytest.fixture(scope="module")
-def untrained():
-    """The policy is the exact velocity of its data and the reference."""
-    mixture = world("mixture")
-    policy = mixture.policy(PolicyOptions())
-    return Setting(
-        policy,
-        Multistep(),
-        policy.schedule(10),
-        mixture.reward("soft"),
-        mixture.prompts("direction", "train"),
-    )
-
-
-def test_at_the_reference_dgpo_has_half_of_the_gradient_of_matching_weighted_by_advantages(
-    untrained,
-):
+def test_at_the_reference_dgpo_has_half_of_the_gradient_of_matching_weighted_by_advantages():
     """S = 0, so every weight is A / 2; the same times, noise and images by the same seed."""
     times = DrawnSteps(4, 7)
     weighted = AWM(
@@ -106,10 +93,10 @@ def test_at_the_reference_dgpo_has_half_of_the_gradient_of_matching_weighted_by_
         times=times,
         noise="group",
     )
-    usage = Usage()
-    awm = forward_gradients(untrained, Uniform(), weighted, 2, 6, seed=1, usage=usage)
+    usage, setting = Usage(), untrained(Multistep())
+    awm = forward_gradients(setting, Uniform(), weighted, 2, 6, seed=1, usage=usage)
     dgpo = forward_gradients(
-        untrained, Uniform(), DGPO(clip=None, kl_weight=0.0, times=times), 2, 6, seed=1
+        setting, Uniform(), DGPO(clip=None, kl_weight=0.0, times=times), 2, 6, seed=1
     )
     assert_close(2 * dgpo, awm, atol=1e-6, rtol=1e-4)
     assert float((awm[0] - awm[1]).norm()) > 0.1 * float(awm[0].norm())

@@ -23,16 +23,6 @@ def shown(line, capsys):
     return capsys.readouterr().out
 
 
-def test_train_resumes_and_repeats(tmp_path):
-    out, two = tmp_path / "run", tmp_path / "two"
-    assert flowrl_(f"train {MIXTURE} --method tp-grpo --out {out}") == 0
-    assert flowrl_(f"train --resume {out}") == 0
-    assert flowrl_(f"train --config {out}/config.json --out {two}") == 0
-    assert flowrl_(f"train --config {out}/config.json --out {out}") == 2
-    first, second = ((folder / "weights.safetensors").read_bytes() for folder in (out, two))
-    assert first == second
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -69,6 +59,15 @@ def test_train_resumes_and_repeats(tmp_path):
         (f"evaluate --weights {'y' * 999}", "weights = "),
         ("compare --arm 'a: reward=weighted-sum(x=6)'", "weighted-sum has no option x"),
         ("compare --out=a\0b", "out = '--out=a"),
+        ("train --model m --prompts text[0:2]", "a model has none of its own"),
+        (
+            "train --model nowhere/at-all --prompts text[0:2] --reward ocr",
+            "no folder with a model_index",
+        ),
+        ("train --model m --reward ocr", "prompts = ''"),
+        ("bench claims --only nothing", "only = 'nothing' is not allowed"),
+        ("bench rule nothing --out new", "unknown credit rule 'nothing'"),
+        ("bench microscope --world nowhere", "world = 'nowhere' is not allowed"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_exit_code_2(line, words, tmp_path, capsys, monkeypatch):

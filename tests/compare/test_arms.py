@@ -136,13 +136,6 @@ def test_a_comparison_is_read_as_written(tmp_path):
     assert load_compare(tmp_path / "config.json") == config
 
 
-def test_every_arm_needs_trust():
-    values = configured(base={}, mine={"sampler": "evil.py:Evil"}).as_dict()
-    with pytest.raises(ConfigError, match=r"sampler names evil\.py:Evil: code"):
-        CompareConfig.from_dict(values).allowed()
-    CompareConfig.from_dict(values, trust=True).allowed()
-
-
 def test_equal_cost_scales_the_iterations():
     arms = {"base": {}, "tp": {"method": "tp-grpo"}, "small": {"groups": 1}}
     config = CompareConfig(TINY.replace(iterations=20), arms, (0,))

@@ -419,7 +419,10 @@ ZEROS = torch.zeros(3, 5, COUNT)
     ("rule", "message"),
     [
         (MyRule([[1.0]]), r"MyRule\.assign returned a list, not floating point .* \(3, 5, 4\)"),
-        (MyRule(torch.zeros(3, 5, 5)), r"torch\.float32 \(3, 5, 5\), not .* \(3, 5, 4\)"),
+        (
+            MyRule(ZEROS.mT),
+            r"\(3, 4, 5\), not floating point of shape \[prompt, member.* \(3, 5, 4\)",
+        ),
         (MyRule(ZEROS.long()), r"torch\.int64"),
         (MyRule(ZEROS.to_sparse()), "a tensor that is sparse"),
         (MyRule(ZEROS.index_fill(2, torch.tensor([1]), torch.nan)), r"not finite, .* \[0, 0, 1\]"),

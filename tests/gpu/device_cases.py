@@ -3,9 +3,10 @@
 import torch
 from family_cases import CASES as MODELS
 from family_cases import REDNESS
+from small_run import trainer_of
 
 from flowrl.core.types import Prompt
-from flowrl.training.build import make_method, make_reward, make_world, policy_options
+from flowrl.training.build import make_method
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
 
@@ -31,27 +32,18 @@ def model_policy(name, device, **options):
     return policy
 
 
-def model_trainer(name, device, dtype="float32", guidance_scale=1.0, options=(), **changes):
+def model_trainer(
+    name, device, dtype="float32", guidance_scale=1.0, options=(), reward=REDNESS, **changes
+):
     """A trainer of the tiny pipeline `name`."""
     config = preset("tiny").apply(dtype=dtype, **{**SMALL, **changes})
     policy = model_policy(name, device, dtype=dtype, guidance_scale=guidance_scale, **dict(options))
-    return Trainer(policy, make_method(config), REDNESS, PROMPTS, config)
+    return Trainer(policy, make_method(config), reward, PROMPTS, config)
 
 
 def world_trainer(name, device, **changes):
     """A trainer of a built-in world."""
-    config = preset("tiny").apply(
-        world=name,
-        device=device,
-        **{"task": "direction"} if name == "mixture" else {},
-        **{**SMALL, **changes},
-    )
-    world = make_world(config)
-    policy, prompts = (
-        world.policy(policy_options(config)),
-        world.prompts(config.environment.task, "train"),
-    )
-    return Trainer(policy, make_method(config), make_reward(config), prompts, config)
+    return trainer_of(preset("tiny").apply(world=name, device=device, **{**SMALL, **changes}))
 
 
 def any_trainer(name, device, **changes):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from device_cases import MODELS, PROMPTS, any_trainer, assert_same, flat, model_trainer
 from safetensors.torch import load_file
-from small_run import rows_of, words
+from small_run import model_files, rows_of, words
 
 from flowrl.cli.main import main
 from flowrl.policies import DTYPES
@@ -17,13 +17,7 @@ from flowrl.training import memory
 from flowrl.training.config import preset
 from flowrl.training.run import Run
 
-BRIGHT = (
-    "class Bright:\n    def score(self, images, prompts):\n        return"
-    " images.flatten(1).mean(1)\n"
-)
 SIZES = dict(
-    resolution=16,
-    max_sequence_length=24,
     groups=2,
     group_size=3,
     num_steps=3,
@@ -43,15 +37,8 @@ SIZES = dict(
 
 
 def config_of(name, device, dtype, folder):
-    MODELS[name].make().save_pretrained(folder / "model")
-    (folder / "prompts.txt").write_text("\n".join(prompt.text for prompt in PROMPTS))
-    (folder / "bright.py").write_text(BRIGHT)
-    files = dict(
-        model=str(folder / "model"),
-        prompts=str(folder / "prompts.txt"),
-        reward=f"{folder}/bright.py:Bright",
-    )
-    return preset("tiny").apply(device=device, dtype=dtype, **files, **SIZES)
+    files = model_files(folder, [prompt.text for prompt in PROMPTS], MODELS[name].make())
+    return preset("tiny").apply(**files | SIZES | dict(device=device, dtype=dtype))
 
 
 QUICK = ("sd3", "bfloat16"), ("wan", "bfloat16")

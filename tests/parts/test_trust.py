@@ -16,7 +16,7 @@ import pytest
 import torch
 from flowrl_bench.results_file import OWN_RULES, ResultsFile, make_line
 from flowrl_compare.comparison import CompareConfig, compare, load_compare
-from flowrl_rewards import Aesthetic, PickScore
+from flowrl_rewards import PickScore
 from flowrl_testing.tiny import TINY, tiny_sd3
 from flowrl_testing.trial import try_parts
 from hypothesis import HealthCheck, given, settings
@@ -690,19 +690,6 @@ def test_a_hostile_reward_model_executes_nothing(canary: Path, tmp_path: Path, m
     shutil.copy(tmp_path / "evil.py", mapped / "evil.py")
     with suppress(ConfigError):  # it may also be read as what it is without the code
         reward_of(mapped)
-    assert not canary.exists()
-
-
-def test_a_pickled_head_executes_nothing(canary: Path, tmp_path: Path) -> None:
-    """Single files in PyTorch's format may be named by the user; what they may contain is
-    tensors.
-    """
-    whole = tiny_clip(tmp_path / "clip")
-    (tmp_path / "head.pth").write_bytes(pickle.dumps(Bomb(canary)))
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        Aesthetic(str(whole), head=str(tmp_path / "head.pth")).score(
-            torch.rand(1, 3, 40, 40), [Prompt("a fox")]
-        )
     assert not canary.exists()
 
 

@@ -175,6 +175,8 @@ def test_hps_sees_all_of_a_wide_image(folder):
 
 
 class Bomb:
+    """Files in PyTorch's format may be named by the user; what they may contain is tensors."""
+
     def __reduce__(self):
         return (pytest.fail, ("code in a weight file was run",))
 

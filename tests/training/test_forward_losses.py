@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from rollouts import rolled
 from small_run import trained, trainer_of, weights
 from torch.testing import assert_close
 
@@ -12,7 +13,6 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Credit, Decisions
 from flowrl.core.types import Schedule
 from flowrl.credit import Uniform
-from flowrl.rollout import rollout
 from flowrl.rollout.batches import ForwardBatches, credited, training_noise
 from flowrl.rollout.rollout import Groups
 from flowrl.samplers import FlowSDE, Multistep, Windowed
@@ -104,12 +104,10 @@ def test_noise_does_not_depend_on_the_part_of_the_groups(noise):
 
 def batches_of(trainer, sampler):
     """The batches of a rollout with random advantages and weights, which are returned as well."""
-    groups, generator = trainer.groups, torch.Generator().manual_seed(0)
-    noise = groups.noise(trainer.policy.latent_shape, generator)
-    condition = trainer.policy.encode(trainer.prompts.take(3))
-    schedule = trainer.schedule
-    result = rollout(trainer.policy, sampler, schedule, condition, noise, generator, groups)
-    times = trainer.method.loss.times.draw(schedule, groups.samples, generator)
+    prompts, schedule, generator = trainer.prompts.take(3), trainer.schedule, torch.Generator()
+    options = dict(steps=schedule, sampler=sampler, prompts=prompts, generator=generator)
+    result, condition = rolled(trainer.policy, **options)[0], trainer.policy.encode(prompts)
+    times = trainer.method.loss.times.draw(schedule, 12, generator)
     path, valid = result.trajectories, torch.ones(3, 4, dtype=torch.bool)
     decisions = Decisions.of(path.schedule, path.stds, path.tree, valid)
     advantages, weights = torch.rand(2, 12, len(decisions), generator=generator)

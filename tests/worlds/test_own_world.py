@@ -11,19 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_run import flowrl_
 
 from flowrl import Run, preset
-from flowrl.cli.main import main
 from flowrl.losses import ClippedLoss
 from flowrl.training.build import run_method
-from flowrl.training.trainer import Trainer
+from flowrl.training.config import load_config
 from flowrl.worlds import World, world
 
 PAGE = Path(__file__).parents[2] / "docs/guides/world.md"
 (CODE,) = re.findall(r"```python\n(# my_world\.py\n.*?)```", PAGE.read_text(), re.DOTALL)
 CODE = CODE.replace("range(1000)", "range(20)")  # a worse base model, in less time
 OWN = "my_world.py:World"
-TINY = ["--preset", "tiny", "--world", OWN]
 
 
 @pytest.fixture(autouse=True)
@@ -52,31 +51,22 @@ def test_the_settings_start_from_the_worlds_defaults(capsys):
     assert preset("default").apply(world=OWN, iterations=3).iterations == 3
     assert preset("default").apply(world=OWN, method="tempflow-grpo").rollout.group_size == 54
     with pytest.raises(SystemExit):
-        main(["compare", "--world", OWN, "--help"])
+        flowrl_(f"compare --world {OWN} --help")
     assert "(default: hours)" in re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
-def test_a_killed_run_resumes_to_the_same_weights(monkeypatch, capsys):
-    train = ["train", *TINY, "--heldout-rewards=hit", "--checkpoint-every=1"]
-    assert main([*train, "--out=whole"]) == 0
-    iteration = Trainer.iteration
-
-    def dies(trainer):
-        if trainer.done == 1:
-            raise RuntimeError("killed")
-        return iteration(trainer)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "iteration", dies)
-        assert main([*train, "--out=run"]) == 1
-    assert main(["train", "--resume", "run"]) == 2
+def test_a_paused_run_resumes_to_the_same_weights(tmp_path, capsys):
+    options = "--heldout-rewards hit --checkpoint-every 1 --out whole"
+    assert flowrl_(f"train --preset tiny --world {OWN} {options}") == 0
+    config = load_config(tmp_path / "whole" / "config.json", trust=True)
+    assert not Run(config, tmp_path / "run", stop=lambda: True).execute()
+    assert flowrl_("train --resume run") == 2
     assert "add --trust" in capsys.readouterr().err
-    assert main(["train", "--resume", "run", "--trust"]) == 0
+    assert flowrl_("train --resume run --trust") == 0
     weights, again = (load_file(f"{name}/weights.safetensors") for name in ("whole", "run"))
     assert all(torch.equal(weights[name], again[name]) for name in weights)
-    assert main(["evaluate", "--weights", "run", "--trust"]) == 0
-    own_prompt = ["--num-steps=2", "--prompts", "2 o'clock", "--out=base.png"]
-    assert main(["sample", "--world", OWN, *own_prompt]) == 0
+    assert flowrl_("evaluate --weights run --trust") == 0
+    assert flowrl_(f'sample --world {OWN} --num-steps 2 --prompts "2 o\'clock" --out base.png') == 0
     scores = json.loads(Path("run/evaluation/evaluation.json").read_text())["scores"]
     assert set(scores) == {"near", "hit"} and Path("base.png").exists()
 
@@ -98,12 +88,12 @@ def test_a_python_object_is_the_same_world_as_its_name(how, tmp_path):
     recorded = json.loads((tmp_path / "run/config.json").read_text())["environment"]
     assert recorded["world"].startswith(OWN if how == "name" else "clock [object of ")
     # the folder of an object has its name and class only
-    trusted = ["--trust"] * (how == "name")
-    assert main(["sample", "--weights", "run", "--out", "a.png", *trusted]) == 2 * (how != "name")
+    trusted = "--trust" * (how == "name")
+    assert flowrl_(f"sample --weights run --out a.png {trusted}") == 2 * (how != "name")
 
 
-def refused(capsys, *arguments):
-    assert main([*arguments, "--out", "run"]) == 2 and not Path("run").exists()
+def refused(capsys, options):
+    assert flowrl_(f"train {options} --out run") == 2 and not Path("run").exists()
     error = capsys.readouterr().err
     assert error.startswith("flowrl: error: ") and error.count("\n") == 1
     return error
@@ -125,7 +115,7 @@ def test_what_is_wrong_with_a_world_is_said_in_one_line(body, words, capsys):
     if body.startswith("parse"):
         code = CODE.replace("def parse", "def parsed").replace("class World", "class Other")
         Path("other.py").write_text(code)
-    assert words in refused(capsys, "train", "--preset", "tiny", "--world", spec)
+    assert words in refused(capsys, f"--preset tiny --world {spec}")
 
 
 @pytest.mark.parametrize(
@@ -139,11 +129,11 @@ def test_what_is_wrong_with_a_world_is_said_in_one_line(body, words, capsys):
     ],
 )
 def test_what_is_wrong_with_a_command_is_said_in_one_line(more, words, capsys):
-    assert words in refused(capsys, "train", *more.split())
+    assert words in refused(capsys, more)
 
 
 def test_an_exception_in_a_world_names_the_line(capsys):
     spec = with_class("Other", "def policy(self, options): raise ValueError('no network')")
-    assert main(["train", "--preset", "tiny", "--world", spec, "--out", "run"]) == 1
+    assert flowrl_(f"train --preset tiny --world {spec} --out run") == 1
     error = capsys.readouterr().err
     assert "Other.policy" in error and "other.py, line" in error and "no network" in error
