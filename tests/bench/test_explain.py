@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 from flowrl_bench.explain import explain, parse_rewards
+from small_run import flowrl_
 
-from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Decisions
 from flowrl.credit import StepwiseGain, TurningPoint
@@ -71,15 +71,15 @@ def test_the_command_prints_and_draws(tmp_path, capsys):
     table, out = tmp_path / "rewards.csv", tmp_path / "figure.png"
     table.write_text("cat,x,0,1,2\ncat,y,0,2,1\ndog,x,1,1,0\ndog,y,1,0,1\n")
     table.write_text("prompt,member,value_0,value_1,reward\n" + table.read_text())
-    command = ["--rewards", str(table), "--out", str(out)]
-    assert main(["explain", "stepwise-gain(normalise=step)", "uniform", *command]) == 0
+    options = f"--rewards {table} --out {out}"
+    assert flowrl_(f"explain 'stepwise-gain(normalise=step)' uniform {options}") == 0
     assert all((tmp_path / f"figure-{n}.png").stat().st_size > 5000 for n in (1, 2, 3, 4))
     values, printed = parse_rewards(table.read_text()).values, capsys.readouterr().out
     first = StepwiseGain(normalise="step").assign(values, Decisions.like(values))[0, 0, 0]
     assert f"{float(first):+.3f}" in printed and "columns read as" not in printed
     table.write_text("0,1,2\n1,0,1\n")
-    for options, named in (((), True), (("--decisions", "1"), False)):
-        assert main(["explain", "uniform", *command, *options]) == 0
+    for more, named in (("", True), ("--decisions 1", False)):
+        assert flowrl_(f"explain uniform {options} {more}") == 0
         assert ("3 columns read as 2 decisions" in capsys.readouterr().out) == named
-    assert main(["explain", "uniform", "--rewards", str(tmp_path / "none.csv")]) == 2
+    assert flowrl_(f"explain uniform --rewards {tmp_path}/none.csv") == 2
     assert "does not exist" in capsys.readouterr().err

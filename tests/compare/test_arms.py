@@ -13,8 +13,8 @@ from flowrl_compare.report import headline, table_text, write_report
 from flowrl_compare.results import load_comparison, summarise, summary_values
 from flowrl_compare.tuned import tuned, tuned_arms
 from rich.console import Console
+from small_run import MIXTURE, flowrl_
 
-from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.training.config import preset
 from flowrl.training.plan import plan
@@ -154,24 +154,22 @@ def test_the_command_orders_methods_arms_and_credit(tmp_path, monkeypatch):
     monkeypatch.setattr("flowrl_compare.comparison.compare", keep)
     (tmp_path / "arms.yaml").write_text("arms: {file: {kl_weight: 0.1}}")
 
-    def arms_of(*options):
-        command = ["compare", "--world", "mixture", "--preset", "tiny"]
-        assert main([*command, "--out", str(tmp_path / "out"), *options]) == 130
+    def arms_of(options=""):
+        assert flowrl_(f"compare {MIXTURE} --out {tmp_path}/out {options}") == 130
         return compared[-1].arms
 
     papers = ["flow-grpo", "stepwise-flow-grpo", "tp-grpo"]
-    file = ["--arms", str(tmp_path / "arms.yaml")]
     assert list(arms_of()) == papers
-    assert list(arms_of("--credit", "gdpo")) == [*papers, "gdpo"]
-    mixed = arms_of("--credit", "gdpo", *file, "--arm", "base:")
+    assert list(arms_of("--credit gdpo")) == [*papers, "gdpo"]
+    mixed = arms_of(f"--credit gdpo --arms {tmp_path}/arms.yaml --arm base:")
     assert list(mixed) == ["base", "file", "gdpo"]
-    mixed = arms_of("--arm", "a: loss=gspo", "--methods", "tp-grpo")
+    mixed = arms_of("--arm 'a: loss=gspo' --methods tp-grpo")
     assert list(mixed.items()) == [("tp-grpo", {"method": "tp-grpo"}), ("a", {"loss": "gspo"})]
     # of what the preset needs for the method, what no option sets
     tree = {"method": "tree-grpo", "group_size": 8}
-    assert arms_of("--arm", "t: method=tree-grpo, group_size=8", "--window", "0:3") == {"t": tree}
+    assert arms_of("--arm 't: method=tree-grpo, group_size=8' --window 0:3") == {"t": tree}
     tree |= {"window": "", "group_size": 4}
-    assert arms_of("--arm", "t: method=tree-grpo") == {"t": tree}
+    assert arms_of("--arm 't: method=tree-grpo'") == {"t": tree}
 
 
 def test_reports_name_the_parts_in_which_arms_differ(tmp_path, capsys):
@@ -179,9 +177,8 @@ def test_reports_name_the_parts_in_which_arms_differ(tmp_path, capsys):
     out, file = tmp_path / "out", f"{tmp_path}/my.py"
     settings = {"sampler": f"{file}:DecaySDE", "loss": f"{file}:ReinforceKL", "group_size": 6}
     words = ", ".join(f"{name}={value}" for name, value in settings.items())
-    sizes = ["--world", "mixture", "--preset", "tiny", "--seeds", "0", "--workers", "1"]
-    arms = ["--arm", "base:", "--arm", f"uniform: {words}"]
-    assert main(["compare", *sizes, *arms, "--out", str(out)]) == 0
+    arms = f"--arm base: --arm 'uniform: {words}' --seeds 0 --workers 1"
+    assert flowrl_(f"compare {MIXTURE} {arms} --out {out}") == 0
     shown = capsys.readouterr().out
     assert words in shown
     assert "base: 2 iterations of 2 x 3 samples, each 24 + 12 network evaluations" in shown

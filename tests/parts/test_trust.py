@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from small_run import MIXTURE, flowrl_
 from tiny_rewards import tiny_clip
 
-from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, FlowrlError
 from flowrl.core.types import Prompt
 from flowrl.io import write_json
@@ -361,7 +360,7 @@ def test_with_trust_the_code_runs(
 
 def test_a_module_of_our_own_needs_trust_only_in_a_file(tmp_path: Path) -> None:
     out, spec = tmp_path / "run", SPECS["own reward"][0]
-    assert main(["train", *MIXTURE.split(), "--reward", spec, "--out", str(out)]) == 0
+    assert flowrl_(f'train {MIXTURE} --reward "{spec}" --out {out}') == 0
     (out / "done.json").unlink()
     assert flowrl_(f"train --resume {out}") == 2
     assert flowrl_(f"train --resume {out} --trust") == 0

@@ -10,8 +10,8 @@ import pytest
 import server_fuzz as fuzzing
 from reward_serving import Function, post, refused, served
 from server_load import REWARD
+from small_run import flowrl_
 
-from flowrl.cli.main import main
 from flowrl.core.errors import RewardError
 from flowrl.parts.registry import build
 from flowrl.serving import ServerSettings
@@ -38,12 +38,12 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
             (f"{reward} --tls-key key.pem", "tls_certificate, tls_key = ['key.pem']"),
             (f"{reward} --tls-certificate {empty} --tls-key {empty}", "tls_certificate, tls_key: "),
             (f"{reward} --score-seconds nan", "score_seconds = nan is"),
-            (absent, "no-such-folder"),
-            (f"weighted-sum(models={{'a':\"{absent}\"}})", "no-such-folder"),
+            (f'"{absent}"', "no-such-folder"),
+            (f'"weighted-sum(models={{a: {absent}}})"', "no-such-folder"),
             (f"{tmp_path / 'broken.py'}:Broken", "Broken.load() failed: OSError: no card"),
         ):
-            port = () if "--port" in command else ("--port", "0")
-            assert main(["serve-reward", *command.split(" "), *port]) == 2, command
+            port = "" if "--port" in command else "--port 0"
+            assert flowrl_(f"serve-reward {command} {port}") == 2, command
             written = capsys.readouterr()
             assert message in written.err and written.err.count("\n") == 1, (command, written)
             assert written.out == ""
@@ -55,9 +55,9 @@ def test_without_the_extra_the_command_has_help_and_one_clear_error(monkeypatch,
     for name in [name for name in sys.modules if name.startswith("flowrl.serving")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(SystemExit, match="0"):
-        main(["serve-reward", "--help"])
+        flowrl_("serve-reward --help")
     assert "--max-batch" in capsys.readouterr().out
-    assert main(["serve-reward", "jpeg-compressibility"]) == 2
+    assert flowrl_("serve-reward jpeg-compressibility") == 2
     assert "pip install -e '.[server]'" in capsys.readouterr().err
 
 

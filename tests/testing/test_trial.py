@@ -5,9 +5,8 @@ import re
 import pytest
 import torch
 from flowrl_testing.trial import SECONDS, try_parts
-from small_run import words
+from small_run import MIXTURE, flowrl_
 
-from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.training.config import preset
 from flowrl.training.run import Run
@@ -132,13 +131,13 @@ def test_a_faulty_part_stops_the_run_before_anything_is_written(
 @pytest.mark.parametrize(("setting", "part"), [("loss", "Ascent"), ("heldout-rewards", "Centred")])
 def test_a_faulty_part_stops_a_comparison(setting, part, mine, tmp_path, capsys):
     out = tmp_path / "out"
-    options = words(preset="tiny", world="mixture", methods="flow-grpo", seeds=0, workers=1)
-    options += words(**{setting: spec_of(mine, part)}, iterations=1, out=out)
-    assert main(["compare", *options]) == 2
+    options = f"{MIXTURE} --methods flow-grpo --seeds 0 --workers 1 --iterations 1 --out {out}"
+    command = f"compare {options} --{setting} {spec_of(mine, part)}"
+    assert flowrl_(command) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and f"{part} failed the trial" in error and "--no-trial" in error
     assert not out.exists()
-    assert main(["compare", *options, "--no-trial"]) == 0
+    assert flowrl_(f"{command} --no-trial") == 0
 
 
 @pytest.mark.parametrize(

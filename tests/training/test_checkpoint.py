@@ -8,9 +8,8 @@ import pytest
 import torch
 from failing_disk import DiedError, FailingDisk
 from safetensors.torch import save
-from small_run import SMALL, numbers
+from small_run import SMALL, flowrl_, numbers
 
-from flowrl.cli.main import main
 from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.distributed import Distributed
 from flowrl.training.build import trained_policy
@@ -190,14 +189,14 @@ def test_a_run_resumes_from_the_previous_checkpoint_if_the_last_is_damaged(tmp_p
     assert names == ["000002", "000003", "000004"]
     DAMAGE["cut"](Checkpoints(out).path("000004"))
     (out / "done.json").unlink()
-    resume = ["train", "--resume", str(out)]
-    assert main(resume) == 2
+    resume = f"train --resume {out}"
+    assert flowrl_(resume) == 2
     assert "Checkpoint 000003 is complete" in capsys.readouterr().err.replace("\n", " ")
-    assert main([*resume, "--from", "000009"]) == 2
-    assert main(["train", "--out", str(tmp_path / "other"), "--from", "000003"]) == 2
+    assert flowrl_(f"{resume} --from 000009") == 2
+    assert flowrl_(f"train --out {tmp_path}/other --from 000003") == 2
     assert "given with --resume only" in capsys.readouterr().err.replace("\n", " ")
     for start in ("000003", "000002"):  # the second time of a finished run
-        assert main([*resume, "--from", start]) == 0
+        assert flowrl_(f"{resume} --from {start}") == 0
         assert numbers(out) == expected and Checkpoints(out).names() == names
 
 

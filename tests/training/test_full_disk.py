@@ -8,9 +8,8 @@ import os
 import pytest
 from failing_disk import DiedError, FailingDisk
 from flowrl_compare.results import load_run
-from small_run import SMALL, numbers, words
+from small_run import MIXTURE, SMALL, flowrl_, numbers
 
-from flowrl.cli.main import main
 from flowrl.core.errors import DiskError
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.config import load_config
@@ -78,7 +77,7 @@ def test_a_disk_that_fails_at_any_operation_of_a_run_loses_nothing(
 
 def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(tmp_path, capsys):
     out, real = tmp_path / "run", os.replace
-    options = words(preset="tiny", world="mixture", iterations=4, checkpoint_every=2, out=out)
+    options = f"{MIXTURE} --iterations 4 --checkpoint-every 2 --out {out}"
 
     def full(source, target):
         if str(target).endswith("000004.safetensors"):
@@ -87,11 +86,11 @@ def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(tmp_path, c
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", full)
-        assert main(["train", *options]) == 1
+        assert flowrl_(f"train {options}") == 1
     shown = capsys.readouterr()
     error = shown.err.replace("\n", " ")
     assert f"No space left on device. Make room, then: flowrl train --resume {out}" in error
     assert "checkpoint 000002 is kept" in shown.out
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["000002.safetensors"]
-    assert main(["train", "--resume", str(out)]) == 0
+    assert flowrl_(f"train --resume {out}") == 0
     assert Checkpoints(out).names() == ["000004"]

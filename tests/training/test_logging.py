@@ -11,7 +11,7 @@ import torch
 from flowrl_compare.results import load_run
 from PIL import Image
 from safetensors.torch import load_file
-from small_run import model_files, numbers, words
+from small_run import flowrl_, model_files, numbers, words
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
@@ -91,7 +91,7 @@ def test_strips_show_the_same_prompts_from_the_same_noise(folder):
 def test_a_resumed_run_has_the_same_numbers_and_goes_on_in_the_event_files(folder):
     out = folder / "paused"
     assert Run(trusted_config(folder), out, stop=lambda: True).execute() is False
-    assert main(["train", "--resume", str(out), "--trust"]) == 0
+    assert flowrl_(f"train --resume {out} --trust") == 0
     assert numbers(out) == numbers(folder / "run")
     recorded = events(out / "tensorboard").Scalars("reward_mean")
     assert sorted(event.step for event in recorded) == [1, 2]
@@ -148,8 +148,8 @@ def test_a_run_is_sampled_where_its_device_is_not(folder, tmp_path):
     run = shutil.copytree(folder / "run", tmp_path / "run")
     config = trusted_config(folder).replace(device="cuda:99")
     (run / "config.json").write_text(json.dumps(config.as_dict()))
-    options = words(prompts="a fox", count=1, num_steps=2, trust=True)
-    assert main(["sample", *words(weights=run, out=tmp_path / "picture.png"), *options]) == 0
+    options = f"--prompts 'a fox' --count 1 --num-steps 2 --trust --out {tmp_path}/picture.png"
+    assert flowrl_(f"sample --weights {run} {options}") == 0
 
 
 def test_the_policy_of_a_models_world_has_the_options_of_its_caller(folder):

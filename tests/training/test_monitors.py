@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from loss_rows import loss_rows
-from small_run import CASES, rows_of, trainer_of, weights, words
+from small_run import CASES, MIXTURE, flowrl_, rows_of, trainer_of, weights
 
-from flowrl.cli.main import main
 from flowrl.core.experience import Credit
 from flowrl.core.types import Gaussian, Prompt
 from flowrl.losses import ClippedLoss
@@ -143,8 +142,7 @@ class Constant:
 def test_warnings_reach_the_console_and_the_metrics(tmp_path, capsys):
     (tmp_path / "constant.py").write_text(CONSTANT)
     out, reward = tmp_path / "run", f"{tmp_path}/constant.py:Constant"
-    options = words(preset="tiny", world="mixture", iterations=5, reward=reward, out=out)
-    assert main(["train", *options]) == 0
+    assert flowrl_(f"train {MIXTURE} --iterations 5 --reward {reward} --out {out}") == 0
     assert capsys.readouterr().out.count("Warning: 100% of the groups have equal rewards") == 1
     assert [len(row.get("warnings", ())) for row in rows_of(out)] == [0, 0, 0, 1, 0, 0]
 

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from small_run import SMALL, rows_of, words
+from small_run import MIXTURE, SMALL, flowrl_, rows_of
 from torch.testing import assert_close
 
-from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, PartError
 from flowrl.core.experience import FIELDS, LARGER, Actions, Decisions, Record
 from flowrl.core.prompt import Prompt
@@ -372,9 +371,8 @@ def test_a_run_saves_every_other_iteration_and_overwrites_after_a_resume(tmp_pat
 def test_observers_from_the_command_line(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(FAILING.format("return Actions(stop='enough')"))
     spec, out = f"{tmp_path}/mine.py:Fails", tmp_path / "run"
-    small = words(preset="tiny", world="mixture", task="direction", iterations=3)
-    options = ["--observe", spec, "stop-on-collapse(drop=0.9)", *words(save_experience=1, out=out)]
-    assert main(["train", *small, *options]) == 0
+    options = f"{MIXTURE} --iterations 3 --save-experience 1 --out {out}"
+    assert flowrl_(f"train {options} --observe {spec} 'stop-on-collapse(drop=0.9)'") == 0
     assert "stopped after iteration 2 of 3 by Fails: enough" in capsys.readouterr().out
     assert list(json.loads((out / "code.json").read_text())) == [f"observe: {spec}"]
-    assert main(["train", "--resume", str(out)]) == 2 and "--trust" in capsys.readouterr().err
+    assert flowrl_(f"train --resume {out}") == 2 and "--trust" in capsys.readouterr().err

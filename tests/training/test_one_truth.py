@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from small_run import flowrl_
 
-from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.methods import METHODS, with_options
 from flowrl.samplers import CPS, FixedWindow
@@ -62,5 +62,5 @@ def test_the_plan_shows_which_parts_are_the_methods(capsys):
         ("--method tempflow-grpo --kl-weight 0.1", "sampler flow-sde(noise_level=0.7) [method]"),
         ("--settings published", "window :-1 [method]"),
     ):
-        assert main(["train", "--world", "mixture", *options.split(), "--plan"]) == 0
+        assert flowrl_(f"train --world mixture {options} --plan") == 0
         assert shown in " ".join(capsys.readouterr().out.split())

@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from small_run import numbers, words
+from small_run import MIXTURE, flowrl_, numbers
 
-from flowrl.cli.main import main
 from flowrl.core.errors import FlowrlError
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.config import preset
@@ -97,7 +96,7 @@ def test_a_part_that_breaks_is_named(kind, line, message, tmp_path):
 
 def test_an_unforeseen_error_is_saved_and_not_printed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("flowrl.cli.lookup.Env.main", partial(int, "x"))
-    assert main(["env"]) == 1
+    assert flowrl_("env") == 1
     said = capsys.readouterr().err
     assert "Traceback" not in said and "unexpected error: ValueError" in said
     path = re.search(r"The traceback is in (\S+);", said)
@@ -138,13 +137,11 @@ def test_a_comparison_survives_a_failing_run(tmp_path, capsys):
     )
     part, out = tmp_path / "part.py", tmp_path / "out"
     part.write_text(rule)
-    options = words(preset="tiny", world="mixture", methods="flow-grpo", credit=f"{part}:Part")
-    options += words(seeds=0, iterations=5, workers=1, no_trial=True, out=out)
-    assert main(["compare", *options]) == 1
+    options = f"{MIXTURE} --methods flow-grpo --credit {part}:Part --seeds 0 --iterations 5"
+    assert flowrl_(f"compare {options} --workers 1 --no-trial --out {out}") == 1
     error = capsys.readouterr().err
     assert "1 of 2 runs failed, and the others are complete" in error
     assert "AssertionError: gone" in error
     assert (out / "runs" / "flow-grpo-seed0" / "done.json").exists()
     part.write_text(rule.replace("< 5", "< 800"))
-    options = words(resume=out, trust=True, changed_code=True, no_trial=True)
-    assert main(["compare", *options]) == 0
+    assert flowrl_(f"compare --resume {out} --trust --changed-code --no-trial") == 0

@@ -2,8 +2,8 @@
 
 import pytest
 from flowrl_compare.results import load_run
+from small_run import flowrl_
 
-from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.plan import plan
@@ -86,8 +86,8 @@ def test_groups_are_not_split(groups, processes, each):
 
 def test_train_prints_it_and_trains_nothing(tmp_path, capsys):
     out = tmp_path / "run"
-    options = ["--preset", "sd3.5-medium,tp-grpo,ocr", "--model", "of/unknown-architecture"]
-    assert main(["train", *options, "--plan", "--processes", "2", "--out", str(out)]) == 0
+    options = "--preset sd3.5-medium,tp-grpo,ocr --model of/unknown-architecture --processes 2"
+    assert flowrl_(f"train {options} --plan --out {out}") == 0
     shown = capsys.readouterr().out
     for words in (
         "5,280 network evaluations",

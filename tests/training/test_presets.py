@@ -11,10 +11,9 @@ import torch
 from flowrl_compare.comparison import CompareConfig
 from flowrl_compare.results import load_run
 from flowrl_testing.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
-from small_run import TINY_MODEL
+from small_run import TINY_MODEL, flowrl_
 from tiny_rewards import tiny_clip, tiny_detector
 
-from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.core.protocols import ForwardLoss
 from flowrl.io import write_json
@@ -160,7 +159,7 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
         changes |= dict.fromkeys(("prompts", "heldout_prompts"), str(tmp_path / "objects.jsonl"))
     (tmp_path / "small.yaml").write_text(settings_text(grouped(RunConfig, changes)))
     out = tmp_path / "run"
-    assert main(["train", "--preset", f"{name},{tmp_path / 'small.yaml'}", "--out", str(out)]) == 0
+    assert flowrl_(f"train --preset {name},{tmp_path}/small.yaml --out {out}") == 0
     run, config = load_run(out), load_config(out / "config.yaml")
     row = run.rows[1]
     assert run.finished and row["trajectories"] == size
@@ -174,7 +173,7 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
 def test_a_preset_is_shown_beside_what_is_published(tmp_path, capsys):
     """Our value, the published one, the place in the source, the reason."""
     (tmp_path / "mine.yaml").write_text("optim: {learning_rate: 1e-5}\n")
-    assert main(["presets", f"{SD3},{TURNING},ocr,{tmp_path / 'mine.yaml'}"]) == 0
+    assert flowrl_(f"presets {SD3},{TURNING},ocr,{tmp_path}/mine.yaml") == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "clip_range 1e-05 1e-05 same [TurningPoint-GRPO: config/my_grpo.py, " in shown
     assert "groups 4 48 differs: 4 fit on one GPU" in shown and "mine.yaml" in shown
@@ -204,7 +203,7 @@ def test_later_files_and_options_overrule_earlier_ones(tmp_path):
 def test_what_is_wrong_with_a_file_is_one_line(text, words, tmp_path, capsys):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    assert main(["train", "--preset", str(path), "--out", str(tmp_path / "run")]) == 2
+    assert flowrl_(f"train --preset {path} --out {tmp_path}/run") == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
     assert str(path) in error
@@ -232,8 +231,8 @@ def test_values_survive_yaml(tmp_path):
 def test_a_run_folder_of_another_format_is_one_line(tmp_path, capsys):
     path = tmp_path / "config.json"
     write_json(path, {"format": "flowrl-run-2", **RunConfig().as_dict()})
-    for option, value in (("--resume", tmp_path), ("--config", path)):
-        assert main(["train", option, str(value)]) == 2
+    for option in (f"--resume {tmp_path}", f"--config {path}"):
+        assert flowrl_(f"train {option}") == 2
         error = capsys.readouterr().err
         assert f"{path}: format = 'flowrl-run-2' is not allowed" in error
         assert "'flowrl-run-3'" in error and error.count("\n") == 1

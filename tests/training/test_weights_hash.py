@@ -5,9 +5,8 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_run import SMALL, words
+from small_run import SMALL, flowrl_
 
-from flowrl.cli.main import main
 from flowrl.core.errors import CheckpointError
 from flowrl.training.build import trained_policy
 from flowrl.training.checkpoint import load_weights, save_weights
@@ -37,7 +36,7 @@ def test_changed_weights_are_one_message(kind, finished, tmp_path, capsys):
     CHANGES[kind](run / "weights.safetensors")
     with pytest.raises(CheckpointError):
         trained_policy(run)
-    assert main(["sample", *words(prompts=0, weights=run, out=tmp_path / "new.png")]) == 2
+    assert flowrl_(f"sample --prompts 0 --weights {run} --out {tmp_path}/new.png") == 2
     error = capsys.readouterr().err
     assert f"{run}/weights.safetensors" in error and error.count("\n") == 1
     assert not (tmp_path / "new.png").exists()
