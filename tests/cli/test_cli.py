@@ -61,10 +61,10 @@ def shown(line, capsys):
         ("compare --out=a\0b", "out = '--out=a"),
         ("train --model m --prompts text[0:2]", "a model has none of its own"),
         (
-            "train --model nowhere/at-all --prompts text[0:2] --reward ocr",
+            "train --model nowhere/at-all --prompts text[0:2] --reward jpeg-compressibility",
             "no folder with a model_index",
         ),
-        ("train --model m --reward ocr", "prompts = ''"),
+        ("train --model m --reward jpeg-compressibility", "prompts = ''"),
         ("bench claims --only nothing", "only = 'nothing' is not allowed"),
         ("bench rule nothing --out new", "unknown credit rule 'nothing'"),
         ("bench microscope --world nowhere", "world = 'nowhere' is not allowed"),
