@@ -562,6 +562,8 @@ def test_the_users_own_rule_needs_one_word_to_go_on(tmp_path: Path, capsys) -> N
     assert flowrl_(f"train --resume {out}") == 2
     assert flowrl_(f"train --resume {out} --trust") == 0
     assert flowrl_(f"train --config {out}/config.yaml --out {again} --trust") == 0
+    first, second = ((folder / "weights.safetensors").read_bytes() for folder in (out, again))
+    assert first == second
     # reading runs nothing
     assert load_config(out / "config.json").algorithm.credit.endswith(":Mine")
     for read in (
