@@ -329,7 +329,7 @@ def compare_values():
 compare_values()
 
 # %% [markdown]
-# Before training the one-step estimate is nearly as good as the exact value, and the critic knows nothing. After four iterations the critic explains half or more of what the best values explain at most decisions. Later both get worse, for two reasons.
+# Before training the one-step estimate is as good as the exact value from decision 1 on, and the critic knows nothing. After four iterations the critic explains half or more of what exact values explain. Later both get worse, for two reasons.
 # Training moves $v$ away from the mean velocity, so the one-step estimate is no longer the mean of the finished samples (lesson 9), and the critic has learned from policies that no longer exist. And even the *exact* value of an early state predicts little: once most trajectories succeed, what remains of the variance is decided by the last steps.
 #
 # ## Why raw gains fail
@@ -637,6 +637,7 @@ def compare_runs():
             xscale="log", xlabel="evaluations in thousands (update: three each)", ylim=(0.05, 1.02), title=f"clip {clip:.2f}"
         )
         cell.set_xticks([20, 50, 100, 200, 500, 1000], ["20", "50", "100", "200", "500", "1000"])
+        cell.set_xlim(9, 9000)
         cell.minorticks_off()
         clean(cell)
     axes[0].set_ylabel("held-out reward")
@@ -648,7 +649,7 @@ def compare_runs():
 compare_runs()
 
 # %% [markdown]
-# - **Raw gains** start fast and fall, with the wide clip below the reward before training in some seeds. Their early gains reward errors of the value.
+# - **Raw gains** start fast and fall, far with the wide clip. Their early gains reward errors of the value.
 # - **Calibrated gains** rise as fast and stay. With either clip their mean reward over training is above that of uniform credit, and near the oracle's. They take as many network evaluations as uniform credit (a decode and a reward call per decision are not counted here); the oracle takes 18 times as many, for its grid.
 # - **The even weight** trains no better than r², although its credit correlates more with $A^*$ at every stage. It takes most of the gain even where the value predicts little. A likely reason is that of lesson 9: the luck in $r$ is noise, which averages out over iterations, and the errors of a value are bias, which accumulates. In the project's trials it trained no better either, so the library has the simpler rule.
 # - **The clip** matters as much as the rule: it moves uniform credit's mean by about 0.1, as much as some of the leads here.
