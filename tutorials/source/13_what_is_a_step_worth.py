@@ -654,7 +654,7 @@ compare_runs()
 # - **The even weight** trains no better than r², although its credit correlates more with $A^*$ at every stage. It takes most of the gain even where the value predicts little. A likely reason is that of lesson 9: the luck in $r$ is noise, which averages out over iterations, and the errors of a value are bias, which accumulates. In the project's trials it trained no better either, so the library has the simpler rule.
 # - **The clip** matters as much as the rule: it moves uniform credit's mean by about 0.1, as much as some of the leads here.
 #
-# These runs do not decide between the rules: three seeds, one world, one learning rate, nothing tuned. A clip range of its own changes each rule's result, so a comparison has to tune all of them. `docs/headroom.md` does so for the oracle and uniform credit in 13 tasks: in some of them even the oracle's lead is too small to tell rules apart. `docs/guides/cheap-values.md` has the rule's options and commands for comparisons of your own.
+# These runs do not decide between the rules: three seeds, one world, one learning rate, nothing tuned. A clip range of its own changes each rule's result, so a comparison has to tune all of them. `docs/headroom.md` does so for the oracle and uniform credit in 13 tasks, one of which cannot tell rules apart at all (19 of 20 steps drawn). `docs/guides/cheap-values.md` has the rule's options, the algebra of its weight, and commands for comparisons of your own.
 #
 # ## To keep
 #
