@@ -91,6 +91,22 @@ def test_a_latent_reward_scores_every_state_with_its_time_and_prompt():
     assert result.features.isfinite().all() and scores[:, :, 1:].std() > 0
 
 
+def test_a_latent_reward_is_given_the_prompts_of_its_chunk():
+    tables = []
+    for chunk in (0, 1):
+        trainer = with_probe(TinyLatentReward(), BASE.replace(chunk=chunk))
+        tables.append(trainer.iteration().experience.values)
+    assert_close(*tables)
+
+
+def with_probe(probe, config=BASE):
+    """A trainer with calibrated gains of this probe."""
+    trainer = trainer_of(config)
+    trainer.method = replace(trainer.method, credit=CalibratedGain(probe=probe))
+    trainer.collector.probe = probe
+    return trainer
+
+
 def test_no_value_depends_on_the_rewards_of_its_own_iteration():
     """The first iteration has the base's values; the fit after it changes the next ones only."""
     trainers = [
@@ -145,9 +161,5 @@ def test_faults_of_a_value_probe_are_named(fault):
         pass
 
     setattr(Faulty, fault, lambda self, *given: torch.full((1,), torch.nan))
-    rule = CalibratedGain(probe=Faulty())
-    trainer = trainer_of(BASE)
-    trainer.method = replace(trainer.method, credit=rule)
-    trainer.collector.probe = rule.probe
     with pytest.raises(ProbeError, match=rf"Faulty\.{fault}"):
-        trainer.iteration()
+        with_probe(Faulty()).iteration()
