@@ -70,7 +70,7 @@ class TinyLatentReward(LatentReward):
         film = torch.linspace(-1, 1, tokens.shape[-1]) * times[:, None, None]
         query = torch.tensor([[[float(len(prompt.text))]] for prompt in prompts])
         weights = (tokens * query).sum(-1, keepdim=True).softmax(1)
-        return (weights * tokens * (1 + film)).sum((1, 2))
+        return (weights * tokens * (query + film)).sum((1, 2))
 
 
 def test_a_latent_reward_scores_every_state_with_its_time_and_prompt():
