@@ -5,6 +5,7 @@ from flowrl.credit.example import example, on_tree, probed
 from flowrl.credit.memory import MovingAverageGain, ValueTracker
 from flowrl.credit.stepwise import DenseGain, StepwiseGain, generalised_gains
 from flowrl.credit.table import (
+    centred,
     check_signature,
     credit_of,
     gain_columns,
@@ -47,6 +48,7 @@ __all__ = [
     "branched_tree",
     "calibrated_gains",
     "calibration",
+    "centred",
     "check_signature",
     "credit_of",
     "example",

@@ -25,7 +25,8 @@ class Uniform:
         std: "group": over the members of the prompt, as in the paper; "batch": over all samples of
             the table, the public code's default; None: not divided, in units of the reward, as in
             EPG (arXiv 2602.04663).
-        clamp: largest absolute advantage; None for no clamp.
+        clamp: largest absolute advantage c; None for no limit.
+        limit: "clamp": A is clamped to +-c; "tanh": c tanh(A / c), as in V-GRPO (arXiv 2604.23380).
         probe: the probe of the rollout, of which only R is used.
 
     Raises:
@@ -34,6 +35,7 @@ class Uniform:
 
     std: Literal["group", "batch"] | None = "group"
     clamp: Clamp = 5.0
+    limit: Literal["clamp", "tanh"] = "clamp"
     probe: Probe = NoProbe()
 
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
@@ -41,8 +43,11 @@ class Uniform:
         require_columns(values, decisions, self, last_column(decisions.mask))
         members, rewards = decisions.mask.any(-1, keepdim=True), values[..., -1:]
         if self.std is None:
-            scores = clamped(centred(rewards, ("member",), members), self.clamp)
+            scores = centred(rewards, ("member",), members)
         else:
             std_over = ("member",) if self.std == "group" else ("prompt", "member")
-            scores = zscore(rewards, ("member",), std_over, self.clamp, members)
+            scores = zscore(rewards, ("member",), std_over, None, members)
+        if self.limit == "tanh" and self.clamp is not None:
+            scores = self.clamp * (scores / self.clamp).tanh()
+        scores = clamped(scores, self.clamp)
         return scores.repeat(1, 1, len(decisions))

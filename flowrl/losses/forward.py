@@ -233,9 +233,8 @@ class AWM:
         clip: c; with 1 only ratios above 2 are clipped.
         ratio: "exp_first": one ratio per row; "sum_first": one per sample, of the mean log p over
             its times, which needs all times of a sample (see `protocols.PolicyLoss`).
-        advantage_clip: eta: advantages are limited to +- this value and divided by it.
-        advantage_limit: "clip", or "tanh": eta tanh(A / eta).
-        advantage_scale: factor of these advantages.
+        advantage_clip: advantages are clipped to +- this value and divided by it.
+        advantage_scale: factor of the clipped advantages.
         kl_weight: weight of the distance from the base model, 0 or more.
         average_weight: weight of the distance from the average network, 0 or more.
         kl: "elbo" multiplies both squared distances by (1 - min(t, 0.99)) / (0.98 t); "uniform" by
@@ -256,7 +255,6 @@ class AWM:
     clip: Positive = 1.0
     ratio: Literal["exp_first", "sum_first"] = "exp_first"
     advantage_clip: Positive = 5.0
-    advantage_limit: Literal["clip", "tanh"] = "clip"
     advantage_scale: Positive = 1.0
     kl_weight: NonNegative = 1e-3
     average_weight: NonNegative = 1.0
@@ -304,9 +302,7 @@ class AWM:
     def scaled(self, advantages: PerSample) -> PerSample:
         """The advantages that weight the rows."""
         clip = self.advantage_clip
-        tanh = self.advantage_limit == "tanh"
-        limited = clip * (advantages / clip).tanh() if tanh else advantages.clamp(-clip, clip)
-        return limited * (self.advantage_scale / clip)
+        return advantages.clamp(-clip, clip) * (self.advantage_scale / clip)
 
     def _log_ratio(self, rows: ForwardBatch) -> PerSample:
         old = rows.velocity_of("average" if self.off_policy else "old", self)

@@ -205,6 +205,10 @@ def test_rules_reduce_to_each_other(seed):
         (credit(rule, values), torch.cat([credit(rule, row[None]) for row in values])),
         (credit(StepwiseGain(lam=0.7), one_step), credit(Uniform(), one_step)),
         (
+            credit(Uniform(clamp=3.0, limit="tanh"), values),
+            3 * (credit(Uniform(), values) / 3).tanh(),
+        ),
+        (
             credit(Uniform(std=None), values),
             (final - final.mean(1, keepdim=True)).repeat(1, 1, COUNT),
         ),

@@ -135,18 +135,10 @@ def test_awm_at_the_old_weights_is_advantage_weighted_matching(weight):
 
 
 def test_v_grpo_begins_with_the_gradient_of_diffusion_nft():
-    """At the old weights, for one time per sample. Its soft limit is 3 tanh(A / 3)."""
-    batch = at_old(batch_of(1))
-    soft = dict(advantage_limit="tanh", advantage_clip=3.0, advantage_scale=3.0)
-    loss = AWM(weight="normalised", kl_weight=0.0, average_weight=0.0, **soft)
-    advantages = loss.scaled(torch.tensor([2.0, 5.0, -5.0]))
-    close(advantages, torch.tensor([1.748349, 2.793329, -2.793329]), 1e-6)
-    hard = replace(loss, advantage_limit="clip", advantage_clip=5.0, advantage_scale=5.0)
-    close(gradient(hard, batch), gradient(DiffusionNFT(kl_weight=0.0), batch))
-    close(
-        gradient(loss, batch),
-        gradient(hard, replace(batch, advantages=loss.scaled(batch.advantages))),
-    )
+    """At the old weights, for one time per sample."""
+    batch, plain = at_old(batch_of(1)), dict(kl_weight=0.0, average_weight=0.0)
+    loss = AWM(weight="normalised", advantage_scale=5.0, **plain)
+    close(gradient(loss, batch), gradient(DiffusionNFT(kl_weight=0.0), batch))
 
 
 def test_awm_clips_only_what_the_advantage_pushes_outwards():

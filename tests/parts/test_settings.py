@@ -54,8 +54,8 @@ from flowrl.samplers import (
 )
 
 DEFAULTS = {
-    Uniform: "std='group', clamp=5.0, probe=NoProbe()",
-    Weighted: "weights='noise', rule=Uniform(std='group', clamp=5.0, probe=NoProbe())",
+    Uniform: "std='group', clamp=5.0, limit='clamp', probe=NoProbe()",
+    Weighted: "weights='noise', rule=Uniform(std='group', clamp=5.0, limit='clamp', probe=NoProbe())",
     StepwiseGain: (
         "normalise='joint', lam=0.0, gamma=1.0, pool='prompt', clamp=5.0, probe=Substeps(count=5)"
     ),
@@ -65,7 +65,7 @@ DEFAULTS = {
         "consistent=True, balance='aggregate', balance_scope='batch', first_step=True, "
         "normalise='step', combine='replace', clamp=5.0, probe=Completion()"
     ),
-    GDPO: "rule=Uniform(std='group', clamp=5.0, probe=NoProbe()), weights=None, batch=True",
+    GDPO: "rule=Uniform(std='group', clamp=5.0, limit='clamp', probe=NoProbe()), weights=None, batch=True",
     FlowSDE: "noise_level=0.7",
     DanceSDE: "noise_level=0.3",
     CPS: "noise_level=0.7",

@@ -155,7 +155,7 @@ FORWARD_LOSSES = [
     "awm(weight=t, kl_weight=0.0, average_weight=0.0)",
     "awm(weight=t2, kl_weight=0.0, average_weight=0.0)",
     "awm(weight=huber, kl_weight=0.0, average_weight=0.0)",
-    "awm(weight=normalised, advantage_limit=tanh)",
+    "awm(weight=normalised)",
     "awm(ratio=sum_first, clip=0.01, times=uniform)",
     "awm(off_policy=true, kl=elbo, power=0.5, times=logit-normal)",
     "dgpo",

@@ -27,6 +27,7 @@ from flowrl.credit import (
     balanced,
     branched_tree,
     calibration,
+    centred,
     credit_of,
     gains,
     read_columns,
@@ -34,7 +35,6 @@ from flowrl.credit import (
     turning_points,
 )
 from flowrl.credit.table import (
-    centred,
     gain_columns,
     last_column,
     masked_std,
