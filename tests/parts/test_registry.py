@@ -117,7 +117,11 @@ def test_options_reach_the_part():
     ("kind", "spec", "words"),
     [
         ("credit", "turning-pont", "unknown credit rule 'turning-pont'.*mean 'turning-point'"),
-        ("credit", "uniform(stdd=1)", "uniform has no option stdd; allowed: std, clamp, limit, probe"),
+        (
+            "credit",
+            "uniform(stdd=1)",
+            "uniform has no option stdd; allowed: std, clamp, limit, probe",
+        ),
         ("credit", "uniform(1)", "option=value is expected at character 9"),
         ("credit", "uniform(std=", "is not allowed|cannot be read"),
         ("credit", "uniform(std=open('x'))", "cannot be read"),
