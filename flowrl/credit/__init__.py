@@ -1,11 +1,16 @@
 """Credit rules: pure functions from a value table to a table of advantages."""
 
-from flowrl.credit.calibrated import CalibratedGain, calibrated_gains, calibration, value_quality
+from flowrl.credit.calibrated import (
+    CalibratedGain,
+    calibrated_gains,
+    calibration,
+    predictions,
+    value_quality,
+)
 from flowrl.credit.example import example, on_tree, probed
 from flowrl.credit.memory import MovingAverageGain, ValueTracker
 from flowrl.credit.stepwise import DenseGain, StepwiseGain, generalised_gains
 from flowrl.credit.table import (
-    centred,
     check_signature,
     credit_of,
     gain_columns,
@@ -48,7 +53,6 @@ __all__ = [
     "branched_tree",
     "calibrated_gains",
     "calibration",
-    "centred",
     "check_signature",
     "credit_of",
     "example",
@@ -60,6 +64,7 @@ __all__ = [
     "last_column",
     "masked_std",
     "on_tree",
+    "predictions",
     "probed",
     "process_rewards",
     "read_columns",

@@ -85,6 +85,19 @@ def value_quality(values: ValueTable) -> dict[str, list[float | None]]:
     }
 
 
+def predictions(
+    values: ValueTable, cross_fit: bool, known: Bool[Tensor, "prompt member column"]
+) -> tuple[ValueTable, Float[Tensor, "prompt 1 column"]]:
+    """p_j = s_j v_j [prompt, member, decision+1], whose last column is r, and r2_j, from the
+    entries that are `known`; see `calibration`.
+    """
+    deviations = centred(values, ("member",), known)
+    slope, r2 = calibration(deviations, cross_fit)
+    predicted = slope * deviations
+    predicted[..., -1:] = deviations[..., -1:]
+    return predicted, r2
+
+
 def calibrated_gains(
     values: ValueTable,
     gain_weight: float | None = None,
@@ -104,10 +117,8 @@ def calibrated_gains(
         Credit [prompt, member, decision], in units of the reward, with mean 0 over the members.
     """
     known = torch.ones_like(values, dtype=torch.bool) if known is None else known
-    deviations = centred(values, ("member",), known)
-    slope, r2 = calibration(deviations, cross_fit)
-    predicted, reward = slope * deviations, deviations[..., -1:]
-    predicted[..., -1:] = reward
+    predicted, r2 = predictions(values, cross_fit, known)
+    reward = predicted[..., -1:]
     weight = r2[..., 1:] if gain_weight is None else torch.full_like(r2[..., 1:], gain_weight)
     return weight * predicted[..., 1:] + (1 - weight) * reward - predicted[..., :-1]
 

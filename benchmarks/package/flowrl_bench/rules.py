@@ -26,10 +26,9 @@ from flowrl.credit import (
     TurningPoint,
     balanced,
     branched_tree,
-    calibration,
-    centred,
     credit_of,
     gains,
+    predictions,
     read_columns,
     reward_to_go,
     turning_points,
@@ -109,15 +108,14 @@ class EvenGain(CalibratedGain):
 
     def gains(self, values: ValueTable, known: Bool[Tensor, "prompt member column"]) -> CreditTable:
         """Credit before Z."""
-        deviations = centred(values, ("member",), known)
-        slope, r2 = calibration(deviations, self.cross_fit)
-        predicted, reward = slope * deviations, deviations[..., -1:]
-        predicted[..., -1:] = reward
+        predicted, r2 = predictions(values, self.cross_fit, known)
         columns = known.any(1).any(0)
         share = 1 / max(int(columns.sum()) - 1, 1)
         unexplained = (1 - r2[..., :-1]).where(columns[:-1], 1.0).amin(-1, keepdim=True)
         ratio = share * unexplained / (1 - r2[..., 1:]).clamp(min=1e-9)
-        credit = predicted.diff(dim=-1) + ratio.clamp(max=1) * (reward - predicted[..., 1:])
+        credit = predicted.diff(dim=-1) + ratio.clamp(max=1) * (
+            predicted[..., -1:] - predicted[..., 1:]
+        )
         credit[..., -1] *= share
         return credit
 
