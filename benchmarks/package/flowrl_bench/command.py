@@ -386,8 +386,8 @@ class Headroom:
     none.
     """
     arms: tuple[Literal["published", "values"], ...] = ()
-    """Further arms to tune and run. published: Stepwise-Flow-GRPO, TP-GRPO and random credit; values:
-    credit from cheap values, and smaller numbers of larger groups.
+    """Further arms to tune and run. published: Stepwise-Flow-GRPO, TP-GRPO and random credit;
+    values: credit from cheap values, and fewer but larger groups.
     """
     seeds: Annotated[int, Ge(0), Le(1000)] = 0
     """Fresh seeds per arm and task; 0 = 5 (--quick: 3)."""
