@@ -19,8 +19,8 @@ from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import checked_options
 from flowrl.core.types import Latents, LossResult, LossRows, PerSample, Schedule, Unit
 
-Noise = Literal["each", "group", "group-all-times", "path"]
-"""Which rows share their noise; "path": the states of the sample's own trajectory."""
+Noise = Literal["each", "group", "group-all-times", "path", "difference"]
+"""Which rows share their noise; "path" and "difference": the states of the sample's own trajectory."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class ForwardBatch(LossRows):
 
     Args:
         time: t in (0, 1] [sample].
-        target: eps - x_0 of the row's state x_t [sample, *latent].
+        target: eps - x_0 of the row's state x_t [sample, *latent], or the target of "difference" (see
+            `ForwardLoss`).
         new: the current network's velocity, which carries the gradient.
         advantages: advantages [sample].
         weight: weights of the mean over rows, 0 or more [sample]; rows of weight 0 contribute
@@ -242,7 +243,9 @@ class ForwardLoss(Protocol):
     - `times` and `noise`: the training times of every sample, and which rows share the noise eps:
       "each" row has its own, the members of a "group" share it at each time, or at all times
       ("group-all-times"). With "path" there is no fresh noise: a row is the state of the sample's
-      own trajectory at the time's step, with eps = (x_t - (1-t) x_0) / t.
+      own trajectory at the time's step, with eps = (x_t - (1-t) x_0) / t. With "difference" the row
+      is that state, too, and v* = v_old - d / (mean(d^2) + 1e-6): v_old is the velocity with which
+      the trajectory was sampled, d the difference of x_0 from the mean over the group.
     - `copies`: the copies of the weights, by the field of `ForwardBatch` for their velocity, "old"
       or "average".
     - `needs_reference`: whether the loss needs the frozen base model's velocity.

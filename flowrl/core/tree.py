@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Mean = Literal["leaf", "child"]
-Weight = Literal["leaf", "edge"]
+Weight = Literal["leaf", "edge", "step"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Tree:
         mean: mean over the members behind a unit ("leaf"), or recursively over its children
             ("child").
         weight: a decision counts once per member behind it ("leaf": the loss is the mean over
-            trajectories) or once ("edge").
+            trajectories) or once ("edge"); "step": as "edge", times the mean number of transitions
+            per step over that of its step, so that all steps weigh the same.
     """
 
     parent: Int[Tensor, " unit"]

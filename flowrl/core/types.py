@@ -352,6 +352,14 @@ class LossRows:
         return type(self)(**{k: v[index] for k, v in given.items() if v is not None})
 
 
+def pooled_units(loss: Any, rows: LossRows) -> tuple[Tensor, ...]:
+    """The numbers that identify the rows over which the means of `row_terms` run: the units of the
+    `loss`, or smaller ones that its method `pooled_units` returns.
+    """
+    smaller = getattr(loss, "pooled_units", None)
+    return smaller(rows) if smaller else rows.units(loss.unit)
+
+
 def unit_means(values: PerSample, units: Sequence[Tensor], weight: PerSample) -> PerSample:
     """For each row, the weighted mean of `values` over the rows that agree with it in all of
     `units`; 0 if their weights are 0.
@@ -396,6 +404,7 @@ class LossBatch(LossRows):
         reference: the frozen base model's transition; None unless the loss needs it.
         velocity: the network's outputs behind `new`, one per distinct state, if known; losses do
             not need them.
+        slope: |d mean / d velocity| of the step's transition [sample]; None if unknown.
         pooled: as in `forward.ForwardBatch`, for a loss whose `unit` is not "transition".
 
     Raises:
@@ -414,6 +423,7 @@ class LossBatch(LossRows):
     time: PerSample
     reference: Gaussian | None = None
     velocity: Float[Tensor, "evaluation *latent"] | None = None
+    slope: PerSample | None = None
     pooled: PerSample | None = None
 
     def __post_init__(self) -> None:

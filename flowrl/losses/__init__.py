@@ -5,21 +5,27 @@ advantages and weights.
 from flowrl.losses.forward import AWM, DGPO, DiffusionNFT
 from flowrl.losses.policy import (
     GSPO,
+    RSM,
     ClippedLoss,
+    Distillation,
     FlowDPPO,
     GRPOGuard,
     KLPenalty,
     PolicyGradientLoss,
+    StepNFT,
 )
 
 __all__ = [
     "AWM",
     "DGPO",
     "GSPO",
+    "RSM",
     "ClippedLoss",
     "DiffusionNFT",
+    "Distillation",
     "FlowDPPO",
     "GRPOGuard",
     "KLPenalty",
     "PolicyGradientLoss",
+    "StepNFT",
 ]

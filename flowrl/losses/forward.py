@@ -15,7 +15,14 @@ from flowrl.core.options import NonNegative, Positive, checked_options
 from flowrl.core.protocols import TimeDraw
 from flowrl.core.types import Latents, LossResult, PerSample, Unit, unit_means
 from flowrl.flow import DrawnSteps, PermutedTimes, StratifiedTimes, expand
-from flowrl.losses.terms import beyond, mean_over, over_units, ratio_metrics, surrogate
+from flowrl.losses.terms import (
+    beyond,
+    mean_over,
+    over_units,
+    quadratic,
+    ratio_metrics,
+    surrogate,
+)
 
 VELOCITIES = ("new", "target", "old", "average", "reference")
 LEAST_WEIGHT = 1e-5
@@ -231,6 +238,7 @@ class AWM:
             estimate as in `DiffusionNFT`, t^2 l / w with w = t mean |v - v*| (detached).
         power: p of "ghuber", above 0.
         clip: c; with 1 only ratios above 2 are clipped.
+        trust: "clip": the clipped loss; "quadratic": -A rho + |A| (rho - 1)^2 / (2 c), as in FDFO.
         ratio: "exp_first": one ratio per row; "sum_first": one per sample, of the mean log p over
             its times, which needs all times of a sample (see `protocols.PolicyLoss`).
         advantage_clip: advantages are clipped to +- this value and divided by it.
@@ -253,6 +261,7 @@ class AWM:
     weight: Literal["uniform", "t", "t2", "huber", "ghuber", "normalised"] = "ghuber"
     power: Positive = 0.25
     clip: Positive = 1.0
+    trust: Literal["clip", "quadratic"] = "clip"
     ratio: Literal["exp_first", "sum_first"] = "exp_first"
     advantage_clip: Positive = 5.0
     advantage_scale: Positive = 1.0
@@ -320,9 +329,10 @@ class AWM:
         log_ratio = self._log_ratio(rows)
         # the value of the mean over times, and each time's share of its gradient
         if self.ratio == "sum_first":
-            log_ratio = over_units(log_ratio, rows, "trajectory")
+            log_ratio = over_units(log_ratio, rows, self)
         ratio = log_ratio.exp()
-        terms = surrogate(ratio, self.scaled(rows.advantages), self.clip)
+        bounded = surrogate if self.trust == "clip" else quadratic
+        terms = bounded(ratio, self.scaled(rows.advantages), self.clip)
         scale = elbo_weight(rows.time) if self.kl == "elbo" else 1.0
         metrics = ratio_metrics(ratio, beyond(ratio, self.clip), rows.weight)
         penalties = {"reference": self.kl_weight, "average": self.average_weight}

@@ -4,6 +4,7 @@ Every log-density and divergence is a mean over latent elements, every loss a we
 transitions.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -11,11 +12,13 @@ import torch
 from annotated_types import Gt, Lt
 from jaxtyping import Bool
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.options import NonNegative, Positive, checked_options
+from flowrl.core.options import Count, NonNegative, Positive, checked_options
 from flowrl.core.types import Gaussian, LossBatch, LossResult, PerSample, Unit
 from flowrl.flow import kl, log_prob, log_prob_without_constants
+from flowrl.flow import log_ratio as exact_log_ratio
 from flowrl.losses.terms import beyond, mean_over, over_units, ratio_metrics, surrogate
 
 Clip = Annotated[float, Gt(0), Lt(1)]
@@ -156,8 +159,8 @@ class GSPO(_Penalised):
     trajectory of log ratio).
 
     s is the geometric mean of the ratios of the trajectory's transitions, with their weights, so
-    all of a trajectory's transitions are clipped or none is. On policy the gradient is that of
-    `ClippedLoss`. The noise of the mean of n log-ratios is about sqrt(n) times smaller than that of
+    all of a trajectory's transitions are clipped or none is. With `chunks`, the mean is over a
+    chunk of consecutive steps (Chunk-GRPO). On policy the gradient is that of `ClippedLoss`. The noise of the mean of n log-ratios is about sqrt(n) times smaller than that of
     one, so the same clip is wider than for single transitions.
 
     Needs one advantage per trajectory: a rule that credits its steps differently is refused. Needs
@@ -165,10 +168,13 @@ class GSPO(_Penalised):
 
     Metrics as in `ClippedLoss`, of s. `loss` raises `ConfigError` if `kl_weight` > 0 and the batch
     has no reference. Source: GSPO (arXiv 2507.18071, equations 5 to 7; published for language
-    models with ranges of 3e-4 below and 4e-4 above 1).
+    models with ranges of 3e-4 below and 4e-4 above 1); Chunk-GRPO (arXiv 2510.21583), chunks of 2,
+    3, 4 and 7 steps as others cite it.
 
     Args:
         clip_range: c in (0, 1).
+        chunks: numbers of steps of the chunks, from step 0 on; further steps are one more chunk.
+            Empty: the whole trajectory.
         kl_weight: beta, 0 or more.
         kl: form of the divergence from the reference (see `ClippedLoss`).
 
@@ -180,6 +186,12 @@ class GSPO(_Penalised):
     one_advantage: ClassVar[bool] = True
 
     clip_range: Clip = 1e-4
+    chunks: tuple[Count, ...] = ()
+
+    def pooled_units(self, batch: LossBatch) -> tuple[Tensor, ...]:
+        """The numbers that identify the chunk of each row."""
+        ends = torch.tensor(self.chunks, device=batch.step.device).cumsum(0)
+        return batch.sample, torch.bucketize(batch.step, ends, right=True)
 
     @torch.no_grad()
     def row_terms(self, batch: LossBatch) -> PerSample:
@@ -189,8 +201,144 @@ class GSPO(_Penalised):
     def loss(self, batch: LossBatch) -> LossResult:
         """The scalar loss over the rows of `batch`, and its metrics."""
         rows = counted(batch)
-        ratio = over_units(log_ratio(rows), rows, self.unit).exp()
+        ratio = over_units(log_ratio(rows), rows, self).exp()
         return self._clipped(rows, ratio, self.clip_range)
+
+
+@checked_options
+@dataclass(frozen=True)
+class RSM(_Penalised):
+    """Reward score matching: the clip acts on the log-ratio, from one side.
+
+    mean of max(c |A| - A log rho, 0) + beta KL(new || reference).
+
+    The gradient is that of -A log rho until A log rho exceeds c |A|, so the loss is `ClippedLoss` to
+    first order in log rho, without exp. log rho is formed from the means and is exactly 0 on
+    policy. With `fair` the clip acts on std^2 log rho, so that it allows every step an equal change
+    of the mean, and the term of a step is divided by std Delta; on policy its gradient is then that
+    of -A log rho times std / Delta.
+
+    Metrics as in `ClippedLoss`; clip_fraction is the fraction of rows without gradient. `loss`
+    raises `ConfigError` if `kl_weight` > 0 and the batch has no reference. Source: RSM (arXiv
+    2604.17415) and its public code (commit e8be3df), losses matching and fair_clip2.
+
+    Args:
+        clip_range: c in (0, 1).
+        fair: clip std^2 log rho.
+        kl_weight: beta, 0 or more.
+        kl: form of the divergence from the reference (see `ClippedLoss`).
+
+    Raises:
+        ConfigError: a field is out of range.
+    """
+
+    clip_range: Clip = 1e-4
+    fair: bool = False
+
+    def loss(self, batch: LossBatch) -> LossResult:
+        """The scalar loss over the rows of `batch`, and its metrics."""
+        rows = counted(batch)
+        difference = exact_log_ratio(rows.new, rows.behaviour, rows.next_node)
+        std = rows.behaviour.std
+        scaled = std.square() * difference if self.fair else difference
+        room = self.clip_range * rows.advantages.abs() - rows.advantages * scaled
+        terms = room.clamp(min=0.0)
+        if self.fair:
+            terms = terms / (std * rows.delta).masked_fill(std == 0, 1.0)
+        return self._combined(rows, difference.exp(), terms, room.detach() < 0)
+
+
+@checked_options
+@dataclass(frozen=True)
+class StepNFT(_Penalised):
+    """DiffusionNFT's preference between two branches, on the visited transitions.
+
+    mean of softplus((scale / 2) y (E+ - E-)) - log 2 + beta KL(new || reference), y = A / 5.
+
+    E+- = mean((mu+- - x_next)^2) / (std^2 + 1e-4) is the error of the branch mu+- = mu_old +- step
+    (mu - mu_old). The squares cancel in E+ - E- = -4 step mean((mu - mu_old) eps) std / (std^2 +
+    1e-4), with eps the noise that was drawn. The first gradient is therefore the policy gradient of
+    y, times step scale std^2 / (std^2 + 1e-4); afterwards the sigmoid limits it, and nothing else
+    does. Advantages need not be equal for all steps.
+
+    Metrics as in `ClippedLoss`, with clip_fraction 0. `loss` raises `ConfigError` if `kl_weight` >
+    0 and the batch has no reference. Source: pi-StepNFT (arXiv 2603.02083) and RLinf's code (commit
+    a3816b5), where y = 2 r - 1 is a success of a robot; y = A / 5 is DiffusionNFT's.
+
+    Args:
+        step: distance of the branches from mu_old, in units of mu - mu_old, above 0.
+        scale: factor of the preference's logit, above 0.
+        kl_weight: beta, 0 or more.
+        kl: form of the divergence from the reference (see `ClippedLoss`).
+
+    Raises:
+        ConfigError: a field is out of range.
+    """
+
+    step: Positive = 1.0
+    scale: Positive = 1.0
+
+    def loss(self, batch: LossBatch) -> LossResult:
+        """The scalar loss over the rows of `batch`, and its metrics."""
+        rows = counted(batch)
+        old, shift = rows.behaviour.mean, self.step * (rows.new.mean - rows.behaviour.mean)
+        worse, better = (
+            log_prob_without_constants(replace(rows.behaviour, mean=mean), rows.next_node)
+            for mean in (old - shift, old + shift)
+        )
+        margin = (worse - better) / (rows.behaviour.std.square() + 1e-4)
+        logit = self.scale / 2.0 * rows.advantages / 5.0 * margin
+        ratio = log_ratio(rows).exp()
+        never = torch.zeros_like(ratio, dtype=torch.bool)
+        return self._combined(rows, ratio, softplus(logit) - math.log(2.0), never)
+
+
+@checked_options
+@dataclass(frozen=True)
+class Distillation(_Penalised):
+    """On-policy distillation: the divergence from a teacher on the student's own states, without
+    rewards.
+
+    mean of KL(new || teacher), the teacher being the run's reference (`--reference`).
+
+    Every step has its exact target: this is credit per step without an estimate. The KL of a
+    Flow-SDE step weights the squared difference of velocities by the sampler, most at the last
+    steps; `equal` gives all steps the same weight in velocities. Gradients do not flow through
+    sampling.
+
+    Metrics as in `ClippedLoss`, with clip_fraction 0; kl is the loss. `loss` raises `ConfigError`
+    if the batch has no reference. Source: DiffusionOPD (arXiv 2605.15055), whose public copies
+    divide by sigma^2 without Delta for Flow-SDE.
+
+    Args:
+        equal: multiply each step's KL by (std / slope)^2, slope = |d mean / d velocity|: half the
+            mean squared difference of the velocities.
+
+    Raises:
+        ConfigError: a field is out of range.
+    """
+
+    anchored: ClassVar[bool] = True
+
+    equal: bool = False
+
+    @property
+    def needs_reference(self) -> bool:
+        """Always: it is the teacher."""
+        return True
+
+    def loss(self, batch: LossBatch) -> LossResult:
+        """The scalar loss over the rows of `batch`, and its metrics."""
+        rows = counted(batch)
+        teacher, slope = rows.reference, rows.slope
+        if teacher is None or (self.equal and slope is None):
+            raise ConfigError("Distillation needs LossBatch.reference, and slope with `equal`")
+        divergence = kl(rows.new, teacher)
+        if self.equal and slope is not None:
+            counts = rows.behaviour.std > 0
+            divergence = divergence * (rows.behaviour.std / slope.masked_fill(~counts, 1.0)).square()
+        never = torch.zeros_like(divergence, dtype=torch.bool)
+        return self._combined(rows, log_ratio(rows).exp(), divergence, never)
 
 
 @checked_options

@@ -2,12 +2,14 @@
 metrics of a ratio.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from flowrl.core.forward import ForwardBatch
-from flowrl.core.types import LossBatch, PerSample, Unit, unit_means
+from flowrl.core.types import LossBatch, PerSample, pooled_units, unit_means
 
 
 def mean_over(values: PerSample, weight: PerSample) -> Tensor:
@@ -16,13 +18,13 @@ def mean_over(values: PerSample, weight: PerSample) -> Tensor:
     return (weight * values).sum() / total.masked_fill(total == 0, 1.0)
 
 
-def over_units(values: PerSample, rows: LossBatch | ForwardBatch, unit: Unit) -> PerSample:
-    """The mean of `values` over each row's unit, or `pooled`, with the row's share of its
-    gradient.
+def over_units(values: PerSample, rows: LossBatch | ForwardBatch, loss: Any) -> PerSample:
+    """The mean of `values` over each row's unit of the `loss`, or `pooled`, with the row's share of
+    its gradient.
     """
     pooled, each = rows.pooled, values.detach()
     if pooled is None:
-        pooled = unit_means(each, rows.units(unit), rows.weight)
+        pooled = unit_means(each, pooled_units(loss, rows), rows.weight)
     return pooled.detach() + (values - each)
 
 
@@ -30,6 +32,14 @@ def surrogate(ratio: PerSample, advantages: PerSample, clip_range: float) -> Per
     """max(-A ratio, -A clip(ratio, 1 - c, 1 + c)). Source: PPO (arXiv 1707.06347, equation 7)."""
     clipped = ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
     return torch.maximum(-advantages * ratio, -advantages * clipped)
+
+
+def quadratic(ratio: PerSample, advantages: PerSample, clip_range: float) -> PerSample:
+    """-A ratio + |A| (ratio - 1)^2 / (2 c), which is least at ratio 1 + sign(A) c.
+
+    Source: simple policy optimisation (arXiv 2401.16025).
+    """
+    return -advantages * ratio + advantages.abs() * (ratio - 1.0).square() / (2.0 * clip_range)
 
 
 def beyond(ratio: PerSample, clip_range: float) -> Bool[Tensor, " sample"]:

@@ -123,7 +123,8 @@ class Comb(Branching):
     ODE.
 
     A group has members / (branches x steps x strides) trunks, each with its own initial noise (with
-    shared noise: one, with more branches). The only decisions are the draws at the branches.
+    shared noise: one, with more branches); with a tuple of branches, members / (their sum x strides).
+    The only decisions are the draws at the branches.
     Network evaluations of a trunk with steps M: (last of M) + 1 + branches sum_{k in M} [1 + sum_s
     (ceil((T - k - 1) / s) - 1)]. `tree` raises `ConfigError` if the group size is not a multiple of
     the leaves or no stochastic step is in range.
@@ -132,7 +133,8 @@ class Comb(Branching):
     iteration uses. Granular-GRPO (arXiv 2510.01982), strides 1, 2, 3.
 
     Args:
-        branches: draws per step.
+        branches: draws per step, or a tuple of the draws at the first stochastic steps in range; no
+            further step is a decision then.
         count: number of steps, drawn anew every iteration and the same for all groups; None: all in
             range.
         low: first step in range.
@@ -146,7 +148,7 @@ class Comb(Branching):
         ConfigError: a field is out of range.
     """
 
-    branches: Count = 4
+    branches: Count | tuple[Count, ...] = 4
     count: Count | None = None
     low: Whole = 0
     high: int | None = None
@@ -157,6 +159,8 @@ class Comb(Branching):
     def __post_init__(self) -> None:
         fits = self.high is None or self.high > self.low
         require(fits, "Comb.high", self.high, f"above low = {self.low}, or None")
+        fits = self.branches != () and (self.count is None or isinstance(self.branches, int))
+        require(fits, "Comb.branches", self.branches, "one or more numbers, and one with `count`")
         fits = 0 < len(self.strides) == len(set(self.strides))
         require(fits, "Comb.strides", self.strides, "one or more different numbers of nodes")
 
@@ -171,14 +175,19 @@ class Comb(Branching):
         """The tree of an iteration; `generator` draws the steps if `count` is given."""
         high = steps if self.high is None else self.high
         within = [step for step in decisions if self.low <= step < high]
-        count = len(within) if self.count is None else self.count
+        if isinstance(self.branches, tuple):
+            count = len(self.branches)
+        else:
+            count = len(within) if self.count is None else self.count
         place = f"{max(count, 1)} or more stochastic steps within [{self.low}, {high})"
         require(len(within) >= max(count, 1), "Comb: stochastic steps", list(decisions), place)
         if self.count is not None:
             order = torch.randperm(len(within), generator=generator, device=generator.device)
             within = sorted(within[i] for i in order[:count].tolist())
-        trunks = _count_of(members, self.branches * count * len(self.strides), self)
-        branches, trunks = (self.branches * trunks, 1) if shared_noise else (self.branches, trunks)
+        each = self.branches if isinstance(self.branches, tuple) else (self.branches,) * count
+        trunks = _count_of(members, sum(each) * len(self.strides), self)
+        draws, trunks = (trunks, 1) if shared_noise else (1, trunks)
+        teeth = [(s, k) for s, n in zip(within, each, strict=False) for k in range(n * draws)]
 
         def visits(trunk: int, step: int, branch: int, stride: int) -> Visits:
             """ODE steps on the trunk, the draw after `step`, and ODE steps of `stride` nodes."""
@@ -188,9 +197,9 @@ class Comb(Branching):
             trunk_states = [(node, ("trunk", trunk)) for node in range(step + 1)]
             return [*trunk_states, *zip(nodes, keys, strict=True)]
 
-        choices = (range(trunks), within, range(branches), self.strides)
+        choices = product(range(trunks), teeth, self.strides)
         tree = tree_of(
-            [visits(*choice) for choice in product(*choices)],
+            [visits(trunk, *tooth, stride) for trunk, tooth, stride in choices],
             # the first state of a branch was drawn
             lambda node, key: isinstance(key, tuple) and key[0] != "trunk" and len(key) == 3,
             self.mean,

@@ -27,6 +27,7 @@ from flowrl.core.types import (
     LossResult,
     Unit,
     part_call,
+    pooled_units,
     tensor_problem,
     to_device,
     unit_means,
@@ -305,7 +306,7 @@ class Batches:
                 batch = self.of(micro.sample, micro.column)
                 weight = batch.weight if micro.weight > 0 else torch.zeros_like(batch.weight)
                 place = self._on_device(micro.sample), self._on_device(micro.column)
-                rows.append((*place, loss.row_terms(batch), weight, *batch.units(loss.unit)))
+                rows.append((*place, loss.row_terms(batch), weight, *pooled_units(loss, batch)))
             sample, column, terms, weight, *units = map(torch.cat, zip(*rows, strict=True))
             means, kept = unit_means(terms, units, weight), weight > 0
         table = torch.zeros(self.steps.shape, device=self.advantages.device)
@@ -368,6 +369,8 @@ class LossBatches(Batches):
         if self.loss.needs_reference:
             with self.policy.reference():
                 reference = transition(self.policy.velocity(x, timestep, condition))
+        none = torch.zeros(len(step), 1, device=step.device)
+        unit = self.sampler.transition(none, torch.ones_like(none), schedule, step)
         return LossBatch(
             new=new,
             behaviour=behaviour,
@@ -377,6 +380,7 @@ class LossBatches(Batches):
             time=schedule.times[step],
             reference=reference,
             velocity=velocity,
+            slope=unit.mean[:, 0].abs(),
             **self._credit(sample, column, column),
         )
 
@@ -410,6 +414,27 @@ def training_noise(
         noise.append(torch.randn((columns, *shape), generator=generator, device=device))
     expanded = torch.stack(noise).expand(-1, draws, *shape)
     return expanded.repeat_interleave(groups.members // each, 0)
+
+
+def finite_difference(images: Tensor, counts: Tensor, members: int) -> Tensor:
+    """d / (mean(d^2) + 1e-6) of every finished latent, d its difference from the mean over its group.
+
+    Of two members, d is half their difference. A step along it changes the latent by d per unit of
+    mean(d^2). Source: FDFO's code (arXiv 2603.12893, commit 740e22f), for pairs.
+
+    Args:
+        images: finished latents [sample, *latent], prompt-major.
+        counts: the samples that the mean includes [sample].
+        members: samples per group.
+
+    Returns:
+        The shifts [sample, *latent].
+    """
+    grouped = images.unflatten(0, (-1, members))
+    counted = expand(counts.to(images), images).unflatten(0, (-1, members))
+    mean = (counted * grouped).sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
+    difference = (grouped - mean).flatten(0, 1)
+    return difference / expand(difference.square().flatten(1).mean(1) + 1e-6, difference)
 
 
 @dataclass
@@ -451,9 +476,11 @@ class ForwardBatches(Batches):
         fits = guided is not None or self.scales == (1.0, 1.0)
         require(fits, "guidance of the loss", self.scales, "1: the policy has no guidance")
         steps = credited(self.times, path.schedule.times[:-1])
-        if noise == "path":
+        if noise in ("path", "difference"):
             require(not path.tree.branched, "noise", noise, "each or group, on branches")
             self.times = path.schedule.times[steps]
+            counts = to_device((self.weights > 0).any(-1), device)
+            self.shift = finite_difference(self.images, counts, self.rollout.groups.members)
         else:
             groups, draws = self.rollout.groups, self.times.shape[1]
             self.noise = training_noise(self.loss, groups, shape, draws, self.seed, device)
@@ -471,20 +498,25 @@ class ForwardBatches(Batches):
     def of(self, sample: Tensor, column: Tensor, shared: object = None) -> ForwardBatch:
         """The batch of these rows; indices of equal length."""
         path, members = self.rollout.trajectories, self.rollout.groups.members
-        device, from_path = self.images.device, self.loss.noise == "path"
+        device, noise = self.images.device, self.loss.noise
         sample, column = sample.to(device), column.to(device)
         step, decision = self.origin(sample, column)
-        if from_path:
+        image = self.images[sample]
+        if noise in ("path", "difference"):
             unit = to_device(path.tree.paths, device)[sample % members, step]
             stored = path.states[sample // members, unit]
+            if noise == "difference":
+                image = path.outputs[sample // members, unit] - self.shift[sample]
         else:
             stored = self.noise[sample, column]
         image, stored, sample, column, decision = map(
-            self._on_device, (self.images[sample], stored, sample, column, decision)
+            self._on_device, (image, stored, sample, column, decision)
         )
         time = self.times[sample, column]
         spread = expand(time, image)
-        if from_path:
+        if noise == "difference":
+            state, target = stored, image
+        elif noise == "path":
             state, target = stored, (stored - image) / spread
         else:
             state, target = (1 - spread) * image + spread * stored, stored - image

@@ -1,7 +1,9 @@
 """The samples of a rollout, and their noise."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,7 +23,8 @@ class Groups:
     Args:
         prompts: number of groups.
         members: samples per group.
-        shared_noise: whether the members of a group start from the same x_T.
+        shared_noise: share of the variance of x_T that the members of a group have in common; True:
+            they start from the same x_T.
         first: index of the first group within all groups.
         total: number of all groups; 0: there are no others.
 
@@ -31,13 +34,15 @@ class Groups:
 
     prompts: int
     members: int
-    shared_noise: bool = False
+    shared_noise: float = False
     first: int = 0
     total: int = 0
 
     def __post_init__(self) -> None:
         fits = min(self.prompts, self.members) >= 1 and 0 <= self.first <= self.all - self.prompts
         require(fits, "groups", self, "prompts and members 1 or more, within the total")
+        share = self.shared_noise
+        require(0 <= share <= 1, "shared_noise", share, "within [0, 1]")
 
     @property
     def all(self) -> int:
@@ -55,8 +60,20 @@ class Groups:
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """x_T of every sample, [sample, *latent], on the generator's device."""
-        noise = self._drawn(torch.randn, 1 if self.shared_noise else self.members, shape, generator)
-        return noise.repeat_interleave(self.members, dim=0) if self.shared_noise else noise
+        common = own = None
+        if self.shared_noise > 0:
+            common = self._drawn(torch.randn, 1, shape, generator)
+            common = common.repeat_interleave(self.members, dim=0)
+        if self.shared_noise < 1:
+            own = self._drawn(torch.randn, self.members, shape, generator)
+        if common is None or own is None:
+            return cast(Tensor, own if common is None else common)
+        return math.sqrt(self.shared_noise) * common + math.sqrt(1 - self.shared_noise) * own
+
+    @property
+    def one_start(self) -> bool:
+        """Whether the members of a group start from the same x_T."""
+        return self.shared_noise == 1
 
     def rand(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Uniform random numbers [prompt, *shape]."""

@@ -178,8 +178,8 @@ def group_tree(stds: Tensor, groups: Groups, probe: Probe, generator: torch.Gene
     """
     steps, stochastic = len(stds), (stds > 0).nonzero().flatten().tolist()
     if not isinstance(probe, Branching):
-        return plain_tree(groups.members, steps, tuple(stochastic), groups.shared_noise)
-    tree = probe.tree(steps, stochastic, groups.members, groups.shared_noise, generator)
+        return plain_tree(groups.members, steps, tuple(stochastic), groups.one_start)
+    tree = probe.tree(steps, stochastic, groups.members, groups.one_start, generator)
     shape, wanted = (tree.branched, tree.members, tree.steps), (True, groups.members, steps)
     require(shape == wanted, "tree: (branched, leaves, steps)", shape, f"{wanted}")
     return tree

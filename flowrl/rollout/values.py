@@ -260,7 +260,8 @@ def transition_weights(
     weighted mean.
 
     Conventions: in a tree that counts edges (`flowrl.core.tree.Tree.weight`) a transition that n
-    members share counts 1 / n for each of them. With `drop_zero` a member whose advantages are 0 at
+    members share counts 1 / n for each of them; if it counts steps, these weights are divided by
+    their sum over the step, relative to its mean over steps. With `drop_zero` a member whose advantages are 0 at
     every trained decision has weight 0, its KL included, as in Flow-GRPO's public code (arXiv
     2505.05470).
 
@@ -276,11 +277,14 @@ def transition_weights(
     weights = mask.to(credit.advantages.dtype)
     if credit.weights is not None:
         weights = torch.where(mask, credit.weights.to(weights), 0.0)
-    if tree is not None and tree.weight == "edge":
+    if tree is not None and tree.weight != "leaf":
         # the unmasked members that share each transition
         arrived, drawn = tree.paths[:, decisions.step + 1], decisions.drawn
         same = (arrived[:, None] == arrived[None]) & drawn[:, None] & drawn[None]
         weights = weights / (same[None] & mask[:, None]).sum(2).clamp(min=1)
+    if tree is not None and tree.weight == "step":
+        per_step = weights.sum((0, 1))
+        weights = weights * per_step[per_step > 0].mean() / per_step.clamp(min=1e-12)
     if drop_zero:
         credited = (credit.advantages != 0) & mask
         weights = weights * credited.any(-1, keepdim=True)
