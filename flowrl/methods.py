@@ -25,12 +25,12 @@ from flowrl.credit import (
     credit_of,
     example,
 )
-from flowrl.flow import uniform_schedule
-from flowrl.losses import AWM, DGPO, ClippedLoss, DiffusionNFT
+from flowrl.flow import PermutedTimes, UniformTimes, uniform_schedule
+from flowrl.losses import AWM, DGPO, RSM, ClippedLoss, DiffusionNFT, StepNFT
 from flowrl.parts.registry import build
 from flowrl.probes import Branch, Comb
 from flowrl.rollout import Groups, group_tree
-from flowrl.samplers import DanceSDE, FixedWindow, FlowSDE, Multistep, RandomWindow
+from flowrl.samplers import CPS, ODE, DanceSDE, FixedWindow, FlowSDE, Multistep, RandomWindow
 
 Loss = PolicyLoss | ForwardLoss
 Part = TypeVar("Part")
@@ -42,8 +42,8 @@ class Method:
     minimised (`loss`). The defaults are Flow-GRPO's.
 
     The kernel `sampler` is used on the steps of `window`, and the ODE on the others; a multistep
-    solver ignores `window`. `name` is its label in tables. With `shared_noise` the members of a
-    group start from the same x_T. The loss has the published clip, which
+    solver ignores `window`. `name` is its label in tables. `shared_noise` is the share of the
+    variance of x_T that the members of a group have in common; True: the same x_T. The loss has the published clip, which
     belongs to latents of `elements` numbers: the log-probability is a mean over them.
     """
 
@@ -52,7 +52,7 @@ class Method:
     window: Window = FixedWindow(stop=-1)
     credit: CreditRule = field(default_factory=Uniform)
     loss: Loss = ClippedLoss()
-    shared_noise: bool = False
+    shared_noise: float = False
     elements: int = 65_536
 
     def clip_for(self, elements: int) -> float:
@@ -223,6 +223,79 @@ def dgpo() -> Method:
     return _forward_process("dgpo", Multistep(), loss)
 
 
+def _whole_image(name: str, sampler: AnySampler, credit: Uniform, **options: Any) -> Method:
+    """Methods that train one ratio per image, or per visited state, without penalties."""
+    loss = AWM(advantage_scale=5.0, kl_weight=0.0, average_weight=0.0, **options)
+    return Method(name, sampler, FixedWindow(), credit, loss)
+
+
+@_published
+def v_grpo() -> Method:
+    """V-GRPO (arXiv 2604.23380): one surrogate likelihood per image, of 4 pairs of time and noise
+    that a group shares; DPM-Solver++.
+
+    Sources: the abstract, and formulas and constants as a third-party port cites them.
+    """
+    times = UniformTimes(4, low=1e-3, shift=1.0, shared=True)
+    credit = Uniform(clamp=3.0, limit="tanh")
+    loss = dict(weight="normalised", ratio="sum_first", times=times, noise="group")
+    return _whole_image("v-grpo", Multistep(), credit, **loss)
+
+
+@_published
+def epg() -> Method:
+    """EPG (arXiv 2602.04663): the likelihood of an image is its matching error; rewards minus the
+    group's mean; ODE sampling.
+
+    Sources: the abstract, and formulas as a third-party port cites them. Unknown: the number of
+    times per image (here 4, stratified).
+    """
+    times = UniformTimes(4, low=1e-3, shift=1.0)
+    credit = Uniform(std=None, clamp=None)
+    return _whole_image("epg", ODE(), credit, weight="uniform", ratio="sum_first", times=times)
+
+
+CHURN = (1.0 + math.expm1(0.0025)) ** -2
+"""Share of a node's noise that FDFO's two trajectories of a pair keep, of variance."""
+
+
+@_published
+def fdfo() -> Method:
+    """FDFO (arXiv 2603.12893): finite differences of whole trajectories that start from nearly the
+    same noise; a velocity is pulled along the difference of the images.
+
+    The churn of every node is CPS with cos(eta pi / 2) = 1 / (1 + gamma), gamma = e^0.0025 - 1; the
+    initial noise is churned, too, which is no decision. Published in pairs (`group_size` 2); with
+    more members the difference is from the group's mean. Source: its code
+    (NVlabs/finite-difference-flow-optimization, 740e22f).
+    """
+    eta = 2.0 / math.pi * math.acos(math.sqrt(CHURN))
+    credit, times = Uniform(std=None, clamp=None), PermutedTimes(1.0)
+    options = dict(weight="uniform", clip=0.03, trust="quadratic", times=times, noise="difference")
+    return replace(_whole_image("fdfo", CPS(eta), credit, **options), shared_noise=CHURN)
+
+
+@_published
+def rsm() -> Method:
+    """RSM (arXiv 2604.17415): branches at the first steps of an ODE trunk, 6, 6, 8 and 10, compared
+    per seed; all steps weigh the same.
+
+    Source: its code (jaylee2000/rsm, e8be3df), recipe lowsnr2 with loss fair_clip2.
+    """
+    comb = Comb(branches=(6, 6, 8, 10), weight="step")
+    return Method("rsm", credit=SiblingRelative(probe=comb), loss=RSM(fair=True))
+
+
+@_published
+def step_nft() -> Method:
+    """pi-StepNFT (arXiv 2603.02083): DiffusionNFT's preference on the visited transitions of
+    Flow-SDE; published for robots.
+
+    Source: RLinf's code (commit a3816b5), defaults.
+    """
+    return Method("step-nft", loss=StepNFT())
+
+
 @_published
 def value_grpo() -> Method:
     """Calibrated gains of Tweedie estimates, with Flow-GRPO's sampler and loss: no network
@@ -296,7 +369,7 @@ def named_method(name: str, credit: str = "", trust: bool | None = None) -> Meth
     if not credit:
         return method
     rule = build("credit", credit, trust)
-    shared = bool(getattr(rule, "shared_noise", method.shared_noise))
+    shared = getattr(rule, "shared_noise", method.shared_noise)
     return replace(method, name=name or credit, credit=rule, shared_noise=shared)
 
 

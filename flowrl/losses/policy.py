@@ -336,7 +336,9 @@ class Distillation(_Penalised):
         divergence = kl(rows.new, teacher)
         if self.equal and slope is not None:
             counts = rows.behaviour.std > 0
-            divergence = divergence * (rows.behaviour.std / slope.masked_fill(~counts, 1.0)).square()
+            divergence = (
+                divergence * (rows.behaviour.std / slope.masked_fill(~counts, 1.0)).square()
+            )
         never = torch.zeros_like(divergence, dtype=torch.bool)
         return self._combined(rows, log_ratio(rows).exp(), divergence, never)
 

@@ -6,7 +6,7 @@ processes; each process evaluates its own rows in micro-batches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -237,6 +237,8 @@ class Batches:
         condition: the condition, one row per prompt.
         advantages: the credit rule's advantages [sample, decision].
         weights: the weights of the transitions [sample, decision].
+        reference: makes contexts in which the policy has the weights of the reference; those of its
+            base model unless it is replaced.
         pooled: means over units that are spread over micro-batches; set by `prepare`.
         with_gradient: network evaluations of a row that carry the gradient.
         steps: the step of every row [sample, column]; set by the subclasses.
@@ -249,6 +251,7 @@ class Batches:
     condition: Condition
     advantages: Tensor
     weights: Tensor
+    reference: Callable[[], AbstractContextManager[None]] = field(init=False)
     pooled: Tensor | None = field(default=None, init=False)
     with_gradient: float = field(default=1, init=False)
     steps: Tensor = field(init=False)
@@ -329,6 +332,7 @@ class LossBatches(Batches):
     sampler: Sampler
 
     def __post_init__(self) -> None:
+        self.reference = self.policy.reference
         tree, device = self.rollout.trajectories.tree, self.rollout.trajectories.states.device
         samples, drawn = self.rollout.groups.samples, torch.tensor(tree.drawn_steps)
         self.paths = to_device(tree.paths, device)
@@ -362,13 +366,14 @@ class LossBatches(Batches):
         def transition(velocity: Tensor) -> Gaussian:
             return self.sampler.transition(x, velocity, schedule, start_step)[place]
 
-        # a gradient taken at this view does not run the hooks of the network's output (FSDP2's)
-        velocity = self.policy.velocity(x, timestep, condition)
-        velocity = velocity.view_as(velocity)
-        new, behaviour, reference = transition(velocity), transition(sampled), None
-        if self.loss.needs_reference:
-            with self.policy.reference():
+        reference = None
+        if self.loss.needs_reference:  # first: the current network's graph needs its own weights
+            with torch.no_grad(), self.reference():
                 reference = transition(self.policy.velocity(x, timestep, condition))
+        velocity = self.policy.velocity(x, timestep, condition)
+        # a gradient taken at this view does not run the hooks of the network's output (FSDP2's)
+        velocity = velocity.view_as(velocity)
+        new, behaviour = transition(velocity), transition(sampled)
         none = torch.zeros(len(step), 1, device=step.device)
         unit = self.sampler.transition(none, torch.ones_like(none), schedule, step)
         return LossBatch(
@@ -465,6 +470,7 @@ class ForwardBatches(Batches):
     guidance: Guidance = Guidance()
 
     def __post_init__(self) -> None:
+        self.reference = self.policy.reference
         path, noise = self.rollout.trajectories, self.loss.noise
         self.images = path.images_latent
         device, shape = self.images.device, self.images.shape[1:]
@@ -535,7 +541,7 @@ class ForwardBatches(Batches):
                     with copy.weights():
                         others[name] = velocity(trained)
             if self.loss.needs_reference:
-                with self.policy.reference():
+                with self.reference():
                     others["reference"] = velocity(reference)
         new = velocity(trained)
         new = new.view_as(new)  # as in `LossBatches.of`

@@ -2,8 +2,9 @@
 forward-process loss.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -11,7 +12,13 @@ from torch import Tensor, nn
 from flowrl.core.forward import WeightCopy
 from flowrl.core.protocols import FlowPolicy, ForwardLoss, PolicyLoss
 from flowrl.distributed import Distributed
-from flowrl.training.checkpoint import Checkpoint, full_state, load_matching, prefixed
+from flowrl.training.checkpoint import (
+    Checkpoint,
+    full_state,
+    load_matching,
+    load_weights,
+    prefixed,
+)
 from flowrl.training.optim import update_average, weights_replaced
 
 
@@ -57,6 +64,24 @@ class Behaviour:
             return
         with weights_replaced(self.policy, self.parameters, self.values):
             yield
+
+
+def reference_weights(
+    folder: str,
+    policy: FlowPolicy,
+    parameters: Mapping[str, nn.Parameter],
+    distributed: Distributed,
+) -> Callable[[], AbstractContextManager[None]]:
+    """A function whose contexts give the policy the weights of the reference: its base model, or
+    the averaged weights of the finished run in `folder`. Raises `ConfigError` if these do not fit.
+    """
+    if not folder:
+        return policy.reference
+    teacher = Behaviour(WeightCopy(), policy, parameters)
+    teacher.is_current = False
+    tensors = load_weights(Path(folder) / "weights.safetensors") if distributed.is_main else {}
+    load_matching(dict(zip(teacher.names, teacher.values, strict=True)), tensors, distributed)
+    return teacher.weights
 
 
 class Copies:

@@ -156,6 +156,9 @@ def check(config: RunConfig) -> None:
     make_heldout_metrics(config, world)
     for spec in config.logging.observe:
         check_spec("observer", spec, config.trusts(spec))
+    if folder := config.policy.reference:
+        fits = os.path.isfile(os.path.join(folder, "weights.safetensors"))
+        require(fits, "reference", folder, "the folder of a finished run of the same policy")
     if config.policy.base_weights and config.environment.world in KINDS["world"].built_in:
         check_hash(Path(config.policy.base_weights))
 
@@ -209,7 +212,7 @@ def model_options(config: RunConfig) -> ModelOptions:
     other: dict[str, Any] = {
         "height": p.resolution,
         "width": p.width or p.resolution,
-        "keep_reference": run_method(config).loss.needs_reference,
+        "keep_reference": run_method(config).loss.needs_reference and not p.reference,
         "frozen_adapters": tuple(filter(None, p.frozen_adapters.split(","))),
         "compile": "inductor" if p.compile else "",
     }
@@ -288,7 +291,8 @@ def method_parts(config: RunConfig) -> dict[str, str]:
         kind: getattr(chosen, kind) or part_text(kind, getattr(method, kind))
         for kind in ("sampler", "window", "credit", "loss")
     }
-    parts["initial_noise"] = "shared" if method.shared_noise else "independent"
+    share, names = method.shared_noise, {0: "independent", 1: "shared"}
+    parts["initial_noise"] = names.get(share, f"{share:.4g} of its variance shared")
     clip = getattr(method.loss, "clip_range", None)
     if clip is not None:
         parts["clip_range"] = f"{clip:.3g}"

@@ -146,16 +146,16 @@ class AlgorithmConfig:
     initial_noise: Literal["auto", "shared", "independent"] = "auto"
     """Initial noise within a group: auto (as the method requires), shared or independent."""
     loss: str = ""
-    """Loss; empty: the method's. clipped, gspo, kl-penalty, grpo-guard, flow-dppo or
-    policy-gradient, with options as in clipped(kl=without_delta); a plug-in or a file; or
-    diffusion-nft, awm or dgpo. The methods of these names allow no policy loss.
+    """Loss; empty: the method's. clipped, gspo, kl-penalty, grpo-guard, flow-dppo, rsm, step-nft,
+    distillation or policy-gradient, with options as in clipped(kl=without_delta); a plug-in or a
+    file; or diffusion-nft, awm or dgpo. Methods with one of these three allow no policy loss.
     """
     clip_range: NonNegative = 0.0
     """Largest |ratio - 1|; beyond it a transition has no gradient (losses that clip). 0 = the
     method's, for the elements of the world's latents.
     """
     kl_weight: float = 0.0
-    """Weight of the KL to the base model in the loss (beta in the papers)."""
+    """Weight of the KL to the reference in the loss (beta in the papers)."""
     drop_zero_advantages: bool = False
     """Leave samples whose advantage is 0 at every trained step out of the loss, its mean and the
     KL.
@@ -228,6 +228,10 @@ class PolicyConfig:
     """
     base_weights: str = ""
     """Base weights of the world's policy other than its own; for shapes made by `flowrl pretrain`.
+    """
+    reference: str = ""
+    """Folder of a finished run whose averaged weights are the reference instead of the base model:
+    the teacher of distillation, or what the KL penalty is measured from.
     """
     device: str = "cpu"
     """cpu, cuda or cuda:NUMBER."""

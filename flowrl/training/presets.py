@@ -91,7 +91,7 @@ for one GPU, in Flow-GRPO 48.
 """
 
 
-OWN_WINDOWS = ("branch-grpo", "granular-grpo", "tree-grpo")
+OWN_WINDOWS = ("branch-grpo", "granular-grpo", "tree-grpo", "fdfo")
 """Methods whose published window is another than all steps but the last; that of a world or a
 preset does not replace it.
 """
@@ -114,8 +114,18 @@ def world_defaults(world: Any, trust: bool) -> dict[str, Any]:
 
 
 METHOD_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "world": {"tempflow-grpo": {"groups": 6, "group_size": 30}},
-    "model": {"tempflow-grpo": {"group_size": 54}},
+    "world": {
+        "tempflow-grpo": {"groups": 6, "group_size": 30},
+        "rsm": {"groups": 6, "group_size": 30},
+        "fdfo": {"groups": 96, "group_size": 2, "minibatches": 1},
+        "v-grpo": {"minibatches": 1},
+        "epg": {"minibatches": 1},
+    },
+    "model": {
+        "tempflow-grpo": {"group_size": 54},
+        "rsm": {"group_size": 30},
+        "fdfo": {"group_size": 2},
+    },
     "tiny": {
         "awm": {"loss": "awm(times=stratified(count=2))"},
         "branch-grpo": {
@@ -129,6 +139,11 @@ METHOD_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             "group_size": 4,
         },
         "tree-grpo": {"group_size": 4},
+        "rsm": {
+            "credit": "sibling-relative(probe=comb(branches=(1, 3), weight=step))",
+            "group_size": 4,
+        },
+        "fdfo": {"group_size": 2},
     },
 }
 """Changes that a method's groups, trees and times need: in the built-in worlds, in others and for

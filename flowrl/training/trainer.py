@@ -37,7 +37,7 @@ from flowrl.rollout.batches import (
 from flowrl.rollout.collector import Collected, Collector
 from flowrl.rollout.metrics import Clock, LossMetrics, reward_metrics
 from flowrl.samplers import trained_steps, transition_stds, windowed
-from flowrl.training.behaviour import Copies
+from flowrl.training.behaviour import Copies, reference_weights
 from flowrl.training.checkpoint import (
     PER_PARAMETER,
     Checkpoint,
@@ -144,6 +144,8 @@ class Trainer:
         scale = optim.loss_scale if config.policy.dtype == "float16" else 0.0
         self.scaler = LossScaler(scale, policy.device)
         self.copies = Copies(method.loss, policy, self.named)
+        folder = config.policy.reference
+        self.reference = reference_weights(folder, policy, self.named, distributed)
         self.collector = Collector(
             policy,
             reward,
@@ -364,6 +366,7 @@ class Trainer:
             if not loss.trains_zero_advantages:
                 rows = [part.without_zeros(advantages) for part in rows if len(part)]
             batches = LossBatches(self.policy, loss, rollout, condition, *on_device, sampler)
+        batches.reference = self.reference
         return batches, [part for part in rows if len(part)]
 
     def draw_parts(self, weights: Tensor) -> Sequence[Tensor]:

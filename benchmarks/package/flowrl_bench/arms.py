@@ -26,6 +26,7 @@ from flowrl.parts.registry import options_of
 from flowrl.parts.specs import parse_options, parse_spec
 from flowrl.training.build import check, run_method
 from flowrl.training.config import RunConfig, preset, words
+from flowrl.training.presets import METHOD_SETTINGS
 from flowrl_bench.digest import MEASURED
 
 _EULER = {"eval_steps": 20, "eval_solver": "euler"}
@@ -220,6 +221,7 @@ class Arm:
 
 
 BOTH = ("mixture", "shapes")
+_WHOLE = {name: METHOD_SETTINGS["world"][name] for name in ("v-grpo", "epg", "fdfo")}
 _ARMS = (
     Arm("uniform", {"method": "flow-grpo"}, worlds=BOTH),
     Arm(
@@ -263,6 +265,21 @@ _ARMS = (
         "dgpo",
         {"method": "dgpo", "loss": "dgpo(beta_dpo={beta}, sample_from=None)"},
         {"learning_rate": RATE, "beta": everywhere(3.0, 1.0)},
+    ),
+    Arm("v-grpo", {"method": "v-grpo", **_WHOLE["v-grpo"]}, {"learning_rate": RATE}, BOTH),
+    Arm("epg", {"method": "epg", **_WHOLE["epg"]}, {"learning_rate": RATE}, BOTH),
+    Arm(
+        "fdfo",
+        {"method": "fdfo", "window": ":", **_WHOLE["fdfo"]},
+        {"learning_rate": RATE, "noise_level": everywhere(2.0, 0.045)},
+        BOTH,
+    ),
+    Arm("rsm", {"method": "rsm", "groups": 6, "group_size": 30}, worlds=BOTH),
+    Arm(
+        "step-nft",
+        {"method": "step-nft", "loss": "step-nft(scale={scale})"},
+        {"learning_rate": RATE, "noise_level": NOISE, "scale": everywhere(3.0, 1.0)},
+        BOTH,
     ),
     Arm("noise-weighted", {"method": "noise-weighted"}),
     Arm("gains over a moving average", {"credit": "moving-average-gain"}),
