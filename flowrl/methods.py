@@ -43,8 +43,9 @@ class Method:
 
     The kernel `sampler` is used on the steps of `window`, and the ODE on the others; a multistep
     solver ignores `window`. `name` is its label in tables. `shared_noise` is the share of the
-    variance of x_T that the members of a group have in common; True: the same x_T. The loss has the published clip, which
-    belongs to latents of `elements` numbers: the log-probability is a mean over them.
+    variance of x_T that the members of a group have in common; True: the same x_T. The loss has the
+    published clip, which belongs to latents of `elements` numbers: the log-probability is a mean
+    over them.
     """
 
     name: str
@@ -223,6 +224,14 @@ def dgpo() -> Method:
     return _forward_process("dgpo", Multistep(), loss)
 
 
+@_published
+def value_grpo() -> Method:
+    """Calibrated gains of Tweedie estimates, with Flow-GRPO's sampler and loss: no network
+    evaluation more than Flow-GRPO. Not a published method.
+    """
+    return Method("value-grpo", credit=CalibratedGain())
+
+
 def _whole_image(name: str, sampler: AnySampler, credit: Uniform, **options: Any) -> Method:
     """Methods that train one ratio per image, or per visited state, without penalties."""
     loss = AWM(advantage_scale=5.0, kl_weight=0.0, average_weight=0.0, **options)
@@ -294,14 +303,6 @@ def step_nft() -> Method:
     Source: RLinf's code (commit a3816b5), defaults.
     """
     return Method("step-nft", loss=StepNFT())
-
-
-@_published
-def value_grpo() -> Method:
-    """Calibrated gains of Tweedie estimates, with Flow-GRPO's sampler and loss: no network
-    evaluation more than Flow-GRPO. Not a published method.
-    """
-    return Method("value-grpo", credit=CalibratedGain())
 
 
 def try_credit(

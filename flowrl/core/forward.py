@@ -20,7 +20,9 @@ from flowrl.core.options import checked_options
 from flowrl.core.types import Latents, LossResult, LossRows, PerSample, Schedule, Unit
 
 Noise = Literal["each", "group", "group-all-times", "path", "difference"]
-"""Which rows share their noise; "path" and "difference": the states of the sample's own trajectory."""
+"""Which rows share their noise; "path" and "difference": the states of the sample's own
+trajectory.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class ForwardBatch(LossRows):
 
     Args:
         time: t in (0, 1] [sample].
-        target: eps - x_0 of the row's state x_t [sample, *latent], or the target of "difference" (see
-            `ForwardLoss`).
+        target: eps - x_0 of the row's state x_t [sample, *latent], or the target of "difference"
+            (see `ForwardLoss`).
         new: the current network's velocity, which carries the gradient.
         advantages: advantages [sample].
         weight: weights of the mean over rows, 0 or more [sample]; rows of weight 0 contribute

@@ -97,8 +97,8 @@ def kl(p: Gaussian, q: Gaussian) -> PerSample:
 
 
 def log_ratio(new: Gaussian, old: Gaussian, x: Latents) -> PerSample:
-    """log p_new(x) - log p_old(x) per element for equal stds: mean of (mu - mu_old) (x - mu_old - (mu
-    - mu_old) / 2) / std^2, shape [sample].
+    """log p_new(x) - log p_old(x) per element for equal stds: mean of (mu - mu_old) (x - mu_old -
+    (mu - mu_old) / 2) / std^2, shape [sample].
 
     Exactly 0 for equal means, unlike a difference of two `log_prob`. 0 where std is 0. Source: RSM
     (arXiv 2604.17415), whose matching error is its negative.

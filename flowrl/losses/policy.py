@@ -160,8 +160,9 @@ class GSPO(_Penalised):
 
     s is the geometric mean of the ratios of the trajectory's transitions, with their weights, so
     all of a trajectory's transitions are clipped or none is. With `chunks`, the mean is over a
-    chunk of consecutive steps (Chunk-GRPO). On policy the gradient is that of `ClippedLoss`. The noise of the mean of n log-ratios is about sqrt(n) times smaller than that of
-    one, so the same clip is wider than for single transitions.
+    chunk of consecutive steps (Chunk-GRPO). On policy the gradient is that of `ClippedLoss`. The
+    noise of the mean of n log-ratios is about sqrt(n) times smaller than that of one, so the same
+    clip is wider than for single transitions.
 
     Needs one advantage per trajectory: a rule that credits its steps differently is refused. Needs
     whole trajectories in a micro-batch, or two passes (see `protocols.PolicyLoss`).
@@ -212,8 +213,8 @@ class RSM(_Penalised):
 
     mean of max(c |A| - A log rho, 0) + beta KL(new || reference).
 
-    The gradient is that of -A log rho until A log rho exceeds c |A|, so the loss is `ClippedLoss` to
-    first order in log rho, without exp. log rho is formed from the means and is exactly 0 on
+    The gradient is that of -A log rho until A log rho exceeds c |A|, so the loss is `ClippedLoss`
+    to first order in log rho, without exp. log rho is formed from the means and is exactly 0 on
     policy. With `fair` the clip acts on std^2 log rho, so that it allows every step an equal change
     of the mean, and the term of a step is divided by std Delta; on policy its gradient is then that
     of -A log rho times std / Delta.

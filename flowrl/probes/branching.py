@@ -123,11 +123,11 @@ class Comb(Branching):
     ODE.
 
     A group has members / (branches x steps x strides) trunks, each with its own initial noise (with
-    shared noise: one, with more branches); with a tuple of branches, members / (their sum x strides).
-    The only decisions are the draws at the branches.
-    Network evaluations of a trunk with steps M: (last of M) + 1 + branches sum_{k in M} [1 + sum_s
-    (ceil((T - k - 1) / s) - 1)]. `tree` raises `ConfigError` if the group size is not a multiple of
-    the leaves or no stochastic step is in range.
+    shared noise: one, with more branches); with a tuple of branches, members / (their sum x
+    strides). The only decisions are the draws at the branches. Network evaluations of a trunk with
+    steps M: (last of M) + 1 + branches sum_{k in M} [1 + sum_s (ceil((T - k - 1) / s) - 1)]. `tree`
+    raises `ConfigError` if the group size is not a multiple of the leaves or no stochastic step is
+    in range.
 
     Source: TempFlow-GRPO (arXiv 2508.04324), one stride; the paper does not specify which steps an
     iteration uses. Granular-GRPO (arXiv 2510.01982), strides 1, 2, 3.

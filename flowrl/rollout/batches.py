@@ -422,7 +422,7 @@ def training_noise(
 
 
 def finite_difference(images: Tensor, counts: Tensor, members: int) -> Tensor:
-    """d / (mean(d^2) + 1e-6) of every finished latent, d its difference from the mean over its group.
+    """d / (mean(d^2) + 1e-6) of every finished latent, d its difference from its group's mean.
 
     Of two members, d is half their difference. A step along it changes the latent by d per unit of
     mean(d^2). Source: FDFO's code (arXiv 2603.12893, commit 740e22f), for pairs.

@@ -261,9 +261,9 @@ def transition_weights(
 
     Conventions: in a tree that counts edges (`flowrl.core.tree.Tree.weight`) a transition that n
     members share counts 1 / n for each of them; if it counts steps, these weights are divided by
-    their sum over the step, relative to its mean over steps. With `drop_zero` a member whose advantages are 0 at
-    every trained decision has weight 0, its KL included, as in Flow-GRPO's public code (arXiv
-    2505.05470).
+    their sum over the step, relative to its mean over steps. With `drop_zero` a member whose
+    advantages are 0 at every trained decision has weight 0, its KL included, as in Flow-GRPO's
+    public code (arXiv 2505.05470).
 
     Args:
         credit: advantages and the rule's factors.

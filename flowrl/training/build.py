@@ -291,8 +291,10 @@ def method_parts(config: RunConfig) -> dict[str, str]:
         kind: getattr(chosen, kind) or part_text(kind, getattr(method, kind))
         for kind in ("sampler", "window", "credit", "loss")
     }
-    share, names = method.shared_noise, {0: "independent", 1: "shared"}
-    parts["initial_noise"] = names.get(share, f"{share:.4g} of its variance shared")
+    share = method.shared_noise
+    names = "independent", "shared"
+    whole = share in (0, 1)
+    parts["initial_noise"] = names[int(share)] if whole else f"{share:.4g} of its variance shared"
     clip = getattr(method.loss, "clip_range", None)
     if clip is not None:
         parts["clip_range"] = f"{clip:.3g}"

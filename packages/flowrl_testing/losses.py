@@ -189,7 +189,7 @@ class LossContract(Pure):
         if self.part.unit != "transition":
             terms = self.part.row_terms(batch)
             expect(not terms.requires_grad, "row_terms carries a gradient; use torch.no_grad()")
-            means = unit_means(terms, batch.units(self.part.unit), batch.weight)
+            means = unit_means(terms, pooled_units(self.part, batch), batch.weight)
             pooled = replace(batch, pooled=means)
         alone = [pooled.rows(slice(i, i + 1)) for i in range(len(rows))]
         share = batch.weight / batch.weight.sum()

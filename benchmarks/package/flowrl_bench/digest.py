@@ -63,6 +63,8 @@ OWN_RULES = ("flowrl_bench.negative_controls:FreshNoiseFault",)
 """Credit rules that the claims name by module and class; lines may contain exactly this text."""
 MEASURED = {"tempflow-grpo": {"credit": ONE_STEP, "groups": 16}}
 """Settings with which a method runs here, where its own have changed since the first results."""
+GOLDEN_SIZES = {"rsm": {"group_size": 30}}
+"""Changes to `GOLDEN` for methods that need groups of another size."""
 GOLDEN_COLUMNS = ("nfe", "train_nfe", "soft")
 WITHOUT_EFFECT = ("overlap_rewards",)
 """Settings that change how long a run takes, and none of its numbers."""
@@ -109,9 +111,9 @@ def golden_run() -> tuple[float, ...]:
     """Final score and evaluation counts of every method's golden run; about five seconds."""
     numbers: list[float] = []
     for method in METHODS:
-        result = measure(
-            preset("default").apply(**{**MEASURED.get(method, {}), **GOLDEN, "method": method})
-        )
+        sizes = GOLDEN | GOLDEN_SIZES.get(method, {})
+        settings = {**MEASURED.get(method, {}), **sizes, "method": method}
+        result = measure(preset("default").apply(**settings))
         assert result is not None
         row = dict(zip(CURVE, result["curve"][-1], strict=True))
         numbers += [round(float(row[name]), 6) for name in GOLDEN_COLUMNS]
