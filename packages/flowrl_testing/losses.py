@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowrl.core.errors import FlowrlError
 from flowrl.core.forward import ForwardBatch, Noise
-from flowrl.core.types import Gaussian, LossBatch, Unit, unit_means
+from flowrl.core.types import Gaussian, LossBatch, Unit, pooled_units, unit_means
 from flowrl.flow import uniform_schedule
 from flowrl.flow.gaussian import log_prob
 from flowrl.parts.registry import check_part

@@ -14,6 +14,7 @@ from flowrl.core.forward import Decay, ForwardBatch, WeightCopy
 from flowrl.core.types import unit_means
 from flowrl.flow import expand
 from flowrl.losses import AWM, DGPO, DiffusionNFT
+from flowrl.losses.terms import quadratic
 
 GROUPS, MEMBERS, DRAWS = 2, 3, 2
 ROWS = GROUPS * MEMBERS * DRAWS
@@ -139,6 +140,18 @@ def test_v_grpo_begins_with_the_gradient_of_diffusion_nft():
     batch, plain = at_old(batch_of(1)), dict(kl_weight=0.0, average_weight=0.0)
     loss = AWM(weight="normalised", advantage_scale=5.0, **plain)
     close(gradient(loss, batch), gradient(DiffusionNFT(kl_weight=0.0), batch))
+
+
+def test_the_quadratic_bound_of_fdfo():
+    """q = 0.02, c = 0.03, D = +-0.1: -D rho + |D| (rho - 1)^2 / (2 c)."""
+    ratio, difference = torch.tensor([0.02, 0.02]).exp(), torch.tensor([0.1, -0.1])
+    assert_close(
+        quadratic(ratio, difference, 0.03), torch.tensor([-0.101340, 0.102700]), atol=1e-6, rtol=0
+    )
+    batch, plain = batch_of(4), dict(weight="uniform", kl_weight=0.0, average_weight=0.0)
+    loss = AWM(trust="quadratic", clip=0.5, **plain)
+    ratio = (squares(batch.old - batch.target) - squares(batch.new - batch.target)).exp()
+    close(loss.loss(batch).loss, quadratic(ratio, batch.advantages / 5, 0.5).mean())
 
 
 def test_awm_clips_only_what_the_advantage_pushes_outwards():

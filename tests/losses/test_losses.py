@@ -10,8 +10,18 @@ from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Gaussian
-from flowrl.flow import kl, sample
-from flowrl.losses import GSPO, ClippedLoss, FlowDPPO, GRPOGuard, KLPenalty, PolicyGradientLoss
+from flowrl.flow import kl, log_prob, log_ratio, sample
+from flowrl.losses import (
+    GSPO,
+    RSM,
+    ClippedLoss,
+    Distillation,
+    FlowDPPO,
+    GRPOGuard,
+    KLPenalty,
+    PolicyGradientLoss,
+    StepNFT,
+)
 
 LOSSES = [
     ClippedLoss(),
@@ -21,6 +31,8 @@ LOSSES = [
     FlowDPPO(),
     GSPO(kl_weight=0.1),
     KLPenalty(),
+    RSM(),
+    StepNFT(),
 ]
 N = 6
 
@@ -93,6 +105,9 @@ def test_on_policy_gradient_is_the_policy_gradient():
         (PolicyGradientLoss(), 1.0),
         (FlowDPPO(), 1.0),
         (GRPOGuard(), std / batch.delta.reshape(N, 1, 1)),
+        (RSM(), 1.0),
+        (RSM(fair=True), std / batch.delta.reshape(N, 1, 1)),
+        (StepNFT(step=0.5, scale=3.0), 0.3 * std.square() / (std.square() + 1e-4)),
         (ClippedLoss(log_prob="released_cps"), 2 * std.square()),
     ):
         assert_close(gradient(loss, batch), expected * factor)
@@ -170,6 +185,50 @@ def test_gspo_by_hand():
     assert not rows[[0, 2]].any()  # the trajectory is clipped
     expected = 2 * ratios[1] * weight / weight.sum() * (1 - moves)
     assert_close(rows[[1, 3]], expected[[1, 3]])
+
+
+def test_chunks_of_one_step_are_steps_and_of_all_steps_trajectories():
+    batch, step, whole = make_batch(0.05), ClippedLoss(clip_range=0.5), GSPO(clip_range=0.5)
+    batch = replace(batch, advantages=batch.advantages[:3].repeat(2))
+    for chunks, same in (((2, 1), step), ((3,), whole), ((1, 9), whole)):
+        assert_close(gradient(replace(whole, chunks=chunks), batch), gradient(same, batch))
+    assert not torch.allclose(gradient(step, batch), gradient(whole, batch), rtol=1e-3)
+
+
+def test_rsm_clips_the_log_ratio_from_one_side():
+    """max(c |A| - A log rho, 0); log rho is exactly 0 at equal means."""
+    batch, c = make_batch(0.05), 0.01
+    log = log_prob(batch.new, batch.next_node) - log_prob(batch.behaviour, batch.next_node)
+    exact = log_ratio(batch.new, batch.behaviour, batch.next_node)
+    assert_close(exact, log, atol=1e-5, rtol=1e-5)
+    for fair, scale in ((False, 1.0), (True, batch.behaviour.std.square())):
+        room = c * batch.advantages.abs() - batch.advantages * scale * exact
+        assert 0 < int((room < 0).sum()) < N or fair
+        step = batch.behaviour.std * batch.delta if fair else 1.0
+        result = RSM(clip_range=c, fair=fair).loss(batch)
+        assert_close(result.loss, (room.clamp(min=0) / step).mean())
+        assert_close(result.metrics["clip_fraction"], (room < 0).float().mean())
+    large = Gaussian(1e4 + torch.zeros(N, 2, 3), torch.full((N,), 1e-3))
+    assert not log_ratio(large, large, large.mean + 0.1).any()
+
+
+def test_step_nft_by_hand():
+    """E+ - E- = -4 step (mu - mu_old) eps std / (std^2 + 1e-4): -0.2 for a move of 0.05."""
+    loss = StepNFT().loss(scalars([0.05], advantages=torch.tensor([5.0]))).loss
+    assert float(loss.detach()) == pytest.approx(0.644397 - math.log(2.0), abs=1e-5)
+
+
+def test_distillation_is_the_penalty_alone():
+    batch = replace(make_batch(0.1), slope=torch.linspace(0.1, 0.6, N))
+    none = replace(batch, advantages=torch.zeros(N))
+    assert_close(Distillation().loss(batch).loss, ClippedLoss(kl_weight=1.0).loss(none).loss)
+    distance = (batch.new.mean - batch.reference.mean).square().flatten(1).mean(1)
+    equal = Distillation(equal=True)
+    assert_close(equal.loss(batch).loss, (distance / batch.slope.square() / 2).mean())
+    taught = replace(batch, reference=replace(batch.new, mean=batch.new.mean.detach()))
+    assert not gradient(Distillation(), taught).any()
+    with pytest.raises(ConfigError, match=r"needs LossBatch\.reference, and slope"):
+        equal.loss(replace(batch, slope=None))
 
 
 def test_the_penalty_pulls_to_the_behaviour_also_at_advantage_0():

@@ -18,7 +18,7 @@ from flowrl.credit import Uniform
 from flowrl.flow import uniform_schedule
 from flowrl.losses import ClippedLoss, PolicyGradientLoss
 from flowrl.methods import Method
-from flowrl.probes import Branch, NoProbe
+from flowrl.probes import Branch, Comb, NoProbe
 from flowrl.rewards import Clipped, FunctionReward, WeightedSum
 from flowrl.rewards.contract import marks_invalid
 from flowrl.rollout import score, transition_weights, usable
@@ -142,6 +142,17 @@ def test_members_that_share_a_transition_share_its_weight_if_edges_count(weight,
     weights = transition_weights(Credit(torch.ones(decisions.mask.shape)), decisions)
     assert_close(weights[..., 0], valid / torch.tensor(sharing))
     assert_close(weights[..., 1], valid.float())
+
+
+def test_all_steps_of_a_comb_weigh_the_same_if_steps_count():
+    tree = Comb((6, 6, 8, 10), weight="step").tree(10, range(9), 60, False, torch.Generator())
+    assert sum(tree.counts[:-1]) == 2 * 222  # evaluations of two trunks
+    valid = torch.ones(2, 60, dtype=torch.bool)
+    valid[1, :7] = False
+    decisions = Decisions.of(uniform_schedule(10), torch.ones(10), tree, valid)
+    weights = transition_weights(Credit(torch.ones(decisions.mask.shape)), decisions)
+    assert len(decisions) == 4 and weights.sum() == pytest.approx(113)
+    assert_close(weights.sum((0, 1)), torch.full((4,), 113 / 4))
 
 
 class Factors(Uniform):

@@ -31,6 +31,7 @@ def randn(*shape, seed=0):
         (FlowSDE(), 0.568975, 0.271109),
         (DanceSDE(), 0.578650, 0.094868),
         (CPS(), 0.530859, 0.445503),
+        (CPS(0.273555), 0.571818, 0.208299),  # FDFO's churn of 0.1
         (DDIMSDE(), 0.570699, 0.221359),
         (ODE(), 0.58, 0.0),
     ],
@@ -98,6 +99,15 @@ def test_which_steps_are_decisions():
     }
     schedule = Schedule(torch.tensor([1.0, 0.2, 0.1, 0.0]))  # at most as much noise as there is
     assert transition_stds(DDIMSDE(3.0), schedule).tolist() == pytest.approx([0.0, 0.1, 0.0])
+
+
+def test_merged_steps_have_the_noise_of_their_length():
+    """E-GRPO: one step of Flow-SDE over 1, 2 and 4 steps of SD3's grid from node 4."""
+    steps = torch.linspace(1.0, 0.003 / 1.002, 10)
+    times = torch.cat([3 * steps / (1 + 2 * steps), torch.zeros(1)])
+    merged = [Schedule(times[[0, 4, 4 + count, 10]]) for count in (1, 2, 4)]
+    stds = [float(transition_stds(FlowSDE(0.7), schedule)[1]) for schedule in merged]
+    assert stds == pytest.approx([0.3919, 0.5897, 0.9730], abs=2e-4)
 
 
 def test_a_window_is_the_kernel_inside_and_the_ode_outside():

@@ -40,6 +40,7 @@ from flowrl.credit import (
 from flowrl.losses import (
     ClippedLoss,
     DiffusionNFT,
+    Distillation,
 )
 from flowrl.parts.registry import KINDS, build
 from flowrl.probes import Completion, NoProbe, Probe, Substeps
@@ -145,6 +146,10 @@ LOSSES = [
     "gspo(clip_range=0.02, kl_weight=0.1)",
     "kl-penalty",
     "kl-penalty(coefficient=30.0, kl_weight=0.1)",
+    "gspo(chunks=(2, 1))",
+    "rsm",
+    "rsm(fair=true, kl_weight=0.1)",
+    "step-nft(kl_weight=0.1)",
 ]
 FORWARD_LOSSES = [
     "diffusion-nft",
@@ -156,6 +161,7 @@ FORWARD_LOSSES = [
     "awm(weight=t2, kl_weight=0.0, average_weight=0.0)",
     "awm(weight=huber, kl_weight=0.0, average_weight=0.0)",
     "awm(weight=normalised)",
+    "awm(trust=quadratic, clip=0.03)",
     "awm(ratio=sum_first, clip=0.01, times=uniform)",
     "awm(off_policy=true, kl=elbo, power=0.5, times=logit-normal)",
     "dgpo",
@@ -299,6 +305,7 @@ def test_samplers_without_noise_keep_all_promises_but_that_of_decisions(part):
 @pytest.mark.parametrize("mode", ["positive_only", "negative_only", "one_only", "binary"])
 def test_modes_that_select_advantages_are_not_proportional_to_them(mode):
     assert check_forward_loss(DiffusionNFT(mode=mode)).broken == ["starts_along_the_advantage"]
+    assert check_loss(Distillation()).broken == ["starts_along_the_advantage"]
 
 
 def test_the_points_of_the_mixture_are_no_images():
@@ -332,7 +339,10 @@ def test_rewards_of_the_worlds(form):
 def test_every_built_in_name_is_held_to_its_contract(kind):
     """A part added to the registry must be added here."""
     specs = [spec for known, specs in SPECS.values() if known == kind for spec in specs]
-    assert set(KINDS[kind].built_in) <= {re.split("[(:]", spec)[0] for spec in specs} | {"ode"}
+    assert set(KINDS[kind].built_in) <= {re.split("[(:]", spec)[0] for spec in specs} | {
+        "ode",
+        "distillation",
+    }
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Credit, Decisions
 from flowrl.core.types import Schedule
 from flowrl.credit import Uniform
-from flowrl.rollout.batches import ForwardBatches, credited, training_noise
+from flowrl.rollout.batches import ForwardBatches, credited, finite_difference, training_noise
 from flowrl.rollout.rollout import Groups
 from flowrl.samplers import FlowSDE, Multistep, Windowed
 from flowrl.training.build import make_method
@@ -159,6 +159,32 @@ def test_own_states_are_those_that_the_trajectory_has_passed():
         states = batches.images + batch.time.view(-1, 1, 1, 1) * batch.target
         passed = batches.rollout.trajectories.nodes[torch.arange(12), steps]
         assert_close(states, passed, atol=1e-5, rtol=1e-4)
+
+
+def test_finite_differences_pull_along_the_difference_from_the_group():
+    trainer = trainer_for("awm(noise=difference)")
+    batches, *_ = batches_of(trainer, trainer.draw_sampler())
+    batch, path = batches.of(torch.arange(12), torch.zeros(12).long()), batches.rollout.trajectories
+    images = path.images_latent.view(3, 4, -1)
+    d = (images - images.mean(1, keepdim=True)).flatten(0, 1)
+    steps = credited(batch.time, trainer.schedule.times[:-1])
+    then = path.velocities[torch.arange(12), steps].flatten(1)
+    assert_close(batch.target.flatten(1), then - d / (d.square().mean(1, keepdim=True) + 1e-6))
+    pair, counts = torch.tensor([[1.0], [4.0], [9.0]]), torch.tensor([True, True, False])
+    assert_close(finite_difference(pair, counts, 3)[:2], torch.tensor([[-1.5], [1.5]]) / 2.250001)
+    assert not finite_difference(torch.ones(2, 3), counts[:2], 2).any()
+
+
+def test_finite_differences_ascend_a_linear_reward():
+    """Rewards g . x of pairs that differ isotropically: the mean of D d points along g; the angle
+    of 4,000 pairs exceeds 0.1 with a probability below 1e-6.
+    """
+    generator, g = torch.Generator().manual_seed(0), torch.tensor([0.6, -0.8])
+    images = torch.randn(8000, 2, generator=generator)
+    gains = ((images @ g).view(-1, 2) @ torch.tensor([[0.5, -0.5], [-0.5, 0.5]])).flatten()
+    pull = finite_difference(images, torch.ones(8000).bool(), 2)
+    direction = (gains[:, None] * pull).mean(0)
+    assert direction @ g / direction.norm() > 0.995
 
 
 class Recorded(Uniform):
