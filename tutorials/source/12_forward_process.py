@@ -872,4 +872,4 @@ plt.show()
 # - Wallace et al. 2023, *Diffusion-DPO* (arXiv 2311.12908): preferences between pairs, with matching losses as likelihoods.
 # - Lee et al. 2023, *Aligning text-to-image models using human feedback* (arXiv 2302.12192): rewards as weights of the training loss.
 #
-# On the command line: `flowrl compare --methods flow-grpo diffusion-nft awm dgpo --world mixture`. **Next:** [13 · What is a step worth?](13_what_is_a_step_worth.ipynb) returns to decisions, and computes what each is worth exactly.
+# On the command line: `flowrl compare --methods flow-grpo diffusion-nft awm dgpo --world mixture`. **Next:** [13 · One action or many?](13_one_action_or_many.ipynb) compares ratios, estimated likelihoods and differences of images.

@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # 13 · What is a step worth?
+# # 14 · What is a step worth?
 #
 # **After this lesson you can** compute the exact value of an unfinished sample, take a step's worth as a difference of two values, say when cheap estimates of values give wrong credit, and calibrate them.
 #
@@ -34,7 +34,7 @@ from flowrl_bench.exact import Exact, ValueGrid, exact_advantages
 from flowrl_bench.gradients import Setting, assigned
 from flowrl_bench.rules import EvenGain
 from flowrl_bench.true_advantage import compare_credit
-from flowrl_course import lesson_13 as lesson
+from flowrl_course import lesson_14 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, OTHERS, animation, clean, panels, plane, target
 from flowrl_course.runs import learn, start
 
