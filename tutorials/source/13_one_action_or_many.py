@@ -198,7 +198,7 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# On policy all ratios are 1 and the three gradients are *equal*: the derivative of a geometric mean at 1 gives every step the same share. Sharing the ratio changes no credit and no first update. What it changes is the clip, from the second update on. The mean over nine noisy log-ratios has a smaller spread, so the same clip range is wider: after one update the ratio per step clips the most, the ratio per image almost nothing, and the directions of the gradients differ. (A negative cosine: the transitions that have moved furthest in the right direction are clipped, those that remain pull the other way.) A comparison of such losses with one clip range for all compares clip ranges. GSPO's published ranges, 3e-4 and 4e-4, belong to sequences of hundreds of tokens.
+# On policy all ratios are 1 and the three gradients are *equal*: the derivative of a geometric mean at 1 gives every step the same share. Sharing the ratio changes no credit and no first update. What it changes is the clip, from the second update on. The mean over nine noisy log-ratios has a smaller spread, so the same clip range is wider: after one update the ratio per step clips the most, the ratio per image almost nothing, and the directions of the gradients differ. (A cosine can be negative because the clipped transitions are those that have already moved as their advantages ask; the others may have moved the wrong way, and pull back.) A comparison of such losses with one clip range for all compares clip ranges. GSPO's published ranges, 3e-4 and 4e-4, belong to sequences of hundreds of tokens.
 #
 # ## The likelihood of an image
 #
@@ -271,7 +271,7 @@ axes[0].legend(frameon=False, fontsize=8)
 plt.show()
 
 # %% [markdown]
-# The bound recovers the exact log-ratio (slope 1, dotted line), but from four pairs it is the noisiest of the three, because its weight is large at small $t$. The weights of the methods are not likelihoods: EPG's estimate is too steep, V-GRPO's too flat by a factor of more than five and bent. Their *order* of the images is nearly right, and four pairs suffice for it. That is what an update needs, since advantages only say which images should become more probable. The scale of the log-ratio matters for the clip, which is therefore a setting of the method and not a bound on the policy's change.
+# The bound recovers the exact log-ratio (slope 1, dotted line), but from four pairs it is the noisiest of the three, because its weight is large at small $t$. The weights of the methods are not likelihoods: as a sum over the two elements EPG's estimate is too steep, V-GRPO's too flat by a factor of three, and bent. Their *order* of the images is nearly right, and four pairs suffice for it. That is what an update needs, since advantages only say which images should become more probable. The scale of the log-ratio matters for the clip, which is therefore a setting of the method and not a bound on the policy's change.
 #
 # ## Pairs shared by a group
 #
@@ -515,21 +515,21 @@ for share in SHARES:
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.2, height=3.2)
 cell = axes[0]
-some = pairs[:60]
-for pair in some:
+for pair in pairs[:60] / 1.2:
     better = int((pair[1] - pair[0]) @ g > 0)
     cell.annotate("", pair[better], pair[1 - better], arrowprops={"arrowstyle": "->", "color": DATA, "lw": 0.7, "alpha": 0.6})
 for vector, shade, name in ((g, INK, "g"), (covariance @ g, ACCENT, "C g")):
     cell.annotate("", 1.8 * vector / vector.norm(), (0, 0), arrowprops={"arrowstyle": "-|>", "color": shade, "lw": 2.5})
-    cell.text(*(2.0 * vector / vector.norm()), name, color=shade, fontsize=11)
-plane(cell, "Pairs, from worse to better, linear reward", extent=2.6)
+    ground = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    cell.text(*(2.2 * vector / vector.norm() + torch.tensor([0.35, -0.2])), name, color=shade, fontsize=11, bbox=ground)
+plane(cell, "Pairs, from worse to better, linear reward", extent=3.4)
 kept = [1 - share for share in SHARES]
 for column_of, (name, shade) in enumerate(
     ((r"$D\,d$ with $J J^\top \nabla R$", ACCENT), (r"$D\,d\,/\,$mean$(d^2)$ with $\nabla R$", DATA))
 ):
     axes[1].plot(kept, [pair[column_of] for pair in cosines], "o-", color=shade, label=name)
 axes[1].axvline(1 - CHURN, color=NOISE, linestyle=":", linewidth=1)
-axes[1].text(1.15 * (1 - CHURN), 0.66, "FDFO", color=NOISE, fontsize=9, ha="right")
+axes[1].text(1.15 * (1 - CHURN), 0.78, "FDFO", color=NOISE, fontsize=9, ha="right")
 axes[1].set(xscale="log", xlabel="share of fresh noise (variance)", ylabel="mean cosine", ylim=(0.62, 1.02))
 axes[1].set_title("The nearer, the more a derivative")
 axes[1].invert_xaxis()
@@ -538,7 +538,7 @@ clean(axes[1])
 plt.show()
 
 # %% [markdown]
-# With a linear reward $D\,d$ gives $C g$, here by formula. Division by $\operatorname{mean}(d^2)$ removes the size of $C$ but not its shape; it gives $g$ itself only if differences have no preferred direction. In the world, independent images (share 0) give all 64 points one direction, that from bad modes to good ones. The nearer the noise, the more $D\,d$ is the derivative at each point, along what the flow can change there: at FDFO's share the mean cosine is 0.99. With the division it approaches no more than 0.9 of $\nabla R$, because near differences prefer some directions.
+# With a linear reward $D\,d$ gives $C g$, here by formula. Division by $\operatorname{mean}(d^2)$ removes the size of $C$ but not its shape; it gives $g$ itself only if differences have no preferred direction. In the world, independent images (share 0) give all 64 points one direction, that from bad modes to good ones. The nearer the noise, the more $D\,d$ is the derivative at each point, along what the flow can change there: at FDFO's share the mean cosine is 0.99. With the division the cosine with $\nabla R$ stays near 0.9, because near differences prefer some directions.
 #
 # Per pair, $D\,d$ is a product of one number and one direction: in $n$ dimensions a single pair knows one of $n$ components of $g$. Many pairs have to be averaged, and so the group has the smallest size possible, two.
 #
@@ -665,7 +665,7 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# All four answers learn this task. Here Flow-GRPO, with draws whose likelihood is exact, rises first. This does not rank the methods: three seeds, one world of two dimensions, one setting tuned of many, and for two methods the largest rate was the best, so that their range was too small. Two facts favour many actions here. Two dimensions make a draw of a step informative, and Flow-GRPO trains only on five early steps by default, the expensive ones of the last figure. The methods with one action were made for models with tens of thousands of latent elements, guidance and fast deterministic samplers, where the paper of each reports faster training than with ratios of steps. A largest stable learning rate also differs by method: V-GRPO's and StepNFT's results fall at their largest rate, because one loss limits the step by a ratio that is not a likelihood's and the other has no clip.
+# All four answers learn this task. Here Flow-GRPO, with draws whose likelihood is exact, rises first. This does not rank the methods: three seeds, one world of two dimensions, one setting tuned of many, and for two methods the largest rate was the best, so that their range was too small. Two facts favour many actions here. In two dimensions the draw of a step says much about the image, and the runs of this course let Flow-GRPO train on the five early steps only, which tell the most (last figure), so that an image costs 15 evaluations and FDFO's 20. The methods with one action were made for models with tens of thousands of latent elements, guidance, and fast deterministic samplers; this world has two elements and no guidance. A V-GRPO or StepNFT at its largest rate scores lower than at half of it, in the same number of evaluations: the learning rate decides as much as the method.
 #
 # ## To keep
 #
