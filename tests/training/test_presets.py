@@ -26,8 +26,9 @@ from flowrl.training.presets import combinations, combine, published, published_
 
 FLOW, STEPWISE, TURNING, DANCE = "flow-grpo", "stepwise-flow-grpo", "tp-grpo", "dance-grpo"
 BRANCH, TEMPFLOW, GRANULAR, TREE = "branch-grpo", "tempflow-grpo", "granular-grpo", "tree-grpo"
-NFT, AWM, DGPO = "diffusion-nft", "awm", "dgpo"
-TREES, FORWARD = (BRANCH, TEMPFLOW, GRANULAR, TREE), (NFT, AWM, DGPO)
+NFT, AWM, DGPO, RSM = "diffusion-nft", "awm", "dgpo", "rsm"
+VGRPO, EPG, FDFO = "v-grpo", "epg", "fdfo"
+TREES, FORWARD = (BRANCH, TEMPFLOW, GRANULAR, TREE, RSM), (NFT, AWM, DGPO, VGRPO, EPG, FDFO)
 SD3, FLUX, QWEN, WAN = "sd3.5-medium", "flux.1-dev", "qwen-image", "wan2.1-t2v-1.3b"
 GENEVAL, OCR, PICKSCORE = "geneval", "ocr", "pickscore"
 MODELS, METHODS = (SD3, FLUX, QWEN, WAN), (FLOW, STEPWISE, TURNING, DANCE, *TREES, *FORWARD)
@@ -133,7 +134,7 @@ OBJECTS = (
     ' "count": 1}]}\n'
 )
 SMALL = TINY_MODEL | dict(iterations=1, groups=1, eval_samples=1, eval_steps=2, lora_rank=2)
-LEAVES = {BRANCH: 16, TEMPFLOW: 54, GRANULAR: 36, TREE: 27}
+LEAVES = {BRANCH: 16, TEMPFLOW: 54, GRANULAR: 36, TREE: 27, RSM: 30}
 """The smallest group that a method's tree fits."""
 
 
