@@ -201,7 +201,7 @@ def main() -> int:
     flow, cps = steps_of(FlowSDE(0.7), sd3_grid()), steps_of(CPS(0.7), sd3_grid())
     flux, qwen = steps_of(CPS(0.7), flux_grid()), steps_of(CPS(0.7), qwen_grid())
     wan = steps_of(CPS(0.7), sd3_grid(20))
-    nine, eight, five = range(9), range(8), range(5)
+    nine, eight, five, four = range(9), range(8), range(5), range(4)
     report("SD3.5, 10 steps, Flow-SDE 0.7", flow, range(10), released=False)
     report("SD3.5, 10 steps, CPS 0.7", cps, nine, released=True)
     report("SD3.5, 10 steps, CPS 0.7, without step 8", cps, eight, released=True)
@@ -220,6 +220,10 @@ def main() -> int:
             f"  SD3.5, Flow-SDE, {published:g} without Delta:"
             f" {exact_kl_weight(flow, published, nine, nine, True):.2g}"
         )
+    print(
+        "  SD3.5, Flow-SDE, 0.01 without Delta over steps 0-3:"
+        f" {exact_kl_weight(flow, 0.01, four, four, True):.2g}"
+    )
     for name, steps in (("SD3.5", cps), ("Qwen-Image", qwen)):
         print(
             f"  {name}, CPS, 1e-4 over steps 0-8, now over 0-7:"
