@@ -269,6 +269,8 @@ def unread(config: RunConfig, chosen: Iterable[str]) -> list[str]:
             return value <= 0 or parts(config) != parts(config.replace(**{name: value / 2}))
         if name == "window" and value:
             return bool((trial_stds(config) > 0).any())  # else no step is drawn in any window
+        if name == "reference":
+            return run_method(config).loss.needs_reference
         if name in policy_settings and not config.policy.model:
             return name in getattr(make_world(config), "reads", policy_settings)
         return name != "loss_scale" or config.policy.dtype == "float16"

@@ -1,8 +1,11 @@
 """Copies of the weights: what they are after updates and iterations, and when they are current."""
 
+import json
+
 import pytest
 import torch
 
+from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.core.forward import Decay, WeightCopy
 from flowrl.training.behaviour import Behaviour
@@ -56,3 +59,21 @@ def test_when_a_copy_samples(mixture_policy, begin, expected):
 def test_decays_out_of_range_are_named(bad):
     with pytest.raises(ConfigError, match=rf"Decay.{next(iter(bad))} = .* is not allowed"):
         Decay(**bad)
+
+
+def test_a_finished_run_can_teach(tmp_path):
+    """The student's divergence from the teacher falls; without a loss that reads it, a reference is
+    refused.
+    """
+    common = ["train", "--preset", "tiny", "--world", "mixture", "--iterations", "8"]
+    reference = ["--reference", str(tmp_path / "teacher")]
+    for name, options in (
+        ("teacher", ["--learning-rate", "0.05"]),
+        ("student", ["--loss", "distillation", "--learning-rate", "0.02", *reference]),
+    ):
+        main([*common, *options, "--out", str(tmp_path / name)])
+    lines = (tmp_path / "student" / "metrics.jsonl").read_text().splitlines()
+    kl = [row["kl"] for row in map(json.loads, lines) if "kl" in row]
+    assert 0 < kl[-1] < kl[0] / 2
+    with pytest.raises(SystemExit):
+        main([*common, *reference, "--out", str(tmp_path / "refused")])
