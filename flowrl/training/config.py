@@ -120,8 +120,8 @@ class AlgorithmConfig:
 
     method: str = "flow-grpo"
     """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, branch-grpo,
-    tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm, dgpo or value-grpo; with `credit`,
-    the name in tables.
+    tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm, dgpo, v-grpo, epg, fdfo, rsm,
+    step-nft or value-grpo; with `credit`, the name in tables.
     """
     credit: str = ""
     """A credit rule that replaces the method's: NAME, NAME(option=value) or path/to/file.py:Class.
