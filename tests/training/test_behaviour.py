@@ -65,7 +65,17 @@ def test_a_finished_run_can_teach(tmp_path):
     """The student's divergence from the teacher falls; without a loss that reads it, a reference is
     refused.
     """
-    common = ["train", "--preset", "tiny", "--world", "mixture", "--iterations", "8", "--groups", "8"]
+    common = [
+        "train",
+        "--preset",
+        "tiny",
+        "--world",
+        "mixture",
+        "--iterations",
+        "8",
+        "--groups",
+        "8",
+    ]
     reference = ["--reference", str(tmp_path / "teacher")]
     for name, options in (
         ("teacher", ["--learning-rate", "0.01"]),
