@@ -143,7 +143,7 @@ METHOD_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             "credit": "sibling-relative(probe=comb(branches=(1, 3), weight=step))",
             "group_size": 4,
         },
-        "fdfo": {"group_size": 2},
+        "fdfo": {"group_size": 2, "minibatches": 1},
     },
 }
 """Changes that a method's groups, trees and times need: in the built-in worlds, in others and for
