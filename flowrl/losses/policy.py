@@ -6,6 +6,7 @@ transitions.
 
 import math
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -191,8 +192,10 @@ class GSPO(_Penalised):
 
     def pooled_units(self, batch: LossBatch) -> tuple[Tensor, ...]:
         """The numbers that identify the chunk of each row."""
-        ends = torch.tensor(self.chunks, device=batch.step.device).cumsum(0)
-        return batch.sample, torch.bucketize(batch.step, ends, right=True)
+        chunk = torch.zeros_like(batch.step)
+        for end in accumulate(self.chunks):  # numbers, so that the host does not wait
+            chunk = chunk + (batch.step >= end)
+        return batch.sample, chunk
 
     @torch.no_grad()
     def row_terms(self, batch: LossBatch) -> PerSample:

@@ -61,7 +61,8 @@ class Compare:
     methods: tuple[str, ...] = PAPERS
     """Methods, each an arm: flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted,
     dense-grpo, branch-grpo, tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm, dgpo,
-    value-grpo. The first arm of all is the baseline. With `arm` or `arms`, the default is none.
+    v-grpo, epg, fdfo, rsm, step-nft, value-grpo. The first arm of all is the baseline. With `arm`
+    or `arms`, the default is none.
     """
     arm: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """An arm as "NAME: setting=value, ..."; can be repeated. The settings are the options below,

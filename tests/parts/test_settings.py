@@ -80,8 +80,8 @@ DEFAULTS = {
         "decay=(0, 0.001, 0.5), times=PermutedTimes(shared=False, fraction=0.99), noise='each'"
     ),
     AWM: (
-        "weight='ghuber', power=0.25, clip=1.0, ratio='exp_first', advantage_clip=5.0, "
-        "advantage_scale=1.0, kl_weight=0.001, average_weight=1.0, kl='uniform', "
+        "weight='ghuber', power=0.25, clip=1.0, trust='clip', ratio='exp_first', "
+        "advantage_clip=5.0, advantage_scale=1.0, kl_weight=0.001, average_weight=1.0, kl='uniform', "
         "off_policy=False, decay=(0, 0.001, 0.3), times=StratifiedTimes(shared=False, count=6, "
         "fraction=0.9), noise='each'"
     ),
