@@ -264,10 +264,6 @@ def epg() -> Method:
     return _whole_image("epg", ODE(), credit, weight="uniform", ratio="sum_first", times=times)
 
 
-CHURN = (1.0 + math.expm1(0.0025)) ** -2
-"""Share of a node's noise that FDFO's two trajectories of a pair keep, of variance."""
-
-
 @_published
 def fdfo() -> Method:
     """FDFO (arXiv 2603.12893): finite differences of whole trajectories that start from nearly the
@@ -278,10 +274,11 @@ def fdfo() -> Method:
     more members the difference is from the group's mean. Source: its code
     (NVlabs/finite-difference-flow-optimization, 740e22f).
     """
-    eta = 2.0 / math.pi * math.acos(math.sqrt(CHURN))
+    kept = math.exp(-0.0025)  # of a node's noise; the rest is fresh
+    eta = 2.0 / math.pi * math.acos(kept)
     credit, times = Uniform(std=None, clamp=None), PermutedTimes(1.0)
     options = dict(weight="uniform", clip=0.03, trust="quadratic", times=times, noise="difference")
-    return replace(_whole_image("fdfo", CPS(eta), credit, **options), shared_noise=CHURN)
+    return replace(_whole_image("fdfo", CPS(eta), credit, **options), shared_noise=kept**2)
 
 
 @_published

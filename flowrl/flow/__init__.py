@@ -2,7 +2,7 @@
 Gaussians, a Gaussian mixture.
 """
 
-from flowrl.flow.gaussian import kl, log_prob, log_prob_without_constants, log_ratio, sample
+from flowrl.flow.gaussian import kl, log_prob, log_prob_without_constants, sample
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.flow.path import (
     expand,
@@ -33,7 +33,6 @@ __all__ = [
     "kl",
     "log_prob",
     "log_prob_without_constants",
-    "log_ratio",
     "noise_estimate",
     "sample",
     "shifted_schedule",

@@ -96,28 +96,6 @@ def kl(p: Gaussian, q: Gaussian) -> PerSample:
     return _mean_squared_distance(p, q.mean) / (2.0 * _safe_std(p).square())
 
 
-def log_ratio(new: Gaussian, old: Gaussian, x: Latents) -> PerSample:
-    """log p_new(x) - log p_old(x) per element for equal stds: mean of (mu - mu_old) (x - mu_old -
-    (mu - mu_old) / 2) / std^2, shape [sample].
-
-    Exactly 0 for equal means, unlike a difference of two `log_prob`. 0 where std is 0. Source: RSM
-    (arXiv 2604.17415), whose matching error is its negative.
-
-    Args:
-        new: the current distribution, whose mean has the gradient.
-        old: the distribution from which `x` was drawn.
-        x: latents [sample, *latent]; a constant (detached).
-
-    Returns:
-        The log-ratio [sample].
-    """
-    counts = expand(old.std > 0, x)
-    drawn = torch.where(counts, x.detach().float() - old.mean.float(), 0.0)
-    shift = torch.where(counts, new.mean.float() - old.mean.float(), 0.0)
-    product = (shift * (drawn - shift / 2.0)).flatten(1).mean(1)
-    return product / _safe_std(old).square()
-
-
 def _safe_std(gaussian: Gaussian) -> Tensor:
     """The std with 1 in place of 0, to avoid a division by 0 and the logarithm of 0."""
     return torch.where(gaussian.std > 0, gaussian.std, 1.0).float()

@@ -19,7 +19,6 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.options import Count, NonNegative, Positive, checked_options
 from flowrl.core.types import Gaussian, LossBatch, LossResult, PerSample, Unit
 from flowrl.flow import kl, log_prob, log_prob_without_constants
-from flowrl.flow import log_ratio as exact_log_ratio
 from flowrl.losses.terms import beyond, mean_over, over_units, ratio_metrics, surrogate
 
 Clip = Annotated[float, Gt(0), Lt(1)]
@@ -53,6 +52,13 @@ def counted(batch: LossBatch) -> LossBatch:
 def log_ratio(rows: LossBatch) -> PerSample:
     """log pi(next_node) - log pi_old(next_node) of each row."""
     return log_prob(rows.new, rows.next_node) - log_prob(rows.behaviour, rows.next_node)
+
+
+def linear_log_ratio(rows: LossBatch) -> PerSample:
+    """The part of the log-ratio that is linear in the move of the mean: mean of eps (mu - mu_old) /
+    std, with eps the noise that was drawn.
+    """
+    return log_ratio(rows) + kl(rows.new, rows.behaviour)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,10 +223,9 @@ class RSM(_Penalised):
     mean of max(c |A| - A log rho, 0) + beta KL(new || reference).
 
     The gradient is that of -A log rho until A log rho exceeds c |A|, so the loss is `ClippedLoss`
-    to first order in log rho, without exp. log rho is formed from the means and is exactly 0 on
-    policy. With `fair` the clip acts on std^2 log rho, so that it allows every step an equal change
-    of the mean, and the term of a step is divided by std Delta; on policy its gradient is then that
-    of -A log rho times std / Delta.
+    to first order in log rho, without exp. With `fair` the clip acts on std^2 log rho, so that it
+    allows every step an equal change of the mean, and the term of a step is divided by std Delta;
+    on policy its gradient is then that of -A log rho times std / Delta.
 
     Metrics as in `ClippedLoss`; clip_fraction is the fraction of rows without gradient. `loss`
     raises `ConfigError` if `kl_weight` > 0 and the batch has no reference. Source: RSM (arXiv
@@ -242,7 +247,7 @@ class RSM(_Penalised):
     def loss(self, batch: LossBatch) -> LossResult:
         """The scalar loss over the rows of `batch`, and its metrics."""
         rows = counted(batch)
-        difference = exact_log_ratio(rows.new, rows.behaviour, rows.next_node)
+        difference = log_ratio(rows)
         std = rows.behaviour.std
         scaled = std.square() * difference if self.fair else difference
         room = self.clip_range * rows.advantages.abs() - rows.advantages * scaled
@@ -285,12 +290,8 @@ class StepNFT(_Penalised):
     def loss(self, batch: LossBatch) -> LossResult:
         """The scalar loss over the rows of `batch`, and its metrics."""
         rows = counted(batch)
-        old, shift = rows.behaviour.mean, self.step * (rows.new.mean - rows.behaviour.mean)
-        worse, better = (
-            log_prob_without_constants(replace(rows.behaviour, mean=mean), rows.next_node)
-            for mean in (old - shift, old + shift)
-        )
-        margin = (worse - better) / (rows.behaviour.std.square() + 1e-4)
+        variance = rows.behaviour.std.square()
+        margin = -4.0 * self.step * variance / (variance + 1e-4) * linear_log_ratio(rows)
         logit = self.scale / 2.0 * rows.advantages / 5.0 * margin
         ratio = log_ratio(rows).exp()
         never = torch.zeros_like(ratio, dtype=torch.bool)
@@ -377,7 +378,7 @@ class GRPOGuard(_Penalised):
     def loss(self, batch: LossBatch) -> LossResult:
         """The scalar loss over the rows of `batch`, and its metrics."""
         rows = counted(batch)
-        ratio = (rows.behaviour.std * (log_ratio(rows) + kl(rows.new, rows.behaviour))).exp()
+        ratio = (rows.behaviour.std * linear_log_ratio(rows)).exp()
         terms = surrogate(ratio, rows.advantages, self.clip_range) / rows.delta
         return self._combined(rows, ratio, terms, beyond(ratio, self.clip_range))
 

@@ -485,8 +485,9 @@ class ForwardBatches(Batches):
         if noise in ("path", "difference"):
             require(not path.tree.branched, "noise", noise, "each or group, on branches")
             self.times = path.schedule.times[steps]
-            counts = to_device((self.weights > 0).any(-1), device)
-            self.shift = finite_difference(self.images, counts, self.rollout.groups.members)
+            if noise == "difference":
+                counts = to_device((self.weights > 0).any(-1), device)
+                self.shift = finite_difference(self.images, counts, self.rollout.groups.members)
         else:
             groups, draws = self.rollout.groups, self.times.shape[1]
             self.noise = training_noise(self.loss, groups, shape, draws, self.seed, device)

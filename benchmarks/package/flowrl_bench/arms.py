@@ -221,7 +221,7 @@ class Arm:
 
 
 BOTH = ("mixture", "shapes")
-_WHOLE = {name: METHOD_SETTINGS["world"][name] for name in ("v-grpo", "epg", "fdfo")}
+_OWN = METHOD_SETTINGS["world"]
 _ARMS = (
     Arm("uniform", {"method": "flow-grpo"}, worlds=BOTH),
     Arm(
@@ -266,15 +266,15 @@ _ARMS = (
         {"method": "dgpo", "loss": "dgpo(beta_dpo={beta}, sample_from=None)"},
         {"learning_rate": RATE, "beta": everywhere(3.0, 1.0)},
     ),
-    Arm("v-grpo", {"method": "v-grpo", **_WHOLE["v-grpo"]}, {"learning_rate": RATE}, BOTH),
-    Arm("epg", {"method": "epg", **_WHOLE["epg"]}, {"learning_rate": RATE}, BOTH),
+    Arm("v-grpo", {"method": "v-grpo", **_OWN["v-grpo"]}, {"learning_rate": RATE}, BOTH),
+    Arm("epg", {"method": "epg", **_OWN["epg"]}, {"learning_rate": RATE}, BOTH),
     Arm(
         "fdfo",
-        {"method": "fdfo", "window": ":", **_WHOLE["fdfo"]},
+        {"method": "fdfo", "window": ":", **_OWN["fdfo"]},
         {"learning_rate": RATE, "noise_level": everywhere(2.0, 0.045)},
         BOTH,
     ),
-    Arm("rsm", {"method": "rsm", "groups": 6, "group_size": 30}, worlds=BOTH),
+    Arm("rsm", {"method": "rsm", **_OWN["rsm"]}, worlds=BOTH),
     Arm(
         "step-nft",
         {"method": "step-nft", "loss": "step-nft(scale={scale})"},
