@@ -2,6 +2,7 @@
 truth of the 2-D world.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -73,7 +74,16 @@ class GaussianMixture:
 
     def expected_bump(self, target: Float[Tensor, " dim"], width: float) -> float:
         """E exp(-|x_0 - target|^2 / (2 width^2)) under the data, in closed form."""
+        return float(self._bumps(target, width).sum())
+
+    def tilted(self, target: Float[Tensor, " dim"], width: float) -> "GaussianMixture":
+        """The data times exp(-|x_0 - target|^2 / (2 width^2)), normalised."""
+        bumps, total = self._bumps(target, width), self.std**2 + width**2
+        means = (self.std**2 * target + width**2 * self.means) / total
+        return GaussianMixture(means, self.std * width / math.sqrt(total), bumps / bumps.sum())
+
+    def _bumps(self, target: Tensor, width: float) -> Tensor:
+        """The expected bump of each mode, times its weight."""
         total, dim = self.std**2 + width**2, self.means.shape[1]
         distance = (self.means - target).square().sum(1)
-        bumps = (width**2 / total) ** (dim / 2) * torch.exp(-distance / (2 * total))
-        return float((self.weights * bumps).sum())
+        return self.weights * ((width**2 / total) ** (dim / 2) * torch.exp(-distance / (2 * total)))

@@ -57,10 +57,13 @@ def test_samples_have_the_mixtures_moments():
 
 
 @pytest.mark.parametrize(("mixture", "width"), [(RING, 0.5), (UNEVEN, 1.0)])
-def test_the_expected_bump_is_its_integral(mixture, width):
+def test_the_expected_bump_is_its_integral_and_tilting_multiplies_by_it(mixture, width):
     axis = torch.linspace(-6, 6, 241)
     grid = torch.cartesian_prod(axis, axis)
     target = torch.tensor([1.5, -0.7])
     bump = torch.exp(-(grid - target).square().sum(1) / (2 * width**2))
-    integral = float((log_density(mixture, grid, 0.0).exp() * bump).sum() * 0.05**2)
+    product = log_density(mixture, grid, 0.0).exp() * bump
+    integral = float(product.sum() * 0.05**2)
     assert mixture.expected_bump(target, width) == pytest.approx(integral, rel=1e-3)
+    tilted = log_density(mixture.tilted(target, width), grid, 0.0).exp()
+    assert_close(tilted, product / mixture.expected_bump(target, width), atol=1e-4, rtol=1e-4)

@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl.credit import StepwiseGain, Uniform
-from flowrl.flow import DrawnSteps, GaussianMixture, PermutedTimes, interpolate, velocity_target
+from flowrl.flow import DrawnSteps, PermutedTimes, interpolate, velocity_target
 from flowrl.core.forward import ForwardBatch
 from flowrl.losses import AWM, DGPO, DiffusionNFT
 from flowrl.probes import NoProbe
@@ -202,15 +202,7 @@ plt.show()
 
 
 # %%
-def tilted(width=WIDTH):
-    """The data times the reward's bump, normalised."""
-    total = data.std**2 + width**2
-    weights = data.weights * torch.exp(-(data.means - centre).square().sum(1) / (2 * total))
-    means = (data.std**2 * centre + width**2 * data.means) / total
-    return GaussianMixture(means, data.std * width / math.sqrt(total), weights / weights.sum())
-
-
-good, mean_reward = tilted(), data.expected_bump(centre, WIDTH)
+good, mean_reward = data.tilted(centre, WIDTH), data.expected_bump(centre, WIDTH)
 std_reward = math.sqrt(data.expected_bump(centre, WIDTH / math.sqrt(2)) - mean_reward**2)
 
 

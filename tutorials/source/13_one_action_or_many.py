@@ -28,9 +28,8 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl.credit import Uniform
-from flowrl.flow import GaussianMixture
 from flowrl.losses import AWM, GSPO, ClippedLoss
-from flowrl.methods import CHURN
+from flowrl.methods import METHODS
 from flowrl.probes import Comb, NoProbe
 from flowrl.rollout import Groups, LossBatches
 from flowrl.samplers import ODE, FlowSDE, Windowed
@@ -42,6 +41,7 @@ from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
 SHADES = {"flow-grpo": COLOURS["flow-grpo"], "v-grpo": ACCENT, "fdfo": COLOURS["tp-grpo"], "step-nft": OTHERS[0]}
+SHARED = METHODS["fdfo"]().shared_noise  # share of the noise that the two of a pair have in common
 data, centre = ring(), torch.tensor([2.0, 0.0])  # the eight modes; the target of the prompt "towards 0 degrees"
 
 
@@ -73,7 +73,7 @@ def opening():
     condition = beginning.policy.encode([beginning.prompts[number]] * 9)
     velocity = beginning.policy.velocity(states, beginning.schedule.network_timesteps[:9], condition)
     drawn = SDE.transition(states, velocity, beginning.schedule, steps)
-    pairs = rolled(setting_of(start("fdfo", group_size=2)), Groups(18, 2, CHURN), 3)[0]
+    pairs = rolled(setting_of(start("fdfo", group_size=2)), Groups(18, 2, SHARED), 3)[0]
     pairs = pairs.trajectories.nodes.view(18, 2, 11, 2)
     figure, (left, middle, right) = panels(3, width=3.4, height=3.9)
     plane(left, "Nine actions:\na Gaussian draw per step", extent=2.6)
@@ -212,14 +212,6 @@ plt.show()
 
 
 # %%
-def tilted(width=WIDTH):
-    """The data times the reward's bump, normalised."""
-    total = data.std**2 + width**2
-    weights = data.weights * torch.exp(-(data.means - centre).square().sum(1) / (2 * total))
-    means = (data.std**2 * centre + width**2 * data.means) / total
-    return GaussianMixture(means, data.std * width / math.sqrt(total), weights / weights.sum())
-
-
 def estimates(images, weight, count, shared, generator):
     """log p_new - log p_old from `count` stratified pairs per image, [image]."""
     rows = 1 if shared else len(images)
@@ -242,7 +234,7 @@ def correlation(a, b):
     return float(torch.corrcoef(torch.stack([a, b]))[0, 1])
 
 
-good, generator = tilted(), torch.Generator().manual_seed(0)
+good, generator = data.tilted(centre, WIDTH), torch.Generator().manual_seed(0)
 images, ends = data.sample(200, generator), torch.zeros(200)
 exact = good.log_marginal(images, ends) - data.log_marginal(images, ends)
 WEIGHTS = {"uniform": "EPG, w = 1", "normalised": "V-GRPO, normalised", "bound": "bound, (1-t)/t"}
@@ -499,7 +491,7 @@ origin = torch.randn(64, 2, generator=generator)
 jacobian = torch.stack([torch.autograd.functional.jacobian(ode, z[None])[0, :, 0] for z in origin])
 slope = -(ode(origin) - centre) * reward(ode(origin))[:, None]
 through = (jacobian @ jacobian.mT @ slope[..., None])[..., 0]
-SHARES, cosines = (0.0, 0.5, 0.9, 0.99, CHURN, 0.999), []
+SHARES, cosines = (0.0, 0.5, 0.9, 0.99, SHARED, 0.999), []
 for share in SHARES:
     fresh = torch.randn(64, 256, 2, 2, generator=generator)
     start_noise = math.sqrt(share) * origin[:, None, None] + math.sqrt(1 - share) * fresh
@@ -528,8 +520,8 @@ for column_of, (name, shade) in enumerate(
     ((r"$D\,d$ with $J J^\top \nabla R$", ACCENT), (r"$D\,d\,/\,$mean$(d^2)$ with $\nabla R$", DATA))
 ):
     axes[1].plot(kept, [pair[column_of] for pair in cosines], "o-", color=shade, label=name)
-axes[1].axvline(1 - CHURN, color=NOISE, linestyle=":", linewidth=1)
-axes[1].text(1.15 * (1 - CHURN), 0.78, "FDFO", color=NOISE, fontsize=9, ha="right")
+axes[1].axvline(1 - SHARED, color=NOISE, linestyle=":", linewidth=1)
+axes[1].text(1.15 * (1 - SHARED), 0.78, "FDFO", color=NOISE, fontsize=9, ha="right")
 axes[1].set(xscale="log", xlabel="share of fresh noise (variance)", ylabel="mean cosine", ylim=(0.62, 1.02))
 axes[1].set_title("The nearer, the more a derivative")
 axes[1].invert_xaxis()
