@@ -385,10 +385,13 @@ class Headroom:
     """A credit rule in place of the oracle, as a control: random has less than no headroom, uniform
     none.
     """
-    arms: tuple[Literal["published", "values"], ...] = ()
+    arms: tuple[Literal["published", "values", "verdict"], ...] = ()
     """Further arms to tune and run. published: Stepwise-Flow-GRPO, TP-GRPO and random credit;
-    values: credit from cheap values, and fewer but larger groups.
+    values: credit from cheap values, and fewer but larger groups; verdict: those of the main
+    comparison.
     """
+    budget: Annotated[int, Ge(0), Le(200)] = 0
+    """Runs of an arm's search; 0 = 18 (--quick: 8)."""
     seeds: Annotated[int, Ge(0), Le(1000)] = 0
     """Fresh seeds per arm and task; 0 = 5 (--quick: 3)."""
     first_seed: Annotated[int, Ge(0), Lt(2**31)] = 5000
@@ -423,6 +426,7 @@ class Headroom:
         size = QUICK_SIZE if self.quick else Size()
         seeds = self.seeds or size.seeds
         size = replace(size, seeds=seeds, first_seed=self.first_seed, sets=self.arms)
+        size = replace(size, budget=self.budget or size.budget)
         tasks = {name: TASKS[name] for name in dict.fromkeys(names)}
         if self.credit:
             tasks = {name: replace(task, oracle=self.credit) for name, task in tasks.items()}

@@ -11,7 +11,7 @@ window leaves steps without credit, and the network changes there, too (`benchma
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +21,9 @@ from flowrl_compare.statistics import Estimate, collapsed, mean
 from flowrl.core.errors import require
 from flowrl.training.build import check
 from flowrl.training.config import RunConfig
-from flowrl_bench.arms import MOST_CLIP, Arm, Knob
+from flowrl.training.presets import METHOD_SETTINGS
+from flowrl_bench.arms import ARMS as METHOD_ARMS
+from flowrl_bench.arms import MOST_CLIP, POLICY, Arm, Knob
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Line, column, spent
 from flowrl_bench.remaining import Pace
@@ -47,7 +49,17 @@ def exact(points: int = 29, reach: float = 4.0) -> str:
 
 SAMPLED = "stepwise-gain(normalise='step', probe='continuation:64')"
 """The oracle elsewhere: Monte Carlo, so that its headroom is the best known, at least."""
-ARMS: dict[str, dict[str, dict[str, Any]]] = {
+_OWN = METHOD_SETTINGS["world"]
+
+
+def _method_arm(name: str) -> Arm:
+    """An arm of the tuned comparison, with the initial noise of its method."""
+    arm = METHOD_ARMS[name]
+    own = {"initial_noise": "auto"} if "method" in arm.settings else {}
+    return replace(arm, settings={**own, **arm.settings})
+
+
+ARMS: dict[str, dict[str, dict[str, Any] | Arm]] = {
     "published": {
         "stepwise gains": {"method": "stepwise-flow-grpo", "initial_noise": "auto"},
         "turning points": {"method": "tp-grpo", "initial_noise": "auto"},
@@ -74,9 +86,48 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
             for lam in (0, 0.8, 1)
         },
     },
+    "verdict": {
+        **{
+            name: _method_arm(name)
+            for name in (
+                "uniform, larger groups",
+                "noise-weighted",
+                "stepwise gains",
+                "turning points",
+                "turning points at random steps",
+                "increments alone",
+                "branch-grpo",
+                "tree-grpo",
+                "granular-grpo",
+                "rsm",
+                "diffusion-nft",
+                "awm",
+                "dgpo",
+                "v-grpo",
+                "epg",
+                "fdfo",
+                "step-nft",
+            )
+        },
+        "tempflow-grpo": {"method": "tempflow-grpo", **_OWN["tempflow-grpo"]},
+        "turning points, not the first": {"credit": "turning-point(first_step=false)"},
+        **{
+            name: {"credit": f"calibrated-gain({options})"}
+            for name, options in {
+                "calibrated values": "",
+                "calibrated values and critic": "probe=critic",
+                "calibrated values of the hidden state": "probe='critic(reads=hidden, base=zero)'",
+                "calibrated values as a baseline": "gain_weight=0",
+                "calibrated values, full weight": "gain_weight=1",
+            }.items()
+        },
+        "values, not calibrated": {"credit": "stepwise-gain(probe=tweedie)"},
+        "random credit": {"credit": "random(seed=0)"},
+    },
 }
-"""Further arms, in sets. Stepwise-Flow-GRPO has the shared initial noise of its paper. Larger groups
-are half as many, for the same number of samples.
+"""Further arms, in sets. Stepwise-Flow-GRPO has the shared initial noise of its paper. "larger
+groups" are half as many, for the same number of samples; "uniform, larger groups" cost as much per
+iteration as turning points. The questions of the set "verdict" are those of `flowrl_bench.verdict`.
 
 The primary question of the set "values", fixed before its runs: whether "calibrated, Tweedie" leads
 uniform credit in the mean reward over training, in the tasks default, 9-of-10, noise-0.3,
@@ -130,10 +181,33 @@ class Task:
             **self.changes,
         }
         known = {"reward_noise": 0.0} if self.is_exact else {}
-        arms = {"uniform": {}, "oracle": {"credit": self.oracle, **known}}
+        arms: dict[str, Mapping[str, Any] | Arm] = {
+            "uniform": {},
+            "oracle": {"credit": self.oracle, **known},
+        }
         for name in size.sets:
             arms |= ARMS[name]
-        return {name: Arm(name, {**shared, **more}, knobs) for name, more in arms.items()}
+        return {name: self._arm(name, more, shared, knobs) for name, more in arms.items()}
+
+    @staticmethod
+    def _arm(
+        name: str,
+        more: Mapping[str, Any] | Arm,
+        shared: Mapping[str, Any],
+        knobs: Mapping[str, Knob],
+    ) -> Arm:
+        """An arm in this task: with the task's grid, where its knobs are those of `POLICY`."""
+        if not isinstance(more, Arm):
+            return Arm(name, {**shared, **more}, knobs)
+        own = {
+            setting: chosen["mixture"] if isinstance(chosen, Mapping) else chosen
+            for setting, chosen in more.settings.items()
+        }
+        searched = {
+            knob: knobs[knob] if POLICY.get(knob) is value else value
+            for knob, value in more.knobs.items()
+        }
+        return Arm(name, {**shared, **own}, searched)
 
 
 _ALL: dict[str, Any] = {"window": ":-1"}
@@ -316,7 +390,7 @@ class HeadroomStudy:
     def _search(self, name: str, task: Task, arm: Arm) -> Search:
         """The search for an arm. Tasks that differ in nothing that the arm reads share it."""
         twins = (other for other, known in TASKS.items() if same(known.arms(self.size), arm))
-        named = Arm(f"{arm.name}, {next(twins, name)}", arm.settings, arm.knobs)
+        named = replace(arm, name=f"{arm.name}, {next(twins, name)}")
         return Search(named, task.world, self.size.budget, FORM)
 
     def values(self) -> dict[tuple[str, str], dict[str, float]]:
