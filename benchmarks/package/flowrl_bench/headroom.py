@@ -385,7 +385,7 @@ class HeadroomStudy:
             for arm in task.arms(size).values()
         }
         for search in self.searches.values():
-            check(search.config(((0, 0, 0), SEEDS[0])))
+            check(search.config(((0,) * len(search.arm.knobs), SEEDS[0])))
 
     def _search(self, name: str, task: Task, arm: Arm) -> Search:
         """The search for an arm. Tasks that differ in nothing that the arm reads share it."""

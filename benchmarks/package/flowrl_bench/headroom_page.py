@@ -130,6 +130,17 @@ def methods(rows: Sequence[Row]) -> Table:
     return Table(head, cells)
 
 
+def chosen_settings(rows: Sequence[Row]) -> Table:
+    """What the searches chose; "-" for a number that an arm does not have."""
+    arms = [(row.name, arm, values) for row in rows for arm, values in row.values.items()]
+    knobs = list(dict.fromkeys(knob for *_, values in arms for knob in values))
+    cells = [
+        [task, arm, *(f"{values[knob]:g}" if knob in values else "-" for knob in knobs)]
+        for task, arm, values in arms
+    ]
+    return Table(["task", "arm", *(knob.replace("_", " ") for knob in knobs)], cells)
+
+
 def headroom_page(rows: Sequence[Row], size: Size, command: str) -> Document:
     """The page."""
     sets = [SETS[name] for name in size.sets]
@@ -202,15 +213,6 @@ def headroom_page(rows: Sequence[Row], size: Size, command: str) -> Document:
             " not at equal cost. Seconds are those of a processor core per run."
         )
     page.heading("Chosen settings")
-    page.blocks.append(
-        Table(
-            ["task", "arm", "clip range", "learning rate", "noise level"],
-            [
-                [row.name, arm, *(f"{value:g}" for value in values.values())]
-                for row in rows
-                for arm, values in row.values.items()
-            ],
-        )
-    )
+    page.blocks.append(chosen_settings(rows))
     page.text(f"Made by `{command}`.")
     return page
