@@ -411,13 +411,14 @@ class Headroom:
 
     def main(self) -> int:
         """Search, run, write."""
-        from flowrl_bench.headroom import QUICK, QUICK_SIZE, TASKS, HeadroomStudy, Size
+        from flowrl_bench.headroom import IMAGES, QUICK, QUICK_SIZE, TASKS, HeadroomStudy, Size
         from flowrl_bench.headroom_page import TITLE, headroom_page, summary, table
         from flowrl_bench.page import require_page
 
         names = self.tasks or (QUICK if self.quick else tuple(TASKS))
+        known = {**TASKS, **IMAGES}
         for name in names:
-            require(name in TASKS, "tasks", name, f"one of {', '.join(TASKS)}")
+            require(name in known, "tasks", name, f"one of {', '.join(known)}")
         folder, spreadsheet = self.page or self.out.parent, self.out.with_suffix(".csv")
         require_new_file(self.out, lambda data: True)
         require_new_file(spreadsheet, lambda data: data.startswith(b"task,"))
@@ -427,7 +428,7 @@ class Headroom:
         seeds = self.seeds or size.seeds
         size = replace(size, seeds=seeds, first_seed=self.first_seed, sets=self.arms)
         size = replace(size, budget=self.budget or size.budget)
-        tasks = {name: TASKS[name] for name in dict.fromkeys(names)}
+        tasks = {name: known[name] for name in dict.fromkeys(names)}
         if self.credit:
             tasks = {name: replace(task, oracle=self.credit) for name, task in tasks.items()}
         study = HeadroomStudy(tasks, self.out, size, self.workers)

@@ -23,7 +23,7 @@ from flowrl.training.build import check
 from flowrl.training.config import RunConfig
 from flowrl.training.presets import METHOD_SETTINGS
 from flowrl_bench.arms import ARMS as METHOD_ARMS
-from flowrl_bench.arms import MOST_CLIP, POLICY, Arm, Knob
+from flowrl_bench.arms import MOST_CLIP, POLICY, WORLDS, Arm, Knob
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Line, column, spent
 from flowrl_bench.remaining import Pace
@@ -149,7 +149,8 @@ class Task:
     """The 2-D world with `changes` of its settings, or a world of `flowrl_bench.worlds`.
 
     `dimension` scales the first clip of the search: log-ratios are means over the coordinates.
-    `oracle` is the credit rule whose lead over uniform credit is the headroom.
+    `oracle` is the credit rule whose lead over uniform credit is the headroom; "" if there is none.
+    `tuned_in` names the task of the searches, if not this one.
     """
 
     label: str
@@ -157,6 +158,7 @@ class Task:
     world: str = "mixture"
     dimension: int = 2
     oracle: str = exact()
+    tuned_in: str = ""
 
     @property
     def is_exact(self) -> bool:
@@ -175,6 +177,8 @@ class Task:
             "learning_rate": Knob(2.0, {self.world: 2e-2}),
             "noise_level": Knob(1.4, {self.world: 0.7}),
         }
+        if self.world == "shapes":
+            knobs = POLICY
         shared = {
             **dict(iterations=size.iterations, eval_every=2, eval_samples=384, eval_steps=20),
             **dict(initial_noise="independent", method="flow-grpo"),
@@ -189,8 +193,8 @@ class Task:
             arms |= ARMS[name]
         return {name: self._arm(name, more, shared, knobs) for name, more in arms.items()}
 
-    @staticmethod
     def _arm(
+        self,
         name: str,
         more: Mapping[str, Any] | Arm,
         shared: Mapping[str, Any],
@@ -199,8 +203,9 @@ class Task:
         """An arm in this task: with the task's grid, where its knobs are those of `POLICY`."""
         if not isinstance(more, Arm):
             return Arm(name, {**shared, **more}, knobs)
+        world = self.world if self.world in WORLDS else "mixture"
         own = {
-            setting: chosen["mixture"] if isinstance(chosen, Mapping) else chosen
+            setting: chosen.get(world, chosen) if isinstance(chosen, Mapping) else chosen
             for setting, chosen in more.settings.items()
         }
         searched = {
@@ -235,6 +240,20 @@ TASKS: dict[str, Task] = {
     "64-dimensions": Task("64 dimensions", {}, "points(dimension=64)", 64, SAMPLED),
 }
 """The family, by name."""
+IMAGES: dict[str, Task] = {
+    task: Task(
+        f"images: {task}",
+        {
+            **dict(task=task, window="2:7", iterations=12, eval_samples=768),
+            **dict(eval_steps=10, eval_solver="dpm++"),
+        },
+        "shapes",
+        oracle="",
+        tuned_in="compositional",
+    )
+    for task in ("compositional", "text", "preference")
+}
+"""Tasks of the image world, by name: for comparisons of arms, as no oracle is affordable."""
 QUICK = ("default", "9-of-10", "noise-0.3")
 
 
@@ -374,6 +393,8 @@ class HeadroomStudy:
         self, tasks: Mapping[str, Task], path: Path, size: Size = Size(), workers: int = 0
     ) -> None:
         self.tasks, self.size, self.workers = dict(tasks), size, workers
+        missing = [t.tuned_in for t in tasks.values() if t.tuned_in and t.tuned_in not in tasks]
+        require(not missing, "tasks", tuple(tasks), f"with {', '.join(missing)}, of the searches")
         require(size.seeds >= 2, "seeds", size.seeds, "2 or more: an interval needs a spread")
         # rules that the command names
         own = {"credit": next((task.oracle for task in tasks.values()), "")}
@@ -389,6 +410,10 @@ class HeadroomStudy:
 
     def _search(self, name: str, task: Task, arm: Arm) -> Search:
         """The search for an arm. Tasks that differ in nothing that the arm reads share it."""
+        if task.tuned_in:
+            task = self.tasks[task.tuned_in]
+            named = replace(task.arms(self.size)[arm.name], name=f"{arm.name}, {task.tuned_in}")
+            return Search(named, task.world, self.size.budget, FORM, short=False)
         twins = (other for other, known in TASKS.items() if same(known.arms(self.size), arm))
         named = replace(arm, name=f"{arm.name}, {next(twins, name)}")
         return Search(named, task.world, self.size.budget, FORM)
@@ -401,10 +426,11 @@ class HeadroomStudy:
 
     def runs(self) -> Iterator[tuple[tuple[str, str, int], RunConfig]]:
         """The runs on fresh seeds, by task, arm and seed, of finished searches."""
+        arms = {name: task.arms(self.size) for name, task in self.tasks.items()}
         for (name, arm), values in self.values().items():
-            search = self.searches[name, arm]
+            world = self.tasks[name].world
             for seed in range(self.size.first_seed, self.size.first_seed + self.size.seeds):
-                yield (name, arm, seed), search.arm.run(search.world, values, seed=seed)
+                yield (name, arm, seed), arms[name][arm].run(world, values, seed=seed)
 
     def execute(self, command: str, say: Any = print) -> bool:
         """Make what is missing: the searches, then the runs on fresh seeds; False if paused."""
@@ -433,15 +459,22 @@ class HeadroomStudy:
 
     def rows(self) -> list[Row]:
         """The results of the tasks of which two or more seeds are complete."""
-        lines, values, complete = self.results.read(), self.values(), list[Row]()
-        runs = {key: lines.get(config_id(run)) for key, run in self.runs()}
-        for name, task in self.tasks.items():
-            arms = task.arms(self.size)
-            pairs = list(_pairs(name, arms, runs))
-            if len(pairs) >= 2:
-                at = {arm: values[name, arm] for arm in arms}
+        values, complete = self.values(), list[Row]()
+        for name, pairs in self.pairs().items():
+            task = self.tasks[name]
+            if len(pairs) >= 2 and task.oracle:
+                at = {arm: values[name, arm] for arm in task.arms(self.size)}
                 complete.append(row_of(name, task, pairs, at))
         return complete
+
+    def pairs(self, any_code: bool = False) -> dict[str, list[Lines]]:
+        """By task, the lines by arm of every seed that all arms have."""
+        lines = self.results.read(any_code=any_code)
+        runs = {key: lines.get(config_id(run)) for key, run in self.runs()}
+        return {
+            name: list(_pairs(name, task.arms(self.size), runs))
+            for name, task in self.tasks.items()
+        }
 
 
 def same(arms: Mapping[str, Arm], arm: Arm) -> bool:

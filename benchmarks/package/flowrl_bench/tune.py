@@ -153,12 +153,15 @@ def over_training(curve: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Search:
-    """The search for one arm in one world. `form`: that of the score, see `score_of`."""
+    """The search for one arm in one world. `form`: that of the score, see `score_of`; `short`: its
+    runs are shorter than results, by `SHORT`.
+    """
 
     arm: Arm
     world: str
     budget: int
     form: str = "soft"
+    short: bool = True
 
     def __post_init__(self) -> None:
         allowed = "1 to 200 runs per method and world"
@@ -167,7 +170,8 @@ class Search:
     def config(self, trial: Trial) -> Any:
         """The settings of a run of the search."""
         point, seed = trial
-        return self.arm.run(self.world, self.values(point), **SHORT.get(self.world, {}), seed=seed)
+        shorter = SHORT.get(self.world, {}) if self.short else {}
+        return self.arm.run(self.world, self.values(point), **shorter, seed=seed)
 
     def values(self, point: Point) -> dict[str, float]:
         """The knobs' values at a point."""

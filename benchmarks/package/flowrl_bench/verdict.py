@@ -1,0 +1,200 @@
+"""The main comparison: questions that were fixed before the runs, and their verdicts.
+
+An outcome is the difference of two arms in mean held-out reward over training, up to the budget
+that both have spent, as a fraction of what can be gained in the task. It is averaged over the tasks
+of a world within each seed; the seed is the unit. What can be gained is the highest mean final
+reward of an arm minus the mean reward before training. The smallest difference that matters is
+`MARGIN` of it, in both directions. Holm's correction covers both p-values of all `QUESTIONS` of a
+world (`flowrl_bench.verdicts`); all other outcomes are secondary.
+
+In the 2-D world every arm is tuned in every task, with 24 runs of 20 iterations. On images every
+arm is tuned in the task compositional, with 12 runs of 12 iterations, and has these numbers in all
+three tasks.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+from flowrl_compare.statistics import Estimate, Values, collapsed, mean
+
+from flowrl_bench.evidence import Line, column, curve, spent
+from flowrl_bench.headroom import FORM, IMAGES, MARGIN, TASKS, HeadroomStudy, Size, Task
+from flowrl_bench.results_file import Lines
+from flowrl_bench.statistics import mean_until, outside, wins
+from flowrl_bench.verdicts import FEWEST, Comparison, judge_family
+
+MEASURED_AT = {
+    "updates": "area",
+    "forwards": "reward at equal forwards",
+    "stated seconds": "reward at equal stated seconds",
+}
+"""Budgets at which arms are compared, and their measures in `flowrl_bench.evidence`; seconds are
+those of SD3.5-Medium (`flowrl_compare.costs`).
+"""
+PER_UPDATE, PER_EVALUATION, PER_SECOND = MEASURED_AT
+UNIFORM, EXACT, POINTS = "uniform", "oracle", "turning points"
+
+
+@dataclass(frozen=True)
+class Question:
+    """Does `arm` lead `than`, at the same budget?"""
+
+    arm: str
+    budget: str = PER_SECOND
+    than: str = UNIFORM
+
+
+QUESTIONS = (
+    Question(EXACT, PER_UPDATE),
+    Question("stepwise gains", PER_UPDATE),
+    Question(POINTS, PER_UPDATE),
+    Question("calibrated values", PER_UPDATE),
+    Question(POINTS, PER_UPDATE, "turning points at random steps"),
+    *map(
+        Question,
+        (
+            "uniform, larger groups",
+            "noise-weighted",
+            "stepwise gains",
+            POINTS,
+            "increments alone",
+            "calibrated values",
+            "tempflow-grpo",
+            "rsm",
+            "branch-grpo",
+            "tree-grpo",
+            "diffusion-nft",
+            "dgpo",
+            "v-grpo",
+            "fdfo",
+            "epg",
+        ),
+    ),
+)
+"""The questions with a verdict. Per update: what a rule of credit learns from the same samples. Per
+second: whether it pays. On images there is no arm with exact values.
+"""
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """The comparison in one world: its `tasks` and `size`. Its runs are those of `flowrl bench
+    headroom --arms verdict`.
+    """
+
+    label: str
+    tasks: Mapping[str, Task]
+    size: Size
+
+    def study(self, path: Path) -> HeadroomStudy:
+        """The searches and runs, in files next to `path`."""
+        return HeadroomStudy(self.tasks, path, self.size)
+
+
+CAMPAIGNS = {
+    "points": Campaign(
+        "2-D world",
+        {name: TASKS[name] for name in ("default", "noise-0.3", "strict", "16-dimensions")},
+        Size(budget=24, seeds=15, first_seed=7000, sets=("verdict",)),
+    ),
+    "images": Campaign(
+        "image world", IMAGES, Size(budget=12, seeds=10, first_seed=7000, sets=("verdict",))
+    ),
+}
+"""In two dimensions: the default task, and three in which exact credit leads by two margins or more
+(docs/headroom.md) for different reasons: noise on the score, a reward of 0 or 1, more dimensions.
+"""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An arm in one task or averaged over tasks: its mean held-out reward over training and its
+    final one, the collapsed runs, its lead over uniform credit by budget, as fractions of what can
+    be gained, and the cost of an update by budget as a multiple of that of uniform credit.
+    """
+
+    mean: float
+    final: float
+    collapses: int
+    runs: int
+    leads: Mapping[str, Estimate]
+    costs: Mapping[str, float]
+
+
+class Verdicts:
+    """The outcomes of a campaign from its finished runs: `pairs[task]` has the lines of a seed by
+    arm.
+    """
+
+    def __init__(self, pairs: Mapping[str, Sequence[Lines]]) -> None:
+        self.pairs = {task: list(lines) for task, lines in pairs.items() if lines}
+        first = next(iter(self.pairs.values()))
+        self.seeds = min(len(lines) for lines in self.pairs.values())
+        self.arms = list(first[0])
+        self.gains = {task: self._gain(lines) for task, lines in self.pairs.items()}
+
+    def _gain(self, pairs: Sequence[Lines]) -> float:
+        """What can be gained in a task."""
+        finals = [fmean(column(pair[arm], FORM)[-1] for pair in pairs) for arm in self.arms]
+        return max(finals) - fmean(column(pair[UNIFORM], FORM)[0] for pair in pairs)
+
+    def differences(self, arm: str, than: str, budget: str, tasks: Sequence[str] = ()) -> Values:
+        """[seed]: `arm` minus `than`, averaged over tasks, in fractions of what can be gained."""
+        rows = [
+            [difference(pair[arm], pair[than], budget) / self.gains[task] for pair in lines]
+            for task, lines in self.pairs.items()
+            if not tasks or task in tasks
+        ]
+        return np.array([row[: self.seeds] for row in rows]).mean(0)
+
+    def lead(self, arm: str, than: str, budget: str, tasks: Sequence[str] = ()) -> Estimate:
+        """The mean of `differences` with its interval."""
+        return mean(self.differences(arm, than, budget, tasks))
+
+    def answers(self) -> list[tuple[Question, Comparison]]:
+        """The questions whose arms have runs, with verdicts."""
+        asked = [question for question in QUESTIONS if question.arm in self.arms]
+        return [*zip(asked, judge_family([self._compare(q) for q in asked]), strict=True)]
+
+    def _compare(self, question: Question) -> Comparison:
+        values = self.differences(question.arm, question.than, question.budget)
+        estimate, out = mean(values), math.nan
+        if len(values) >= FEWEST:
+            out = outside(lambda null: mean(values, null), MARGIN)
+        else:
+            estimate = replace(estimate, p=math.nan)
+        won = wins(values, np.zeros_like(values))
+        label = f"{question.arm} minus {question.than}"
+        return Comparison(label, MEASURED_AT[question.budget], estimate, out, None, won)
+
+    def arm(self, name: str, tasks: Sequence[str] = ()) -> Arm:
+        """The numbers of an arm."""
+        chosen = [lines for task, lines in self.pairs.items() if not tasks or task in tasks]
+        curves = [[column(pair[name], FORM) for pair in lines] for lines in chosen]
+
+        def cost(budget: str) -> float:
+            spending = (
+                [sum(spent(pair[arm], budget)[-1] for pair in lines) for lines in chosen]
+                for arm in (name, UNIFORM)
+            )
+            return fmean(a / b for a, b in zip(*spending, strict=True))
+
+        return Arm(
+            mean=fmean(fmean(fmean(run[1:]) for run in runs) for runs in curves),
+            final=fmean(fmean(run[-1] for run in runs) for runs in curves),
+            collapses=sum(collapsed(run) for runs in curves for run in runs),
+            runs=sum(map(len, curves)),
+            leads={budget: self.lead(name, UNIFORM, budget, tasks) for budget in MEASURED_AT},
+            costs={budget: cost(budget) for budget in (PER_EVALUATION, PER_SECOND)},
+        )
+
+
+def difference(line: Line, other: Line, budget: str) -> float:
+    """The difference of mean held-out rewards up to the budget that both runs have spent."""
+    first, second = (curve(run, budget, FORM) for run in (line, other))
+    common = min(first.budgets[-1], second.budgets[-1])
+    return mean_until(first, common) - mean_until(second, common)
