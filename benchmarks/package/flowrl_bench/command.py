@@ -385,10 +385,10 @@ class Headroom:
     """A credit rule in place of the oracle, as a control: random has less than no headroom, uniform
     none.
     """
-    arms: tuple[Literal["published", "values", "verdict"], ...] = ()
+    arms: tuple[Literal["published", "values", "verdict", "images"], ...] = ()
     """Further arms to tune and run. published: Stepwise-Flow-GRPO, TP-GRPO and random credit;
     values: credit from cheap values, and fewer but larger groups; verdict: those of the main
-    comparison.
+    comparison; images: those of them on images.
     """
     budget: Annotated[int, Ge(0), Le(200)] = 0
     """Runs of an arm's search; 0 = 18 (--quick: 8)."""

@@ -125,9 +125,22 @@ ARMS: dict[str, dict[str, dict[str, Any] | Arm]] = {
         "random credit": {"credit": "random(seed=0)"},
     },
 }
+ARMS["images"] = {
+    name: arm
+    for name, arm in ARMS["verdict"].items()
+    if name
+    not in (
+        "granular-grpo",
+        "calibrated values of the hidden state",
+        "calibrated values, full weight",
+        "values, not calibrated",
+        "random credit",
+    )
+}
 """Further arms, in sets. Stepwise-Flow-GRPO has the shared initial noise of its paper. "larger
 groups" are half as many, for the same number of samples; "uniform, larger groups" cost as much per
-iteration as turning points. The questions of the set "verdict" are those of `flowrl_bench.verdict`.
+iteration as turning points. The questions of the sets "verdict" and "images" are those of
+`flowrl_bench.verdict`.
 
 The primary question of the set "values", fixed before its runs: whether "calibrated, Tweedie" leads
 uniform credit in the mean reward over training, in the tasks default, 9-of-10, noise-0.3,
@@ -244,8 +257,7 @@ IMAGES: dict[str, Task] = {
     task: Task(
         f"images: {task}",
         {
-            **dict(task=task, window="2:7", iterations=12, eval_samples=768),
-            **dict(eval_steps=10, eval_solver="dpm++"),
+            **dict(task=task, window="2:7", iterations=12, eval_steps=10, eval_solver="dpm++"),
         },
         "shapes",
         oracle="",

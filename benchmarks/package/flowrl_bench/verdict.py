@@ -83,7 +83,7 @@ second: whether it pays. On images there is no arm with exact values.
 @dataclass(frozen=True)
 class Campaign:
     """The comparison in one world: its `tasks` and `size`. Its runs are those of `flowrl bench
-    headroom --arms verdict`.
+    headroom` with `size`.
     """
 
     label: str
@@ -102,7 +102,7 @@ CAMPAIGNS = {
         Size(budget=24, seeds=15, first_seed=7000, sets=("verdict",)),
     ),
     "images": Campaign(
-        "image world", IMAGES, Size(budget=12, seeds=10, first_seed=7000, sets=("verdict",))
+        "image world", IMAGES, Size(budget=12, seeds=10, first_seed=7000, sets=("images",))
     ),
 }
 """In two dimensions: the default task, and three in which exact credit leads by two margins or more
