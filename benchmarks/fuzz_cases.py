@@ -1,7 +1,7 @@
 """Every kind of file that flowrl reads: a valid one, how it is changed, and its reader."""
 
 import contextlib
-import gzip
+import lzma
 import hashlib
 import itertools
 import json
@@ -126,7 +126,7 @@ def make_seeds(folder: Path) -> None:
     write_bytes(folder / "head.safetensors", save(head))
     torch.save({"state_dict": head}, folder / "head.pth")
     results = ROOT / "benchmarks" / "results"
-    with gzip.open(results / "claims-default-settings.jsonl.gz") as archive:
+    with lzma.open(results / "claims-default-settings.jsonl.xz") as archive:
         (folder / "results.jsonl").write_bytes(b"".join(itertools.islice(archive, 3)))
     rows = json.loads((results / "claims-default-settings-samples.json").read_text())
     write_json(folder / "samples.json", {**rows, "rows": dict(list(rows["rows"].items())[:3])})

@@ -2,7 +2,7 @@
 ``reanalysis.py``.
 """
 
-import gzip
+import lzma
 import json
 import re
 from collections import Counter, defaultdict
@@ -142,9 +142,9 @@ class Run(NamedTuple):
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of the archive PATH.gz; of the file if there is no archive."""
-    archive = path.with_name(f"{path.name}.gz")
-    data = gzip.decompress(archive.read_bytes()) if archive.exists() else path.read_bytes()
+    """The lines of the archive PATH.xz; of the file if there is no archive."""
+    archive = path.with_name(f"{path.name}.xz")
+    data = lzma.decompress(archive.read_bytes()) if archive.exists() else path.read_bytes()
     return [json.loads(line) for line in data.splitlines()]
 
 

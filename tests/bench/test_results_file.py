@@ -88,8 +88,8 @@ def test_other_settings_are_refused(file):
 
 
 def test_an_archive_is_not_written():
-    with pytest.raises(ConfigError, match=r"r.jsonl.gz' is not allowed; allowed: its name without"):
-        ResultsFile(Path("r.jsonl.gz"))
+    with pytest.raises(ConfigError, match=r"r.jsonl.xz' is not allowed; allowed: its name without"):
+        ResultsFile(Path("r.jsonl.xz"))
 
 
 def test_a_changed_line_is_refused(file):

@@ -2,7 +2,7 @@
 what the pages say.
 """
 
-import gzip
+import lzma
 import json
 
 import numpy as np
@@ -22,7 +22,7 @@ def differing(results, docs=DOCS):
 @pytest.fixture
 def copies(tmp_path):
     path = tmp_path / "claims.jsonl"
-    path.write_bytes(gzip.decompress((RESULTS / "claims.jsonl.gz").read_bytes()))
+    path.write_bytes(lzma.decompress((RESULTS / "claims.jsonl.xz").read_bytes()))
     return path
 
 

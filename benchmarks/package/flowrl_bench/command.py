@@ -93,7 +93,7 @@ class Claims:
             self.world,
             "mixture, shapes or all",
         )
-        exists = any(map(os.path.isfile, (self.out, f"{self.out}.gz")))
+        exists = any(map(os.path.isfile, (self.out, f"{self.out}.xz")))
         require(exists or not self.judge, "out", str(self.out), "a results file, with --judge")
         for name in self.only:
             require(name in CLAIMS, "only", name, f"one of {', '.join(CLAIMS)}")

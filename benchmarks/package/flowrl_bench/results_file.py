@@ -2,7 +2,7 @@
 with different numbers.
 """
 
-import gzip
+import lzma
 import json
 import os
 import platform
@@ -150,7 +150,7 @@ def make_line(
 @dataclass(frozen=True)
 class ResultsFile:
     """One JSON line per run, appended and flushed as runs finish. Writers hold its lock
-    (`flowrl.io.file_lock`). Lines in PATH.gz, if it exists, come before those in PATH.
+    (`flowrl.io.file_lock`). Lines in PATH.xz, if it exists, come before those in PATH.
     """
 
     path: Path
@@ -161,8 +161,8 @@ class ResultsFile:
     """
 
     def __post_init__(self) -> None:
-        allowed = "its name without .gz: lines of the archive are read before those of the file"
-        require(self.path.suffix != ".gz", "out", str(self.path), allowed)
+        allowed = "its name without .xz: lines of the archive are read before those of the file"
+        require(self.path.suffix != ".xz", "out", str(self.path), allowed)
 
     def read(
         self, allowed: Mapping[str, Any] | None = None, any_code: bool = False
@@ -269,9 +269,9 @@ class ResultsFile:
         return [line for line in (_parsed(text)[0] for text in texts) if isinstance(line, dict)]
 
     def texts(self) -> list[bytes]:
-        """Lines of the archive PATH.gz (published runs, never written here), then of the file."""
-        archive = self.path.with_name(f"{self.path.name}.gz")
-        older = gzip.decompress(read_bytes(archive)) if archive.exists() else b""
+        """Lines of the archive PATH.xz (published runs, never written here), then of the file."""
+        archive = self.path.with_name(f"{self.path.name}.xz")
+        older = lzma.decompress(read_bytes(archive)) if archive.exists() else b""
         return (older + (read_bytes(self.path) if os.path.lexists(self.path) else b"")).split(b"\n")
 
 

@@ -51,7 +51,7 @@ GAINS: dict[tuple[str, str], Gain] = {
     ("shapes", "text"): Gain(0.7456, 0.9374, "stepwise gains"),
     ("shapes", "preference"): Gain(0.7403, 0.9511, "stepwise gains"),
 }
-"""By world and task: best known, over all arms of benchmarks/results/claims.jsonl.gz."""
+"""By world and task: best known, over all arms of benchmarks/results/claims.jsonl.xz."""
 
 
 def gain(world: str, evidence: Evidence) -> float:
