@@ -1,10 +1,10 @@
 """Every kind of file that flowrl reads: a valid one, how it is changed, and its reader."""
 
 import contextlib
-import lzma
 import hashlib
 import itertools
 import json
+import lzma
 import random
 import shutil
 import tempfile

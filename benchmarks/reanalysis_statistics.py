@@ -2,8 +2,8 @@
 ``reanalysis.py``.
 """
 
-import lzma
 import json
+import lzma
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""`flowrl bench claims`, `tune`, `rule`, `microscope` and `headroom`."""
+"""`flowrl bench claims`, `tune`, `rule`, `microscope`, `headroom` and `verdict`."""
 
 import math
 import os
@@ -442,12 +442,50 @@ class Headroom:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """Judge the main comparison from its finished runs, and write its page. The runs are those of
+    `flowrl bench headroom` with the options that the page names.
+
+    Example: flowrl bench verdict --points runs/verdict/points.jsonl
+    """
+
+    points: Path = Path("benchmarks/results/verdict-points.jsonl")
+    """Results in the 2-D world."""
+    images: Path = Path("benchmarks/results/verdict-images.jsonl")
+    """Results in the image world; left out if there is no such file."""
+    page: Path = Path("runs/verdict")
+    """Folder of the page and its chart."""
+
+    def main(self) -> int:
+        """Judge and write."""
+        from flowrl_bench.page import require_page
+        from flowrl_bench.verdict import CAMPAIGNS, Verdicts
+        from flowrl_bench.verdict_page import TITLE, details, summary
+
+        require_page(self.page, "details", TITLE)
+        files = {"points": self.points, "images": self.images}
+        studies = {
+            name: CAMPAIGNS[name].study(path)
+            for name, path in files.items()
+            if any(map(os.path.isfile, (path, f"{path}.xz")))
+        }
+        require(bool(studies), "points", str(self.points), "a file with results")
+        worlds = {
+            name: (Verdicts(study.pairs(any_code=True)), study) for name, study in studies.items()
+        }
+        command = shlex.join(["flowrl", *sys.argv[1:]])
+        written = details(worlds, command).write(self.page, "details")
+        print(f"{summary(worlds)}\nWrote {', '.join(map(str, written))}")
+        return 0
+
+
+@dataclass(frozen=True)
 class Bench:
     """Benchmarks: tests of the papers' claims, your own rule against tuned baselines, a microscope
     for credit, and what credit can gain.
     """
 
-    which: tyro.conf.OmitSubcommandPrefixes[Claims | Tune | Rule | Microscope | Headroom]
+    which: tyro.conf.OmitSubcommandPrefixes[Claims | Tune | Rule | Microscope | Headroom | Verdict]
 
     def main(self) -> int:
         """Run the chosen one."""

@@ -200,7 +200,7 @@ class Task:
         known = {"reward_noise": 0.0} if self.is_exact else {}
         arms: dict[str, Mapping[str, Any] | Arm] = {
             "uniform": {},
-            "oracle": {"credit": self.oracle, **known},
+            **({"oracle": {"credit": self.oracle, **known}} if self.oracle else {}),
         }
         for name in size.sets:
             arms |= ARMS[name]

@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from flowrl_compare.costs import STATED, STATED_NAME
 from flowrl_compare.statistics import BELOW_START, COLLAPSE
@@ -130,13 +130,12 @@ def methods(rows: Sequence[Row]) -> Table:
     return Table(head, cells)
 
 
-def chosen_settings(rows: Sequence[Row]) -> Table:
-    """What the searches chose; "-" for a number that an arm does not have."""
-    arms = [(row.name, arm, values) for row in rows for arm, values in row.values.items()]
-    knobs = list(dict.fromkeys(knob for *_, values in arms for knob in values))
+def chosen_settings(chosen: Mapping[tuple[str, str], Mapping[str, float]]) -> Table:
+    """What the searches chose, by task and arm; "-" for a number that an arm does not have."""
+    knobs = list(dict.fromkeys(knob for values in chosen.values() for knob in values))
     cells = [
-        [task, arm, *(f"{values[knob]:g}" if knob in values else "-" for knob in knobs)]
-        for task, arm, values in arms
+        [*key, *(f"{values[knob]:g}" if knob in values else "-" for knob in knobs)]
+        for key, values in chosen.items()
     ]
     return Table(["task", "arm", *(knob.replace("_", " ") for knob in knobs)], cells)
 
@@ -213,6 +212,7 @@ def headroom_page(rows: Sequence[Row], size: Size, command: str) -> Document:
             " not at equal cost. Seconds are those of a processor core per run."
         )
     page.heading("Chosen settings")
-    page.blocks.append(chosen_settings(rows))
+    chosen = {(row.name, arm): values for row in rows for arm, values in row.values.items()}
+    page.blocks.append(chosen_settings(chosen))
     page.text(f"Made by `{command}`.")
     return page

@@ -2,8 +2,8 @@
 with different numbers.
 """
 
-import lzma
 import json
+import lzma
 import os
 import platform
 import subprocess
