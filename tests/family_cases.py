@@ -9,11 +9,10 @@ import torch
 from flowrl_testing.tiny import TINY, TINY_VIDEO, tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 
 from flowrl.core.types import Prompt
-from flowrl.losses import ClippedLoss
-from flowrl.methods import flow_grpo
 from flowrl.policies import SD3, Flux, ModelOptions, PipelinePolicy, QwenImage, Wan
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Usage, solve
+from flowrl.training.build import make_method
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
 
@@ -80,8 +79,7 @@ def fill(policy, seed=1, std=0.15):
     return policy
 
 
-def trainer_of(policy, method=flow_grpo, **changes):
-    sizes = dict(num_steps=STEPS, groups=2, group_size=3, minibatches=1, learning_rate=1e-2)
-    config = preset("tiny").apply(**{**sizes, **changes})
-    method = replace(method(), loss=ClippedLoss(clip_range=1e-2, kl_weight=0.1))
-    return Trainer(policy, method, REDNESS, PROMPTS, config)
+def trainer_of(policy, **changes):
+    usual = dict(minibatches=1, learning_rate=1e-2, clip_range=1e-2, kl_weight=0.1)
+    config = preset("tiny").apply(**{**usual, **changes})
+    return Trainer(policy, make_method(config), REDNESS, PROMPTS, config)

@@ -17,6 +17,7 @@ from flowrl.cli.main import main
 from flowrl.distributed import Distributed
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import preset
+from flowrl.training.presets import METHOD_SETTINGS
 from flowrl.training.trainer import Trainer
 
 SMALL = preset("tiny").apply(
@@ -52,7 +53,6 @@ TRANSITIONS = {
         method="stepwise-flow-grpo",
         reward="win-rate(reward='flowrl.worlds.mixture:DirectionReward')",
     ),
-    "batch statistics": dict(method="global", credit="uniform(std=batch)"),
     "trajectories": dict(loss="gspo", clip_range=0.003),
     "tree": dict(credit="stepwise-gain(probe='branch(children=(1, 2))')"),
     "tree of edges": dict(credit="backed-up(probe='branch(children=(1, 2), weight=edge)')"),
@@ -64,11 +64,14 @@ FORWARD = {  # copies that follow late are neither the current weights nor the f
     "nft, late copy": dict(loss="diffusion-nft(decay=(1, 0.3, 0.6))"),
     "nft, own states": dict(loss="diffusion-nft(noise=path)"),
     "awm": dict(method="awm", loss="awm(decay=(0, 0.1, 0.3), times=stratified(count=3))"),
-    "awm, a ratio per sample": dict(loss="awm(ratio=sum_first, times=stratified(count=4))"),
     "dgpo": dict(loss=DGPO.format("decay=(0, 0.1, 0.3), sample_from=1")),
     "dgpo, shared noise": dict(loss=DGPO.format("noise=group-all-times")),
 }
-CASES = TRANSITIONS | FORWARD
+WHOLE = {
+    name: dict(method=name, **METHOD_SETTINGS["tiny"].get(name, {}))
+    for name in ("v-grpo", "epg", "fdfo", "rsm", "step-nft")
+}
+CASES = TRANSITIONS | FORWARD | WHOLE
 """Settings of `BASE` for all kinds of training."""
 
 TIMES = ("seconds", "seconds_total", "phases")

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from flowrl.cli.main import main
 from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.core.types import Prompt
-from flowrl.methods import stepwise_flow_grpo, tp_grpo
+from flowrl.methods import METHODS
 from flowrl.policies import (
     LORA_TARGETS,
     PipelinePolicy,
@@ -23,6 +23,7 @@ from flowrl.policies import (
     load_policy,
 )
 from flowrl.training.build import trained_policy
+from flowrl.training.plan import plan
 
 test_qwen_image = policy_contract(
     lambda: CASES["qwen-image"].policy(guidance_scale=4.0, negative_prompt=" ")
@@ -85,34 +86,35 @@ def test_guidance_and_its_gradient_without_the_negative_branch(case):
     assert (velocities["off"] - velocities["on"]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize(
-    ("dtype", "guidance", "method"),
-    [("float32", 3.0, stepwise_flow_grpo), ("bfloat16", 1.0, tp_grpo)],
-    ids=["float32", "bfloat16"],
-)
-def test_train_save_reload_resume(case, dtype, guidance, method, tmp_path):
-    """Rollouts with probes, updates with a KL, saving, the same image from plain diffusers, and a
-    resume to the bit.
+TURNS = ("sd3", "flux", "sd3", "flux", "sd3", "qwen-image", "wan")
+ROWS = [(TURNS[i % 7], ("float32", "bfloat16")[i // 7 % 2], name) for i, name in enumerate(METHODS)]
+
+
+@pytest.mark.parametrize(("family", "dtype", "method"), ROWS, ids=METHODS)
+def test_train_save_reload_resume(family, dtype, method, tmp_path):
+    """Rollouts with probes, updates with a KL, the costs that the plan counts, saving, the same
+    image from plain diffusers, and a resume to the bit.
 
     The root mean square differences from a float32 network with the same rounded weights are
-    1.4e-7 and, in bfloat16, 1.8e-3 (SD3) and 5.9e-3 (FLUX, whose transformer
-    rounds its time input, in plain diffusers too). alpha is not the rank, so a reader that forgot
-    the scale would draw another image.
+    1.7e-7 and, in bfloat16, 1e-3 (SD3) and 1.8e-2 (FLUX, whose transformer rounds its time input,
+    in plain diffusers too). alpha is not the rank, so a reader that forgot the scale would draw
+    another image.
     """
-    qwen, wan = case is CASES["qwen-image"], case is CASES["wan"]
+    case, wan = CASES[family], family == "wan"
+    guidance = 3.0 if dtype == "float32" else 1.0
     ends = tuple(name.removeprefix("attn.") for name in LORA_TARGETS)
     changes = {"dtype": dtype, "guidance_scale": guidance, "negative_prompt": "blurry"}
     changes |= {} if wan else {"lora_targets": ends}
 
     def make():
-        policy = fill(case.policy(**changes), std=0.4 if qwen else 0.15)
-        return trainer_of(policy, method, minibatches=2)
+        return trainer_of(fill(case.policy(**changes), std=0.4), method=method)
 
     trainer, again = make(), make()
     row = trainer.iteration()
-    # Qwen's larger adapter moves further in the second update
-    largest = 1e-1 if dtype == "bfloat16" or qwen else 5e-2
-    assert row["grad_norm"] > 0 and row["kl"] > 0 and 0 <= row["ratio_deviation"] < largest
+    assert row["grad_norm"] > 0 and row["kl"] > 0 and 0 <= row.get("ratio_deviation", 0) < 1e-5
+    counts, drawn = vars(plan(trainer.config)), method in ("granular-grpo", "tree-grpo")
+    for name in ("probe_nfe", "reward_calls", "gradient_nfe", *["nfe"] * (not drawn)):
+        assert row[name] == counts[name], name
     state = trainer.state()
     trainer.iteration()
     again.restore(state)
@@ -131,7 +133,7 @@ def test_train_save_reload_resume(case, dtype, guidance, method, tmp_path):
     base = case.picture(pipe, noise, guidance)
     pipe.load_lora_weights(tmp_path / "lora")
     plain = case.picture(pipe, noise, guidance)
-    error = {"float32": 1e-6, "bfloat16": 7e-3}[dtype]
+    error = {"float32": 1e-6, "bfloat16": 2e-2}[dtype]
     assert (draw(trainer.policy) - plain).square().mean().sqrt() < error
     assert (plain - base).square().mean().sqrt() > 2 * error  # a lost adapter would show
 

@@ -11,7 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import BASE, CASES, free_port, launch, launch_file, plain, rows_of, trainer_of, words
+from small_run import (
+    BASE,
+    CASES,
+    WHOLE,
+    free_port,
+    launch,
+    launch_file,
+    plain,
+    rows_of,
+    trainer_of,
+    words,
+)
 
 from flowrl.core.errors import ConfigError, RewardError, TrainingError
 from flowrl.core.experience import Actions
@@ -29,17 +40,12 @@ from flowrl.training.trainer import Trainer
 PROCESSES = dict(micro_batch=7, iterations=2, learning_rate=3e-4)
 MIXTURE = BASE.replace(**PROCESSES, window="random(size=2)")
 TOGETHER = {
-    "uniform": {},
     "turning points": dict(groups=1),
     "value tracker": dict(chunk=1, overlap_rewards=True, offload=True),
     "win rates": dict(chunk=1),
-    "batch statistics": {},
-    "trajectories": dict(groups=5, chunk=1, micro_batch=2),
+    "trajectories": dict(loss="gspo(chunks=(1,))", groups=5, chunk=1, micro_batch=2),
     "tree of edges": dict(groups=5, chunk=1),
-    "comb": {},
-    "nft": {},
-    "awm": {},
-    "dgpo": {},
+    **{name: {} for name in ("comb", "nft", "awm", "dgpo", *WHOLE)},
 }
 IMAGES = preset("tiny").apply(
     method="tp-grpo",
@@ -101,7 +107,7 @@ def both(distributed, *case):
 
 
 def largest_difference(first, second):
-    """Over all numbers and tensors; 1 where something else differs."""
+    """Over all numbers (relative above 1) and tensors; 1 where something else differs."""
     if isinstance(first, torch.Tensor):
         return float((first.double() - second.double()).abs().max()) if first.numel() else 0.0
     if isinstance(first, dict):
@@ -111,7 +117,9 @@ def largest_difference(first, second):
     if isinstance(first, list | tuple):
         assert len(first) == len(second)
         return max(map(largest_difference, first, second), default=0.0)
-    return abs(first - second) if isinstance(first, float) else float(first != second)
+    if isinstance(first, float):
+        return abs(first - second) / max(1.0, abs(first))
+    return float(first != second)
 
 
 def velocity(policy):
