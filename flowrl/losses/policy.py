@@ -171,8 +171,9 @@ class GSPO(_Penalised):
     noise of the mean of n log-ratios is about sqrt(n) times smaller than that of one, so the same
     clip is wider than for single transitions.
 
-    Needs one advantage per trajectory: a rule that credits its steps differently is refused. Needs
-    whole trajectories in a micro-batch, or two passes (see `protocols.PolicyLoss`).
+    Needs one advantage per trajectory: a rule that credits its steps differently is refused, unless
+    `by_step`. Needs whole trajectories in a micro-batch, or two passes (see
+    `protocols.PolicyLoss`).
 
     Metrics as in `ClippedLoss`, of s. `loss` raises `ConfigError` if `kl_weight` > 0 and the batch
     has no reference. Source: GSPO (arXiv 2507.18071, equations 5 to 7; published for language
@@ -183,6 +184,8 @@ class GSPO(_Penalised):
         clip_range: c in (0, 1).
         chunks: numbers of steps of the chunks, from step 0 on; further steps are one more chunk.
             Empty: the whole trajectory.
+        by_step: every transition has its own advantage, with the gradient of its own log-ratio and
+            the value s (GSPO-token, equation 13).
         kl_weight: beta, 0 or more.
         kl: form of the divergence from the reference (see `ClippedLoss`).
 
@@ -191,10 +194,15 @@ class GSPO(_Penalised):
     """
 
     _unit: ClassVar[Unit] = "trajectory"
-    one_advantage: ClassVar[bool] = True
 
     clip_range: Clip = 1e-4
     chunks: tuple[Count, ...] = ()
+    by_step: bool = False
+
+    @property
+    def one_advantage(self) -> bool:
+        """Whether credit that differs between steps is refused."""
+        return not self.by_step
 
     def pooled_units(self, batch: LossBatch) -> tuple[Tensor, ...]:
         """The numbers that identify the chunk of each row."""

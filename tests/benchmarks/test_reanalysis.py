@@ -2,8 +2,8 @@
 what the pages say.
 """
 
-import lzma
 import json
+import lzma
 
 import numpy as np
 import pytest

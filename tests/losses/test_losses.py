@@ -185,6 +185,11 @@ def test_gspo_by_hand():
     assert not rows[[0, 2]].any()  # the trajectory is clipped
     expected = 2 * ratios[1] * weight / weight.sum() * (1 - moves)
     assert_close(rows[[1, 3]], expected[[1, 3]])
+    own = torch.tensor([1.0, -2.0, 1.0, -4.0])  # the last step of the second counts twice
+    by_step = GSPO(clip_range=0.1, by_step=True)
+    assert not by_step.one_advantage and GSPO().one_advantage
+    rows = gradient(by_step, replace(batch, advantages=own)).flatten()
+    assert_close(rows[[1, 3]], (expected * own / advantages)[[1, 3]])
 
 
 def test_chunks_of_one_step_are_steps_and_of_all_steps_trajectories():

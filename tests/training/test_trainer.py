@@ -1,6 +1,6 @@
 """The trainer: it learns, repeats its numbers, counts its work, and errors name their cause."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -182,22 +182,6 @@ class Nothing(HalfOfTheGroups):
         return torch.zeros_like(super().assign(values, decisions))
 
 
-@dataclass(frozen=True)
-class ByStep:
-    """GSPO that accepts an advantage per step."""
-
-    inner: GSPO = GSPO(clip_range=0.003)
-    needs_reference: bool = False
-    trains_zero_advantages: bool = False
-    unit: str = "trajectory"
-
-    def loss(self, batch):
-        return self.inner.loss(batch)
-
-    def row_terms(self, batch):
-        return self.inner.row_terms(batch)
-
-
 HALF, TREE = HalfOfTheGroups(), SiblingRelative(probe=Branch((2, 2)))
 PENALTY = build("loss", "kl-penalty")
 
@@ -208,7 +192,12 @@ PENALTY = build("loss", "kl-penalty")
         (None, HALF, {}, 56),
         (None, TREE, {}, None),
         (build("loss", "grpo-guard"), HALF, {}, 56),
-        (ByStep(), HALF, {}, 40),  # other steps of a trajectory depend on all of it
+        (
+            GSPO(clip_range=0.003, by_step=True),
+            HALF,
+            {},
+            40,
+        ),  # other steps of a trajectory depend on all of it
         (None, Nothing(), {"weight_decay": 0.1}, 78),  # a row per update remains
         (None, HALF, {"kl_weight": 0.1}, 0),
         (PENALTY, HALF, {"learning_rate": 0.05}, 0),  # its trust region acts at advantage 0
