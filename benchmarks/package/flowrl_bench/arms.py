@@ -162,9 +162,9 @@ POLICY: dict[str, Knob] = {"clip_range": CLIP, "learning_rate": RATE, "noise_lev
 """The knobs of every method that trains on the steps of a stochastic sampler."""
 
 
-def everywhere(factor: float, start: float) -> Knob:
+def everywhere(factor: float, start: float, most: float = math.inf) -> Knob:
     """A knob with the same start in both worlds."""
-    return Knob(factor, dict.fromkeys(WORLDS, start))
+    return Knob(factor, dict.fromkeys(WORLDS, start), most=most)
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ _ARMS = (
     Arm(
         "fdfo",
         {"method": "fdfo", "window": ":", **_OWN["fdfo"]},
-        {"learning_rate": RATE, "noise_level": everywhere(2.0, 0.045)},
+        {"learning_rate": RATE, "noise_level": everywhere(2.0, 0.045, most=1.0)},
         BOTH,
     ),
     Arm("rsm", {"method": "rsm", **_OWN["rsm"]}, worlds=BOTH),
