@@ -8,8 +8,9 @@ from flowrl.core.types import Prompt
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.policies.mixture import MixturePolicy
+from flowrl.probes import LatentReward
 from flowrl.samplers import FlowSDE
-from flowrl.worlds.mixture import WIDTH, DirectionReward, angle_of, target
+from flowrl.worlds.mixture import WIDTH, DirectionReward, angle_of, ring, target
 
 PROMPTS = [Prompt(f"towards {angle} degrees") for angle in (0, 100, 200)]
 
@@ -54,3 +55,16 @@ def exact_values(setting, nodes, members):
         total = WIDTH**2 + variance
         columns.append(WIDTH**2 / total * torch.exp(-gap / (2 * total)))
     return torch.stack(columns[::-1], 1)
+
+
+class ExactValue(LatentReward):
+    """V of a noisy state under the data: E[bump | x_t] = E[bump] p_t(x | tilted data) / p_t(x)."""
+
+    def score(self, latents, times, prompts):
+        data, x, values = ring(), latents.flatten(1), torch.zeros(len(prompts))
+        for text in {prompt.text for prompt in prompts}:
+            goal = torch.tensor(target(Prompt(text)))
+            change = data.tilted(goal, WIDTH).log_marginal(x, times) - data.log_marginal(x, times)
+            own = torch.tensor([prompt.text == text for prompt in prompts])
+            values = torch.where(own, data.expected_bump(goal, WIDTH) * change.exp(), values)
+        return values

@@ -336,7 +336,7 @@ at one time. A row is a transition or, for a forward-process loss, a (trajectory
 
 class LossRows:
     """What `LossBatch` and `forward.ForwardBatch` have in common: one entry per row in every field,
-    except in `velocity`.
+    except in `velocity` and `prompts`.
     """
 
     def units(self, unit: Unit) -> tuple[Tensor, ...]:
@@ -349,7 +349,8 @@ class LossRows:
     def rows(self: Rows, index: Tensor | slice) -> Rows:
         """The rows `index` of every field; gradients reach this batch's tensors."""
         given = {name: value for name, value in vars(self).items() if name != "velocity"}
-        return type(self)(**{k: v[index] for k, v in given.items() if v is not None})
+        whole = {"prompts": given.pop("prompts")} if "prompts" in given else {}
+        return type(self)(**{k: v[index] for k, v in given.items() if v is not None}, **whole)
 
 
 def pooled_units(loss: Any, rows: LossRows) -> tuple[Tensor, ...]:
@@ -406,6 +407,7 @@ class LossBatch(LossRows):
             not need them.
         slope: |d mean / d velocity| of the step's transition [sample]; None if unknown.
         pooled: as in `forward.ForwardBatch`, for a loss whose `unit` is not "transition".
+        prompts: the prompts of the whole iteration, by `group`; empty if unknown.
 
     Raises:
         ConfigError: the means have another shape than `next_node`.
@@ -425,6 +427,7 @@ class LossBatch(LossRows):
     velocity: Float[Tensor, "evaluation *latent"] | None = None
     slope: PerSample | None = None
     pooled: PerSample | None = None
+    prompts: Sequence[Prompt] = ()
 
     def __post_init__(self) -> None:
         shape = tuple(self.next_node.shape)

@@ -12,6 +12,7 @@ from flowrl.losses.policy import (
     GRPOGuard,
     KLPenalty,
     PolicyGradientLoss,
+    RewardAscent,
     StepNFT,
 )
 
@@ -27,5 +28,6 @@ __all__ = [
     "GRPOGuard",
     "KLPenalty",
     "PolicyGradientLoss",
+    "RewardAscent",
     "StepNFT",
 ]

@@ -101,6 +101,7 @@ KINDS: dict[str, Kind] = {
         "loss",
         "flowrl.losses",
         {
+            "ascent": "flowrl.losses.policy:RewardAscent",
             "awm": "flowrl.losses.forward:AWM",
             "clipped": "flowrl.losses.policy:ClippedLoss",
             "dgpo": "flowrl.losses.forward:DGPO",

@@ -23,6 +23,7 @@ NESTED = {
     "reward": "reward",
     "models": "reward",
     "probe": "probe",
+    "latent_reward": "probe",
     "times": "times",
 }
 """Options that contain other parts, and the kind of these parts."""

@@ -38,7 +38,7 @@ class LatentReward(ValueProbe):
     @abstractmethod
     def score(self, latents: Tensor, times: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """s [row] of noisy latents [row, *latent] at times t in [0, 1] [row], for the prompts of
-        the rows; called without gradient.
+        the rows; called without gradient, except by `flowrl.losses.RewardAscent`.
         """
 
     def features(self, run: Probing) -> Float[Tensor, "prompt member node feature"]:

@@ -25,6 +25,7 @@ from flowrl.core.types import (
     Gaussian,
     LossBatch,
     LossResult,
+    Prompt,
     Unit,
     part_call,
     pooled_units,
@@ -327,9 +328,11 @@ class LossBatches(Batches):
 
     Args:
         sampler: the sampler of the rollout; for the others see `Batches`.
+        prompts: the prompts of the whole iteration, for a loss that reads them.
     """
 
     sampler: Sampler
+    prompts: Sequence[Prompt] = ()
 
     def __post_init__(self) -> None:
         self.reference = self.policy.reference
@@ -386,6 +389,7 @@ class LossBatches(Batches):
             reference=reference,
             velocity=velocity,
             slope=unit.mean[:, 0].abs(),
+            prompts=self.prompts,
             **self._credit(sample, column, column),
         )
 

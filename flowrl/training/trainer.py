@@ -365,7 +365,8 @@ class Trainer:
             rows = minibatch_rows(parts, weights, tree, loss.unit)
             if not loss.trains_zero_advantages:
                 rows = [part.without_zeros(advantages) for part in rows if len(part)]
-            batches = LossBatches(self.policy, loss, rollout, condition, *on_device, sampler)
+            given = (*on_device, sampler, experience.prompts)
+            batches = LossBatches(self.policy, loss, rollout, condition, *given)
         batches.reference = self.reference
         return batches, [part for part in rows if len(part)]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowrl.core.errors import FlowrlError
 from flowrl.core.forward import ForwardBatch, Noise
-from flowrl.core.types import Gaussian, LossBatch, Unit, pooled_units, unit_means
+from flowrl.core.types import Gaussian, LossBatch, Prompt, Unit, pooled_units, unit_means
 from flowrl.flow import uniform_schedule
 from flowrl.flow.gaussian import log_prob
 from flowrl.parts.registry import check_part
@@ -272,6 +272,7 @@ class PolicyLossContract(LossContract):
             step=number + 1,
             time=torch.tensor([0.8, 0.6])[number],
             reference=Gaussian(old + 0.1 * far, std.clone()),
+            prompts=(Prompt("a fox"), Prompt("two red cars")),
         )
 
     def uphill(self, batch: Any) -> Tensor:

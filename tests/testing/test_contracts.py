@@ -41,9 +41,10 @@ from flowrl.losses import (
     ClippedLoss,
     DiffusionNFT,
     Distillation,
+    RewardAscent,
 )
 from flowrl.parts.registry import KINDS, build
-from flowrl.probes import Completion, NoProbe, Probe, Substeps
+from flowrl.probes import Completion, LatentReward, NoProbe, Probe, Substeps
 from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
 from flowrl.samplers import (
     CPS,
@@ -78,6 +79,11 @@ class OfRecords:
 
     def credit(self, shown):
         return Credit(dense(shown.values, shown.decisions))
+
+
+class Average(LatentReward):
+    def score(self, latents, times, prompts):
+        return (latents.flatten(1) ** 2).mean(1) * (1 + times)
 
 
 FOUR = {"decisions": 4}
@@ -305,7 +311,8 @@ def test_samplers_without_noise_keep_all_promises_but_that_of_decisions(part):
 @pytest.mark.parametrize("mode", ["positive_only", "negative_only", "one_only", "binary"])
 def test_modes_that_select_advantages_are_not_proportional_to_them(mode):
     assert check_forward_loss(DiffusionNFT(mode=mode)).broken == ["starts_along_the_advantage"]
-    assert check_loss(Distillation()).broken == ["starts_along_the_advantage"]
+    for loss in (Distillation(), RewardAscent(Average())):
+        assert check_loss(loss).broken == ["starts_along_the_advantage"]
 
 
 def test_the_points_of_the_mixture_are_no_images():
@@ -342,6 +349,7 @@ def test_every_built_in_name_is_held_to_its_contract(kind):
     assert set(KINDS[kind].built_in) <= {re.split("[(:]", spec)[0] for spec in specs} | {
         "ode",
         "distillation",
+        "ascent",
     }
 
 

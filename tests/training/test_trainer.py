@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_run import rows_of, trained, trainer_of, weights
+from small_run import CASES, rows_of, trained, trainer_of, weights
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, CreditError
@@ -33,9 +33,9 @@ from flowrl.worlds.base import world
 TINY = preset("tiny").apply(world="mixture", iterations=4, minibatches=2)
 
 
-@pytest.mark.parametrize("method", ["flow-grpo", "tp-grpo"])
-def test_methods_learn_the_two_dimensional_world(method):
-    config = preset("default").apply(world="mixture", method=method, iterations=20)
+@pytest.mark.parametrize("case", [{}, dict(method="tp-grpo"), CASES["ascent"]])
+def test_methods_learn_the_two_dimensional_world(case):
+    config = preset("default").apply(world="mixture", iterations=20, **case)
     trainer, scores = trainer_of(config), []
     for iterations in (0, 20):
         for _ in range(iterations):
