@@ -56,7 +56,7 @@ TRANSITIONS = {
     "trajectories": dict(loss="gspo", clip_range=0.003),
     "tree": dict(credit="stepwise-gain(probe='branch(children=(1, 2))')"),
     "tree of edges": dict(credit="backed-up(probe='branch(children=(1, 2), weight=edge)')"),
-    "ascent": dict(loss="ascent(latent_reward='closed_form:ExactValue')"),
+    "ascent": dict(loss="ascent(latent_reward='closed_form:ExactValue')", window=":-1"),
     "comb": dict(credit="sibling-relative(probe='comb(branches=2, count=1, strides=(1, 2))')"),
 }
 DGPO = "dgpo(beta_dpo=1.0, clip=none, times=steps(count=2, steps=5), {})"

@@ -147,8 +147,8 @@ class AlgorithmConfig:
     """Initial noise within a group: auto (as the method requires), shared or independent."""
     loss: str = ""
     """Loss; empty: the method's. clipped, gspo, kl-penalty, grpo-guard, flow-dppo, rsm, step-nft,
-    distillation or policy-gradient, with options as in clipped(kl=without_delta); a plug-in or a
-    file; or diffusion-nft, awm or dgpo. Methods with one of these three allow no policy loss.
+    distillation, policy-gradient or ascent, with options as in clipped(kl=without_delta); a plug-in
+    or a file; or diffusion-nft, awm or dgpo. Methods with one of these three allow no policy loss.
     """
     clip_range: NonNegative = 0.0
     """Largest |ratio - 1|; beyond it a transition has no gradient (losses that clip). 0 = the
