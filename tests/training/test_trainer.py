@@ -33,9 +33,12 @@ from flowrl.worlds.base import world
 TINY = preset("tiny").apply(world="mixture", iterations=4, minibatches=2)
 
 
-@pytest.mark.parametrize("case", [{}, dict(method="tp-grpo"), CASES["ascent"]])
+LEARN = {"flow-grpo": {}, "tp-grpo": dict(method="tp-grpo"), "ascent": CASES["ascent"]}
+
+
+@pytest.mark.parametrize("case", LEARN)
 def test_methods_learn_the_two_dimensional_world(case):
-    config = preset("default").apply(world="mixture", iterations=20, **case)
+    config = preset("default").apply(world="mixture", iterations=20, **LEARN[case])
     trainer, scores = trainer_of(config), []
     for iterations in (0, 20):
         for _ in range(iterations):
