@@ -51,7 +51,7 @@ both.
 """
 FLOPS_SCORED = 2_514_971_787_264 + 381_679_304_704
 """Of its decoder and PickScore for one image."""
-RATE = 200e12
+SUSTAINED = 200e12
 """Assumed FLOP/s."""
 NETWORKS = {"clipped": 1, "diffusion-nft": 2, "dgpo": 3, "awm": 4}
 """Network evaluations in a loss's update for each one with a gradient; a KL penalty needs one more."""
@@ -119,7 +119,7 @@ class Run(NamedTuple):
             trained = updated / self.networks
             flops = 2 * FLOPS["forward"] * (sampled + updated - trained)
             flops += 2 * FLOPS["gradient"] * trained + FLOPS_SCORED * self.images * sampled
-            return flops / RATE
+            return flops / SUSTAINED
         return self.curve[:, {"updates": UPDATE, STATED: SECONDS}[axis]]
 
     def area(self, axis: str = "updates", budget: float | None = None) -> float:

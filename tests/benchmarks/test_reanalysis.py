@@ -8,6 +8,7 @@ import lzma
 import numpy as np
 import pytest
 import reanalysis
+import reanalysis_verdict
 from reanalysis_robustness import cheaper, sign_flip
 from reanalysis_statistics import FORWARDS, Run
 
@@ -54,6 +55,15 @@ def test_a_changed_learning_curve_is_found(copies):
         row.place == "lead-gains-over-a-moving-average" and "over training" in row.what
         for row in rows
     )
+
+
+@pytest.mark.skipif(not reanalysis_verdict.PAGE.exists(), reason="the results are not there yet")
+def test_of_the_main_comparison_only_a_changed_number_differs(tmp_path):
+    page, text = tmp_path / "details.md", reanalysis_verdict.PAGE.read_text()
+    page.write_text(text.replace("What can be gained: 0.", "What can be gained: 1.", 1))
+    rows = reanalysis_verdict.all_rows(page=page)
+    assert [row.what for row in rows if not row.agrees] == ["default, what can be gained"]
+    assert {"2-d world, questions", "2-d world, Task strict"} <= {row.place for row in rows}
 
 
 def test_robustness():
