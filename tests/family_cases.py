@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from flowrl_testing.tiny import TINY, TINY_VIDEO, tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
+from seeded import randn, seeded
 
 from flowrl.core.types import Prompt
 from flowrl.policies import SD3, Flux, ModelOptions, PipelinePolicy, QwenImage, Wan
@@ -58,7 +59,7 @@ CASES = {
 
 
 def noise_of(policy, count=2):
-    return torch.randn(count, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+    return randn(count, *policy.latent_shape)
 
 
 def velocity(policy):
@@ -73,7 +74,7 @@ def draw(policy, noise=None, steps=STEPS):
 
 def fill(policy, seed=1, std=0.15):
     """`policy` with an adapter that shows in an image."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     for parameter in policy.trainable().values():
         torch.nn.init.normal_(parameter, std=std, generator=generator)
     return policy

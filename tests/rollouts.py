@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import torch
 from all_but_last import AllButLast
+from seeded import seeded
 
 from flowrl.core.types import Condition, Prompt
 from flowrl.flow import uniform_schedule
@@ -71,7 +72,7 @@ def valued(policy, probe, reward=SQUARES, **options):
 def disturbed(policy):
     """`policy` with other weights than the initial ones."""
     for parameter in policy.trainable().values():
-        torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(1))
+        torch.nn.init.normal_(parameter, std=0.2, generator=seeded(1))
     return policy
 
 

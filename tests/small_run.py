@@ -20,8 +20,8 @@ from flowrl.training.config import preset
 from flowrl.training.presets import METHOD_SETTINGS
 from flowrl.training.trainer import Trainer
 
-SMALL = preset("tiny").apply(
-    world="mixture",
+TINY_RUN = preset("tiny").apply(world="mixture")
+SMALL = TINY_RUN.replace(
     groups=2,
     group_size=2,
     num_steps=3,
@@ -31,8 +31,7 @@ SMALL = preset("tiny").apply(
     checkpoint_every=1,
     minibatches=2,
 )
-BASE = preset("tiny").apply(
-    world="mixture",
+BASE = TINY_RUN.replace(
     groups=3,
     group_size=4,
     num_steps=6,
@@ -99,6 +98,11 @@ def rows_of(folder, without=()):
     return [plain(json.loads(line), without) for line in lines]
 
 
+def write_rows(folder, rows):
+    """Write the metrics of a run, as `rows_of` reads them."""
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def numbers(folder):
     """What must not depend on interruptions."""
     return json.dumps(rows_of(folder)), *((folder / name).read_bytes() for name in FILES)
@@ -124,6 +128,12 @@ MIXTURE = "--preset tiny --world mixture --task direction"
 def flowrl_(line):
     """The exit code of a command line."""
     return main(shlex.split(line))
+
+
+def error_of(line, capsys):
+    """What a command line that ends with exit code 2 writes as its error."""
+    assert flowrl_(line) == 2
+    return capsys.readouterr().err
 
 
 def words(**options):

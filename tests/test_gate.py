@@ -17,7 +17,7 @@ import pytest
 import torch
 from flowrl_compare.comparison import CompareConfig
 from pydantic import BaseModel
-from small_run import MIXTURE, flowrl_
+from small_run import MIXTURE, TINY_RUN, error_of, flowrl_
 
 import flowrl.core.types as types
 from flowrl.core.calls import CHECKS_ON
@@ -29,14 +29,12 @@ from flowrl.parts.specs import Spec
 from flowrl.probes import Completion, NoProbe
 from flowrl.reading import read_bytes
 from flowrl.training.build import unread
-from flowrl.training.config import preset
 from flowrl.training.run import Run
 
 ROOT = Path(__file__).parent.parent
 WRONG = object()
 OTHERS = (Exception, BaseModel, Protocol, tuple)
 """Classes with checks of their own, or without any."""
-TINY = preset("tiny").apply(world="mixture")
 
 
 def test_no_callable_of_the_packages_is_built_from_a_file() -> None:
@@ -164,15 +162,13 @@ def test_a_link_in_a_run_folder_is_neither_written_nor_deleted(tmp_path: Path, c
     os.rename(run / "checkpoints", other)
     before = {path.name: path.read_bytes() for path in other.iterdir()}
     (run / "checkpoints").symlink_to(other)
-    assert flowrl_(f"train --resume {run}") == 2
-    assert "checkpoints is a link" in capsys.readouterr().err
+    assert "checkpoints is a link" in error_of(f"train --resume {run}", capsys)
     assert {path.name: path.read_bytes() for path in other.iterdir()} == before
     (run / "checkpoints").unlink()
     os.rename(other, run / "checkpoints")
     (run / "metrics.jsonl").unlink()
     os.mkfifo(run / "metrics.jsonl")
-    assert flowrl_(f"train --resume {run}") == 2
-    assert "metrics.jsonl is no regular file" in capsys.readouterr().err
+    assert "metrics.jsonl is no regular file" in error_of(f"train --resume {run}", capsys)
     (run / "metrics.jsonl").unlink()
     (tmp_path / "linked").symlink_to(run)  # the folder itself may be one
     with folder_lock(tmp_path / "linked"):
@@ -235,7 +231,7 @@ class Rule(Uniform):
 
 def test_a_state_that_changes_its_type_is_named_in_that_iteration(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text(STATES)
-    config = TINY.replace(iterations=9, checkpoint_every=9, credit=f"{tmp_path}/my.py:Rule")
+    config = TINY_RUN.replace(iterations=9, checkpoint_every=9, credit=f"{tmp_path}/my.py:Rule")
     need = r"credit: Rule\.state_dict\(\) = {'mean': 1\.0} is not allowed; allowed: a dictionary of"
     with pytest.raises(PartError, match=need):
         Run(config, tmp_path / "run", trial=False).execute()
@@ -255,8 +251,7 @@ def test_a_prompt_has_no_nul(tmp_path: Path, capsys) -> None:
         Prompt("a\0b")
     for name, text in (("a.txt", "a\0b\n"), ("a.jsonl", '{"prompt": "a\\u0000b"}\n')):
         (tmp_path / name).write_text(text)
-        assert flowrl_(f"prompts check --file {tmp_path / name}") == 2
-        error = capsys.readouterr().err
+        error = error_of(f"prompts check --file {tmp_path / name}", capsys)
         assert f"{name}, line 1 " in error and "without NUL" in error
 
 
@@ -266,8 +261,9 @@ def test_terminal_codes_and_wide_tables(tmp_path: Path, capsys) -> None:
     assert r"\x1b[31mred" in (shown := capsys.readouterr().out) and "\x1b" not in shown
     lines = [",".join(f"value_{k}" for k in range(1001)), *(["0," * 1000 + "1"] * 2)]
     (tmp_path / "wide.csv").write_text("\n".join(lines))
-    assert flowrl_(f"explain uniform --rewards {tmp_path}/wide.csv --out {tmp_path}/t.png") == 2
-    assert "columns = 1001 is not allowed; allowed: 1000" in capsys.readouterr().err
+    assert "columns = 1001 is not allowed; allowed: 1000" in error_of(
+        f"explain uniform --rewards {tmp_path}/wide.csv --out {tmp_path}/t.png", capsys
+    )
 
 
 def test_what_a_call_of_a_part_breaks_is_named(capfd) -> None:
@@ -324,14 +320,15 @@ def test_a_part_that_does_not_return_is_named_once(monkeypatch, capfd) -> None:
 )
 def test_settings_without_effect_are_found(settings, names) -> None:
     names = list(settings) if names is None else names
-    assert unread(TINY.replace(**settings), settings) == names
+    assert unread(TINY_RUN.replace(**settings), settings) == names
 
 
 def test_an_option_that_nothing_reads_is_refused(tmp_path: Path, capsys) -> None:
     out = f"--out {tmp_path}/new"
     for command in ("train", "compare --seeds 0"):
-        assert flowrl_(f"{command} {MIXTURE} {out} --dtype bfloat16") == 2
-        assert "dtype = 'bfloat16' is not allowed; allowed: left out" in capsys.readouterr().err
+        assert "dtype = 'bfloat16' is not allowed; allowed: left out" in error_of(
+            f"{command} {MIXTURE} {out} --dtype bfloat16", capsys
+        )
     arms = "--arm a: --arm 'b: method=awm' --seeds 0 --workers 1 --clip-range 0.1"
     assert flowrl_(f"compare {MIXTURE} {out} {arms}") == 0
     assert "Note: clip_range has no effect on b" in capsys.readouterr().out
@@ -342,7 +339,10 @@ def begun(tmp_path_factory) -> dict[str, Path]:
     """The settings of a run and of a comparison by command."""
     folder = tmp_path_factory.mktemp("begun")
     arms = {"base": {}, "soft": {"clip_range": 0.1}}
-    contents = {"train": TINY.as_dict(), "compare": CompareConfig(TINY, arms, (0,)).as_dict()}
+    contents = {
+        "train": TINY_RUN.as_dict(),
+        "compare": CompareConfig(TINY_RUN, arms, (0,)).as_dict(),
+    }
     for name, values in contents.items():
         write_json(folder / name / "config.json", values)
     return {name: folder / name for name in contents}
@@ -361,12 +361,12 @@ def begun(tmp_path_factory) -> dict[str, Path]:
     ],
 )
 def test_a_run_that_goes_on_keeps_its_settings(mode, command, option, named, begun, capsys) -> None:
-    assert flowrl_(f"{command} {mode.format(begun[command])} {option}") == 2
-    error = capsys.readouterr().err
+    error = error_of(f"{command} {mode.format(begun[command])} {option}", capsys)
     assert named in error and error.count("\n") == 1
 
 
 def test_a_comparison_that_goes_on_keeps_its_arms(begun, capsys) -> None:
     for option in ("--arm a:", "--seeds 3", "--credit uniform"):
-        assert flowrl_(f"compare --resume {begun['compare']} {option}") == 2
-        assert "left out with --resume, which has it" in capsys.readouterr().err
+        assert "left out with --resume, which has it" in error_of(
+            f"compare --resume {begun['compare']} {option}", capsys
+        )

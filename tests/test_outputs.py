@@ -2,21 +2,18 @@
 start leaves nothing.
 """
 
-import json
 import shutil
 from contextlib import suppress
 
 import pytest
 from flowrl_compare.arms import method_arms
 from flowrl_compare.comparison import CompareConfig, compare
-from small_run import MIXTURE, flowrl_
+from small_run import MIXTURE, TINY_RUN, error_of, flowrl_
 
 from flowrl.core.errors import ConfigError, PartError
-from flowrl.io import new_folder, require_new_file
-from flowrl.training.config import preset
+from flowrl.io import new_folder, require_new_file, write_json
 from flowrl.training.run import Run
 
-CONFIG = preset("tiny").apply(world="mixture", task="direction")
 EVALUATE = "evaluate --weights run --limit 1 --num-steps 2"
 REWARD = """
 class Late:
@@ -70,8 +67,7 @@ def test_nothing_of_others_is_written_over(command, taken, made, monkeypatch, ca
     """
     monkeypatch.chdir(made)
     before = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}
-    assert flowrl_(f"{command} {taken}") == 2
-    error = capsys.readouterr().err
+    error = error_of(f"{command} {taken}", capsys)
     assert error.startswith("flowrl: error: ") and error.count("\n") == 1
     assert taken.split("/")[0][:20] in error
     assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
@@ -84,13 +80,15 @@ def test_an_evaluation_of_others_is_not_written_over(made, tmp_path, capsys):
     for folder in (other, run / "evaluation"):
         folder.mkdir()
         (folder / "evaluation.json").write_text('{"mine": 1}')
-    assert flowrl_(f"evaluate --weights {run} --limit 1 --num-steps 1") == 2
-    assert "evaluation' is not allowed; allowed: a new folder, or" in capsys.readouterr().err
+    assert "evaluation' is not allowed; allowed: a new folder, or" in error_of(
+        f"evaluate --weights {run} --limit 1 --num-steps 1", capsys
+    )
     assert (run / "evaluation" / "evaluation.json").read_text() == '{"mine": 1}'
     shutil.rmtree(run / "evaluation")
     (run / "evaluation").symlink_to(other)
-    assert flowrl_(f"evaluate --weights {run} --limit 1 --num-steps 1") == 2
-    assert "evaluation is a link" in capsys.readouterr().err
+    assert "evaluation is a link" in error_of(
+        f"evaluate --weights {run} --limit 1 --num-steps 1", capsys
+    )
     assert (other / "evaluation.json").read_text() == '{"mine": 1}' and len([*other.iterdir()]) == 1
 
 
@@ -110,7 +108,7 @@ def test_a_start_that_fails_leaves_nothing_and_does_not_block_the_next(least, tm
     """In the evaluation of 4 samples before training, or in the first iteration, of 6."""
     (tmp_path / "reward.py").write_text(REWARD.replace("LEAST", str(least)))
     out = tmp_path / "new" / "deep" / "out"
-    bad = CONFIG.replace(reward=f"{tmp_path}/reward.py:Late")
+    bad = TINY_RUN.replace(reward=f"{tmp_path}/reward.py:Late")
     compared = CompareConfig(bad, method_arms(("flow-grpo",)), (0,))
     for start in (Run(bad, out).execute, lambda: compare(compared, out, workers=1)):
         with pytest.raises(Exception, match="out of memory"):
@@ -120,13 +118,13 @@ def test_a_start_that_fails_leaves_nothing_and_does_not_block_the_next(least, tm
     with pytest.raises(Exception, match="out of memory"):
         Run(bad, out).execute()
     assert list(out.iterdir()) == []
-    assert Run(CONFIG, out).execute()
+    assert Run(TINY_RUN, out).execute()
 
 
 def test_a_start_that_was_killed_may_be_repeated_but_an_iteration_is_kept(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    (out / "config.json").write_text(json.dumps(CONFIG.as_dict()))
+    write_json(out / "config.json", TINY_RUN.as_dict())
     (out / "metrics.jsonl").write_text('{"iteration": 0}\n')
 
     def stop(state):
@@ -134,11 +132,11 @@ def test_a_start_that_was_killed_may_be_repeated_but_an_iteration_is_kept(tmp_pa
             raise KeyError("later")
 
     with pytest.raises(PartError, match="later"):
-        Run(CONFIG, out, report=stop).execute()
+        Run(TINY_RUN, out, report=stop).execute()
     assert (out / "metrics.jsonl").read_text().count("\n") == 2
     with pytest.raises(ConfigError, match="a folder without a run; --resume continues one"):
-        Run(CONFIG, out).execute()
-    assert Run(CONFIG, out).execute(resume=True)
+        Run(TINY_RUN, out).execute()
+    assert Run(TINY_RUN, out).execute(resume=True)
 
 
 def test_a_new_folder_is_removed_with_its_new_content_alone(tmp_path):

@@ -16,17 +16,17 @@ import pytest
 from flowrl_compare.arms import method_arms
 from flowrl_compare.comparison import CompareConfig
 from loading import ROOT
+from small_run import TINY_RUN
 
 from flowrl.cli.main import main
 from flowrl.signals import STOPPING, ignore_stops, on_stop, same_handlers
-from flowrl.training.config import preset
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="needs signals"),
     pytest.mark.usefixtures("hangup"),
 ]
 
-CONFIG = preset("tiny").apply(world="mixture", task="direction", iterations=2)
+CONFIG = TINY_RUN.replace(iterations=2)
 OPTIONS = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--iterations", "2"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULE, _, FUNCTION = PROJECT["scripts"]["flowrl"].partition(":")

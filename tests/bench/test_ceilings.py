@@ -11,6 +11,7 @@ from closed_form import PROMPTS, gaussian_setting
 from flowrl_bench.ceilings import ceiling, ceiling_sums, with_values
 from flowrl_bench.continuations import Look, TrueAdvantages, from_continuations
 from flowrl_bench.true_advantage import correlation, credit_sums
+from seeded import seeded
 
 from flowrl.core.experience import Experience
 from flowrl.parts.registry import build
@@ -50,7 +51,7 @@ def walk(scales, noise, groups=60, continuations=16):
     """
     setting = replace(gaussian_setting(steps=len(scales) + 1), prompts=PROMPTS[:1] * groups)
     result = Look(setting, 12, 0).trajectories(True)
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     increments = torch.randn(groups, 12, len(scales), generator=generator) * scales
     exact = torch.cat([torch.zeros(groups, 12, 1), increments.cumsum(2)], 2)
     remaining = torch.cat([scales.square().flip(0).cumsum(0).flip(0), torch.zeros(1)]).sqrt()

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from flowrl_bench.explain import explain, parse_rewards
-from small_run import flowrl_
+from small_run import error_of, flowrl_
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Decisions
@@ -81,5 +81,4 @@ def test_the_command_prints_and_draws(tmp_path, capsys):
     for more, named in (("", True), ("--decisions 1", False)):
         assert flowrl_(f"explain uniform {options} {more}") == 0
         assert ("3 columns read as 2 decisions" in capsys.readouterr().out) == named
-    assert flowrl_(f"explain uniform --rewards {tmp_path}/none.csv") == 2
-    assert "does not exist" in capsys.readouterr().err
+    assert "does not exist" in error_of(f"explain uniform --rewards {tmp_path}/none.csv", capsys)

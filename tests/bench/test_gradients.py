@@ -16,6 +16,7 @@ from flowrl_bench.gradients import (
     pathwise_gradients,
     policy_gradients,
 )
+from seeded import seeded
 from torch.testing import assert_close
 
 from flowrl.credit import Uniform
@@ -40,7 +41,7 @@ def untrained(sampler):
 def setting():
     """A policy that is not the optimum of anything, so that the gradient is not small."""
     setting = untrained(AllButLast(FlowSDE(0.7)))
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     with torch.no_grad():
         for parameter in setting.parameters:
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))

@@ -13,6 +13,7 @@ from flowrl_bench.merit_page import judged, recommendation, verdicts
 from flowrl_bench.merit_rows import REFERENCE, ROWS, WORLDS
 from flowrl_bench.merit_train import sampling_nfe
 from flowrl_bench.true_advantage import Look, TrueAdvantages, credit_sums
+from seeded import randn
 
 from flowrl.probes import Branch, NoProbe
 from flowrl.training.build import make_method, make_trainer
@@ -54,10 +55,7 @@ def sums_of(noise, seed=0):
     """`credit_sums` of credit = truth + noise on 40 groups of 12 members and 5 steps; the truth has
     no noise.
     """
-    exact, errors = (
-        torch.randn(40, 12, 5, generator=torch.Generator().manual_seed(number)).double()
-        for number in (1, seed + 10)
-    )
+    exact, errors = (randn(40, 12, 5, seed=number).double() for number in (1, seed + 10))
     zero, states = torch.zeros_like(exact), torch.zeros(40, 12, 6)
     truth = TrueAdvantages(exact, zero, states, states, tuple(range(5)))
     return credit_sums(exact + noise * errors, truth)

@@ -14,6 +14,8 @@ from flowrl_testing import credit_contract
 from hypothesis import given
 from hypothesis import strategies as st
 from published_trees import credit, published
+from seeded import rand, randn, seeded
+from small_run import TINY_RUN
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Decisions
@@ -32,7 +34,6 @@ from flowrl.credit import (
 )
 from flowrl.probes import Branch
 from flowrl.training.build import make_method
-from flowrl.training.config import preset
 
 PER_PROMPT = TurningPoint(balance_scope="prompt")
 test_variants = [
@@ -46,15 +47,14 @@ test_moving_depths_contract = credit_contract(
 
 
 def table(seed, prompts=3, members=6, columns=11):
-    return torch.rand(prompts, members, columns, generator=torch.Generator().manual_seed(seed))
+    return rand(prompts, members, columns, seed=seed)
 
 
 def test_the_even_weight_is_that_of_least_squares():
     """Of a step A*_k = g_k + h_k the value sees g_k; the hidden part has the same variance in every
     step. Ordinary least squares of A*_k on g_k and u_{k+1}.
     """
-    generator = torch.Generator().manual_seed(0)
-    seen, hidden = torch.randn(2, 400, 50, 4, generator=generator, dtype=torch.float64)
+    seen, hidden = randn(2, 400, 50, 4, dtype=torch.float64)
     seen *= torch.tensor([0.5, 1.0, 1.5, 0.0])
     values = torch.nn.functional.pad(seen.cumsum(-1), (1, 0))
     values[..., -1] += hidden.sum(-1)
@@ -75,7 +75,7 @@ def test_the_even_weight_is_that_of_least_squares():
 
 
 def test_random_credit_has_the_runs_seed_unless_its_own_is_given():
-    config = preset("tiny").apply(world="mixture", credit="random", seed=7)
+    config = TINY_RUN.replace(credit="random", seed=7)
     assert make_method(config).credit.seed == 7
     assert make_method(config.replace(credit="random(seed=0)", seed=3)).credit.seed == 0
     values = table(0)
@@ -102,11 +102,11 @@ def test_random_credit_follows_the_ranks_and_changes_with_every_table():
 @given(st.integers(0, 10_000))
 def test_random_steps_keep_the_density_of_every_trajectory_and_nothing_else(seed):
     values = table(seed)
-    mask = torch.rand(3, 6, 10, generator=torch.Generator().manual_seed(seed)) > 0.3
+    mask = rand(3, 6, 10, seed=seed) > 0.3
     turns = turning_points(values) & mask
     moved = random_steps(values, turns, seed, mask)
     assert torch.equal(moved.sum(-1), turns.sum(-1)) and not (moved & ~mask).any()
-    order = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(6, generator=seeded(seed))
     rows = (values[:, order], turns[:, order], seed, mask[:, order])
     assert torch.equal(random_steps(*rows), moved[:, order])
     assert torch.equal(random_steps(values + 0.5, turns, seed, mask), moved)
@@ -189,7 +189,7 @@ def test_pruning_masks_of_the_published_code(name, variant):
 
 def test_width_pruning_keeps_whole_branches_of_every_state():
     probe = Branch((2, 1, 4))
-    values = torch.rand(2, 8, 6, generator=torch.Generator().manual_seed(0)).sort(dim=1).values
+    values = rand(2, 8, 6).sort(dim=1).values
     record = example(values, probe)
     mask = trained(Pruned(DepthRelative(probe=probe), width="best", ratio=0.5), record)
     assert mask[..., :3].all(), "the split itself is trained"

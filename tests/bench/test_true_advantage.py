@@ -18,6 +18,7 @@ from flowrl_bench.true_advantage import (
     compare_credit,
     true_advantages,
 )
+from seeded import randn, seeded
 
 from flowrl.probes import Branch, Comb, Continuation
 from flowrl.rollout import Usage
@@ -115,7 +116,7 @@ def test_gains_of_the_continuation_probe_are_true_advantages():
 @pytest.fixture(scope="module")
 def noisy():
     """Exact advantages of many groups, and a noisy estimate of them with known errors."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     exact = 0.3 * torch.randn(60, 10, 4, generator=generator)
     errors = torch.full_like(exact, 0.2)
     estimates = exact + 0.2 * torch.randn(exact.shape, generator=generator)
@@ -130,7 +131,7 @@ def test_the_noise_of_the_truth_is_taken_out(noisy):
     assert report.correlation.value == pytest.approx(1.0, abs=0.03)
     assert report.correlation.high - report.correlation.low < 0.04
     drowned = dataclasses.replace(truth, errors=torch.full_like(truth.errors, 9.0))
-    faint = exact + 3.0 * torch.randn(exact.shape, generator=torch.Generator().manual_seed(2))
+    faint = exact + 3.0 * randn(*exact.shape, seed=2)
     result = compare_credit(faint, drowned).overall
     assert 0.03 < result.raw_correlation < 0.2 and result.reliability == LEAST_RELIABILITY
     # and no further

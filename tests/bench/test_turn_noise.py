@@ -16,6 +16,7 @@ from flowrl_bench.turn_noise import expected_calls, turn_probability
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
+from seeded import rand, randn
 
 from flowrl.credit import process_rewards, turning_points
 
@@ -28,8 +29,7 @@ seeds = st.integers(0, 10**6)
 
 def table(seed, count=6, prompts=2, members=3):
     """Random values of `count` decisions."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(prompts, members, count + 1, generator=generator, dtype=torch.float64)
+    return rand(prompts, members, count + 1, seed=seed, dtype=torch.float64)
 
 
 def close(actual, expected, atol):
@@ -44,10 +44,7 @@ def close(actual, expected, atol):
 def test_calls_bias_and_variance_agree_with_monte_carlo(count, consistent, first_step):
     true, noise, draws = table(3, count, 1, 1), 0.3, 100_000
     expected = expected_calls(true, noise, consistent, first_step)
-    generator = torch.Generator().manual_seed(4)
-    noisy = true + noise * torch.randn(
-        draws, 1, count + 1, generator=generator, dtype=torch.float64
-    )
+    noisy = true + noise * randn(draws, 1, count + 1, seed=4, dtype=torch.float64)
     called = turning_points(noisy, consistent, first_step)
     rewards = process_rewards(noisy, called)
     deviations = rewards - expected.mean[0, 0]

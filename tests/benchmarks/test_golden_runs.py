@@ -1,6 +1,5 @@
 """The comparison behind the golden runs finds every difference, and no other."""
 
-import json
 import math
 
 import golden
@@ -8,10 +7,12 @@ import pytest
 import torch
 from golden_cases import CASES
 from safetensors.torch import save_file
+from seeded import seeded
+from small_run import write_rows
 
 from flowrl.methods import METHODS
 
-RANDOM = torch.Generator().manual_seed(0).get_state()
+RANDOM = seeded().get_state()
 ROWS = [
     {"iteration": 0, "loss": 0.5, "seconds": 1.0},
     {"iteration": 1, "loss": math.nan, "evaluation": {"reward": 0.25}},
@@ -26,7 +27,7 @@ def compared(tmp_path):
     def write(name, rows=ROWS, tensors=TENSORS, file="weights"):
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder, rows)
         save_file(tensors, folder / f"{file}.safetensors")
         (folder / "finished").touch()
         return folder

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tyro
-from small_run import MIXTURE, flowrl_
+from small_run import MIXTURE, error_of, flowrl_
 
 import flowrl
 from flowrl.cli.main import COMMANDS, plugins
@@ -72,8 +72,7 @@ def shown(line, capsys):
 )
 def test_bad_input_is_one_clear_line_and_exit_code_2(line, words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert flowrl_(line) == 2
-    error = capsys.readouterr().err
+    error = error_of(line, capsys)
     assert words in error and error.startswith("flowrl: error: ") and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 

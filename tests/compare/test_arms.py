@@ -13,13 +13,13 @@ from flowrl_compare.report import headline, table_text, write_report
 from flowrl_compare.results import load_comparison, summarise, summary_values
 from flowrl_compare.tuned import tuned, tuned_arms
 from rich.console import Console
-from small_run import MIXTURE, flowrl_
+from small_run import MIXTURE, TINY_RUN, flowrl_, write_rows
 
 from flowrl.core.errors import ConfigError
+from flowrl.io import write_json
 from flowrl.training.config import preset
 from flowrl.training.plan import plan
 
-TINY = preset("tiny").apply(world="mixture")
 PARTS = """
 from flowrl.losses import PolicyGradientLoss
 from flowrl.samplers import FlowSDE
@@ -33,7 +33,7 @@ class DecaySDE(FlowSDE):
 
 
 def configured(**arms):
-    return CompareConfig(TINY, arms, (0,))
+    return CompareConfig(TINY_RUN, arms, (0,))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_two_arms_share_neither_a_folder_nor_their_settings(first, second, setti
 
 
 def test_a_method_has_its_own_credit_rule():
-    run = TINY.replace(method="mine", credit="gdpo")
+    run = TINY_RUN.replace(method="mine", credit="gdpo")
     assert arm_run(run, {"method": "tp-grpo"}).algorithm.credit == ""
     assert arm_run(run, {"loss": "gspo"}).algorithm.credit == "gdpo"
     assert arm_run(run, {"method": "other", "credit": "uniform"}).algorithm.credit == "uniform"
@@ -132,13 +132,13 @@ def test_arms_in_a_file(tmp_path):
 def test_a_comparison_is_read_as_written(tmp_path):
     arms = {"lora_alpha": 8.0, "betas": (0.5, 0.9), "heldout_rewards": ()}
     config = configured(base={}, mine=arms)
-    (tmp_path / "config.json").write_text(json.dumps(config.as_dict()))
+    write_json(tmp_path / "config.json", config.as_dict())
     assert load_compare(tmp_path / "config.json") == config
 
 
 def test_equal_cost_scales_the_iterations():
     arms = {"base": {}, "tp": {"method": "tp-grpo"}, "small": {"groups": 1}}
-    config = CompareConfig(TINY.replace(iterations=20), arms, (0,))
+    config = CompareConfig(TINY_RUN.replace(iterations=20), arms, (0,))
     iterations = {arm: job.iterations for arm, job in config.equal_cost().examples().items()}
     plans = {arm: plan(job) for arm, job in config.examples().items()}
     costs = {arm: counts.nfe + 3 * counts.train_nfe for arm, counts in plans.items()}
@@ -201,12 +201,12 @@ def test_reports_name_the_parts_in_which_arms_differ(tmp_path, capsys):
 
 def written(folder, config, scores):
     """A comparison whose runs have two evaluations: reward, and a held-out strict score."""
-    (folder / "config.json").write_text(json.dumps(config.as_dict()))
+    write_json(folder / "config.json", config.as_dict())
     costs = dict.fromkeys(("nfe", "calls", "reward_calls", "train_nfe"), 1)
     for name, job in config.jobs().items():
         run, (reward, strict) = folder / "runs" / name, scores[config.arm_of()[name]]
         run.mkdir(parents=True)
-        (run / "config.json").write_text(json.dumps(job.as_dict()))
+        write_json(run / "config.json", job.as_dict())
         rows = [
             {
                 "iteration": i,
@@ -218,11 +218,11 @@ def written(folder, config, scores):
             }
             for i in range(2)
         ]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(run, rows)
 
 
 def test_arms_with_different_rewards_are_compared_by_the_first_held_out_one(tmp_path):
-    run = TINY.replace(heldout_rewards=("strict",))
+    run = TINY_RUN.replace(heldout_rewards=("strict",))
     config = CompareConfig(run, {"soft": {}, "graded": {"reward_form": "graded"}}, (0,))
     written(tmp_path, config, {"soft": (0.4, 0.3), "graded": (0.9, 0.5)})
     comparison = load_comparison(tmp_path)

@@ -1,11 +1,11 @@
 """The model card, from the files of a run alone."""
 
-import json
-
 import pytest
 import yaml
 from flowrl_compare.card import card_text, without_folders, write_card
+from small_run import write_rows
 
+from flowrl.io import write_json
 from flowrl.training.config import preset
 
 SD3 = "stabilityai/stable-diffusion-3.5-medium"
@@ -18,7 +18,7 @@ def folder(tmp_path):
         evaluation = {"reward": reward, "strict": reward / 2, "seconds": 1.0}
         counts = {"nfe_total": 12345, "seconds_total": 67.8, "trajectories": 96 * iteration // 7}
         rows.append({"iteration": iteration, "evaluation": evaluation, **counts})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path, rows)
     (tmp_path / "done.json").write_text("{}")
     (tmp_path / "prompts.txt").write_text("a fox\n")
     return tmp_path
@@ -27,7 +27,7 @@ def folder(tmp_path):
 def run_config(folder, **changes):
     prompts = str(folder / "prompts.txt")
     config = preset("sd3.5-medium,tp-grpo,ocr").apply(prompts=prompts, **changes)
-    (folder / "config.json").write_text(json.dumps(config.as_dict()))
+    write_json(folder / "config.json", config.as_dict())
     return config
 
 
@@ -73,7 +73,7 @@ def test_an_evaluation_and_names_with_special_characters(folder):
     command = "flowrl evaluate --weights /home/me/run"
     content = {"command": command, "prompts": 9, "count": 2, "scores": scores}
     (folder / "evaluation").mkdir()
-    (folder / "evaluation" / "evaluation.json").write_text(json.dumps(content))
+    write_json(folder / "evaluation" / "evaluation.json", content)
     weights = folder / config.policy.tuning
     weights.mkdir()
     (folder / "config.yaml").write_text("method: tp-grpo\n")

@@ -3,7 +3,6 @@ table.
 """
 
 import io
-import json
 
 import pytest
 from flowrl_compare.arms import method_arms
@@ -12,12 +11,11 @@ from flowrl_compare.progress import Display
 from flowrl_compare.report import print_table
 from flowrl_compare.results import ArmSummary, Change, Mean
 from rich.console import Console
+from small_run import TINY_RUN, write_rows
 
 from flowrl.cli.progress import clock
 from flowrl.io import write_json
-from flowrl.training.config import preset
 
-RUN = preset("tiny").apply(world="mixture", task="direction")
 ARMS = method_arms(("flow-grpo", "tp-grpo"))
 LONG = {"RelativeGain(temperature=0.25,window=all-but-last)": {"clip_range": 0.1}}
 
@@ -25,7 +23,7 @@ LONG = {"RelativeGain(temperature=0.25,window=all-but-last)": {"clip_range": 0.1
 class Clocked:
     """A display and its output, and a clock that the test moves."""
 
-    def __init__(self, folder, terminal, width=80, config=CompareConfig(RUN, ARMS, (0, 1))):
+    def __init__(self, folder, terminal, width=80, config=CompareConfig(TINY_RUN, ARMS, (0, 1))):
         self.file, self.now = io.StringIO(), 0.0
         console = Console(
             file=self.file, width=width, force_terminal=terminal, get_time=lambda: self.now
@@ -46,7 +44,9 @@ def running(iteration, **more):
 
 def test_the_time_left_counts_forward_equivalents(tmp_path):
     """Iterations of the second arm cost more; exact from the second iteration on."""
-    shown = Clocked(tmp_path, False, config=CompareConfig(RUN.replace(iterations=40), ARMS, (0,)))
+    shown = Clocked(
+        tmp_path, False, config=CompareConfig(TINY_RUN.replace(iterations=40), ARMS, (0,))
+    )
     flow, tp = shown.display.forwards.values()
     for iteration in range(1, 5):
         shown.now = 0.1 * tp * iteration
@@ -88,13 +88,13 @@ def test_a_resumed_comparison_shows_what_finished_runs_recorded(tmp_path):
     write_json(tmp_path / "config.json", {})
     folder = tmp_path / "runs" / "tp-grpo-seed0"
     folder.mkdir(parents=True)
-    write_json(folder / "config.json", RUN.replace(method="tp-grpo").as_dict())
+    write_json(folder / "config.json", TINY_RUN.replace(method="tp-grpo").as_dict())
     rows = [
         {"iteration": i, "nfe_total": 1000 * i, "seconds_total": i, "reward_mean": i / 4}
         | {"evaluation": {"reward": 0.3 + i / 10}}
         for i in range(3)
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder, rows)
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "000001.safetensors").write_text("")
     # iterations after the checkpoint will be computed again

@@ -43,8 +43,11 @@ from flowrl_compare.weight_comparison import (
 )
 from jinja2 import UndefinedError
 from safetensors.torch import save_file
+from seeded import seeded
+from small_run import TINY_RUN, write_rows
 
 from flowrl.core.errors import ConfigError
+from flowrl.io import write_json
 from flowrl.training.config import preset
 from flowrl.training.presets import MODEL_ONLY
 
@@ -141,12 +144,12 @@ def test_a_verdict_is_that_of_the_interval(mean, half, symbol):
 def test_a_report_can_be_written_before_any_run_has_finished(tmp_path):
     arms = method_arms(("flow-grpo", "dense-grpo", "tp-grpo"))
     config = CompareConfig(preset("tiny").apply(), arms, (0,), command=EVIL)
-    (tmp_path / "config.json").write_text(json.dumps(config.as_dict()))
+    write_json(tmp_path / "config.json", config.as_dict())
     page = write_report(tmp_path).read_text()
     assert "No run has been evaluated yet" in page and "<script>" not in page
     folder = tmp_path / "runs" / "flow-grpo-seed0"
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config.jobs()["flow-grpo-seed0"].as_dict()))
+    write_json(folder / "config.json", config.jobs()["flow-grpo-seed0"].as_dict())
     lines = [json.dumps(row) for row in record("flow-grpo", 0, [0.4, 0.5]).rows]
     (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"iteration": 2, "re']))
     assert "3 runs have not finished" in write_report(tmp_path).read_text()
@@ -154,10 +157,9 @@ def test_a_report_can_be_written_before_any_run_has_finished(tmp_path):
 
 def comparison_folder(folder, names, **config):
     """Files as `flowrl compare` writes them, with values chosen by hand."""
-    settings = preset("tiny").apply(world="mixture", task="direction")
-    values = CompareConfig(settings, method_arms(("flow-grpo",)), (0, 1), command=EVIL).as_dict()
+    values = CompareConfig(TINY_RUN, method_arms(("flow-grpo",)), (0, 1), command=EVIL).as_dict()
     values |= {"arms": method_arms(names), "hardware": EVIL, **config}
-    (folder / "config.json").write_text(json.dumps(values))
+    write_json(folder / "config.json", values)
     for number, (name, seed) in enumerate(itertools.product(names, (0, 1))):
         run = folder / "runs" / run_folder(name, seed)
         run.mkdir(parents=True)
@@ -166,13 +168,13 @@ def comparison_folder(folder, names, **config):
         rows[-1]["value_r2"] = [None, 0.1, 0.2]
         if number == 1:
             rows[-1]["stopped"] = f"budget: {EVIL}"
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(run, rows)
         write_trajectory(run, [0.5, 0.4, 0.3, 0.45, 0.6])
         samples = {"reward_before": [0.1, 0.2], "reward_after": [0.3, 0.1]}
         samples["prompts"] = ["towards 0 degrees", EVIL]
-        config = settings.replace(method=name, seed=seed).as_dict()
+        config = TINY_RUN.replace(method=name, seed=seed).as_dict()
         for file, content in {"config": config, "samples": samples, "done": {}}.items():
-            (run / f"{file}.json").write_text(json.dumps(content))
+            write_json(run / f"{file}.json", content)
         points = {side: torch.rand(2, 2, 1, 1) for side in ("before", "after")}
         save_file(points, run / "samples.safetensors")
         save_file({"images": torch.rand(5, 2, 1, 1)}, run / "trajectory.safetensors")
@@ -180,7 +182,7 @@ def comparison_folder(folder, names, **config):
 
 def write_trajectory(folder, rewards):
     values = {"rewards": rewards, "members": [rewards, rewards[::-1]]}
-    (folder / "trajectory.json").write_text(json.dumps(values | {"prompt": "p", "chosen": 0}))
+    write_json(folder / "trajectory.json", values | {"prompt": "p", "chosen": 0})
 
 
 def test_the_report_contains_every_run_escapes_every_value_and_loads_nothing(tmp_path):
@@ -226,7 +228,7 @@ def test_the_trajectory_is_the_one_that_changes_most_and_flat_ones_have_no_turni
 
 
 def weight_comparison(channels, size):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     base, trained = (
         ScoredImages(
             {EVIL: torch.rand(3, 2, generator=generator)},

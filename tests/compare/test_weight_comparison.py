@@ -12,11 +12,13 @@ from flowrl_compare.weight_comparison import SamplingSettings, compare_scores, s
 from flowrl_testing.tiny import tiny_flux_policy, tiny_sd3
 from safetensors.torch import load_file, save_file
 from scipy import stats
+from seeded import seeded
 from small_run import TINY_MODEL, model_files, words
 from torch.testing import assert_close
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
+from flowrl.io import write_json
 from flowrl.rewards.combine import FunctionReward
 from flowrl.worlds.base import PolicyOptions, world
 
@@ -109,7 +111,7 @@ def test_every_prompt_is_embedded_once_for_both_weights(folder, tmp_path, monkey
     shutil.copytree(folder / "run", tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     config["policy"]["prompt_cache"] = 2
-    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "run" / "config.json", config)
     texts, encode = [], SD3.encode
     watched = lambda self, pipe, text, *more: texts.append(text) or encode(self, pipe, text, *more)  # noqa: E731
     monkeypatch.setattr(SD3, "encode", watched)
@@ -123,7 +125,7 @@ def test_every_prompt_is_embedded_once_for_both_weights(folder, tmp_path, monkey
 
 def test_the_interval_is_students_over_prompts():
     """Golden: scipy's paired t-test on the prompts' means."""
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     before = torch.rand(12, 4, generator=generator)
     after = before + 0.1 + 0.3 * torch.randn(12, 4, generator=generator)
     score = compare_scores(before, after)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeded import randn, seeded
 from torch.testing import assert_close
 
 from flowrl.core.experience import Decisions
@@ -20,8 +21,7 @@ def walk(prompts: int, members: int) -> tuple[torch.Tensor, torch.Tensor]:
     """States x_j [prompt, member, STEPS+1] and increments eps_k of a random walk with R = x_D, so
     that V*(x_j) = x_j and A*_k = eps_k.
     """
-    generator = torch.Generator().manual_seed(0)
-    steps = torch.randn(prompts, members, STEPS, generator=generator, dtype=torch.float64)
+    steps = randn(prompts, members, STEPS, dtype=torch.float64)
     start = torch.zeros_like(steps[..., :1])
     return torch.cat([start, steps.cumsum(-1)], -1), steps
 
@@ -35,7 +35,7 @@ def error(table: torch.Tensor, steps: torch.Tensor, expected: float) -> torch.Te
 @settings(max_examples=10, derandomize=True, deadline=None)
 @given(st.integers(0, 9999), st.sampled_from(["constant", "opposite"]), st.booleans())
 def test_values_that_predict_nothing_give_uniform_credit(seed, kind, cross_fit):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     values = torch.rand(3, 5, STEPS + 1, generator=generator, dtype=torch.float64)
     values[..., :-1] = values[:, :1, :-1] if kind == "constant" else -values[..., -1:]
     valid = torch.rand(3, 5, 1, generator=generator) > 0.3

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import ROOT
+from seeded import rand
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, CreditError
@@ -53,8 +54,7 @@ def load(name):
 
 
 def table(seed, prompts=3, members=5, columns=COUNT + 1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(prompts, members, columns, generator=generator, dtype=torch.float64)
+    return rand(prompts, members, columns, seed=seed, dtype=torch.float64)
 
 
 def credit(rule, values):
@@ -63,7 +63,7 @@ def credit(rule, values):
 
 
 def random_mask(*shape, seed=1):
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) > 0.4
+    return rand(*shape, seed=seed) > 0.4
 
 
 # Golden values and worked examples

@@ -12,6 +12,7 @@ from flowrl_testing.credit import chosen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_trees import GOLDEN, SPLITS, credit, published, record_of
+from seeded import rand, seeded
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -138,7 +139,7 @@ def grown(draw):
     visits = [[(node, path[: node + 1]) for node in range(steps + 1)] for path in paths]
     mean = draw(st.sampled_from(["leaf", "child"]))
     tree = replace(tree_of(visits, lambda node, _: decisions[node - 1]), mean=mean)
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    generator = seeded(draw(st.integers(0, 10**6)))
     log_probs = torch.randn(2, tree.units, generator=generator) * tree.drawn
     rewards = torch.rand(2, tree.members, generator=generator, dtype=torch.float64)
     return Worked(tree, rewards, log_probs)
@@ -205,8 +206,7 @@ def test_invalid_leaves_change_nothing_for_the_others(case):
 
 def drawn(probe, prompts, members, count, seed=0):
     """A record of `count` decisions with random rewards in float64."""
-    generator, shape = torch.Generator().manual_seed(seed), (prompts, members, count + 1)
-    return example(torch.rand(shape, generator=generator, dtype=torch.float64), probe)
+    return example(rand(prompts, members, count + 1, seed=seed, dtype=torch.float64), probe)
 
 
 def zscores(values):
@@ -303,7 +303,7 @@ def test_named_methods_fit_the_default_group(name, counts, decisions):
     method = replace(METHODS[name](), sampler=FlowSDE(0.7), window=FixedWindow(2, 7))
     probe, members = method.credit.probe, 30 if name == "tempflow-grpo" else 12
     for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         tree = probe.tree(10, range(2, 7), members, method.shared_noise, generator)
         assert int(tree.drawn.sum()) == decisions and tree.counts[0] == 1
         assert counts is None or tree.counts == counts

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from seeded import rand
 
 from flowrl.core.errors import ConfigError, CreditError
 from flowrl.core.experience import Decisions
@@ -79,7 +80,7 @@ def test_at_a_first_visit_and_without_a_memory_it_is_uniform_credit():
     prompts = [Prompt(str(i)) for i in range(4)]
     uniform, forgetful = Uniform(), ValueTracker(decay=0.0)
     for seed in range(3):
-        rewards = torch.rand(4, 6, 5, generator=torch.Generator().manual_seed(seed))
+        rewards = rand(4, 6, 5, seed=seed)
         decisions = Decisions.like(rewards)
         expected = uniform.assign(rewards, decisions)
         assert torch.allclose(visit(forgetful, rewards, prompts), expected, atol=1e-5)

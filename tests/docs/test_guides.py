@@ -19,11 +19,10 @@ from flowrl_testing import (
     check_world,
 )
 from loading import ROOT
-from small_run import rows_of
+from small_run import TINY_RUN, rows_of
 
 from flowrl.cli.main import main
 from flowrl.training.build import make_trainer
-from flowrl.training.config import preset
 
 GUIDES = ROOT / "docs" / "guides"
 
@@ -95,7 +94,7 @@ def test_the_page_by_hand_computes_what_the_trainer_does():
         value, expected = eval(name, names), json.loads(f"[{shape}]")
         assert list(getattr(value, "shape", None) or [len(value)]) == expected, name
     sizes = dict(window="2:7", num_steps=10, groups=3, group_size=4, initial_noise="independent")
-    config = preset("tiny").apply(world="mixture", credit="stepwise-gain", **sizes)
+    config = TINY_RUN.replace(credit="stepwise-gain", **sizes)
     trainer = make_trainer(config)
     trainer.generator.manual_seed(0)
     trainer.prompts.take = lambda count: names["prompts"][:count]

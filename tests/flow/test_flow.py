@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from loading import ROOT
+from seeded import randn, seeded
 from torch.testing import assert_close
 
 from flowrl.core.types import Gaussian
@@ -20,10 +21,6 @@ from flowrl.flow import (
     tweedie,
     velocity_target,
 )
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_shifted_schedule_is_dancegrpos_grid():
@@ -74,9 +71,7 @@ def test_std_zero_gives_exact_zeros_with_finite_gradients():
 def test_samples_are_detached_float32_and_depend_on_their_generator_alone():
     mean, state = randn(3, 4).to(torch.bfloat16).requires_grad_(), torch.get_rng_state()
     gaussian = Gaussian(mean, torch.tensor([0.0, 0.5, 2.0]))
-    first, second, other = (
-        sample(gaussian, torch.Generator().manual_seed(seed)) for seed in (7, 7, 8)
-    )
+    first, second, other = (sample(gaussian, seeded(seed)) for seed in (7, 7, 8))
     assert torch.equal(first, second) and not torch.equal(first, other)
     assert first.dtype == torch.float32 and not first.requires_grad
     assert torch.equal(first[0], mean[0].detach().float())
@@ -87,6 +82,6 @@ def test_samples_have_the_stated_mean_and_std():
     """False alarm below 1e-6: |z| < 5 for the mean, and for the variance of n normal draws."""
     n = 40_000
     gaussian = Gaussian(torch.full((1, n), 3.0), torch.tensor([0.5]))
-    draws = sample(gaussian, torch.Generator().manual_seed(0))
+    draws = sample(gaussian, seeded())
     assert abs(float(draws.mean()) - 3.0) < 5 * 0.5 / math.sqrt(n)
     assert abs(float(draws.var()) / 0.25 - 1.0) < 5 * math.sqrt(2 / n)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from seeded import randn, seeded
 from torch.testing import assert_close
 
 from flowrl.flow.mixture import GaussianMixture
@@ -30,7 +31,7 @@ def log_density(mixture, x, t):
 @pytest.mark.parametrize("t", [0.05, 0.4, 1.0])
 def test_estimates_follow_from_the_score(mixture, t):
     """E[eps | x] = -t score, and x = (1-t) E[x_0 | x] + t E[eps | x]; v is their difference."""
-    x = (2 * torch.randn(50, 2, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    x = (2 * randn(50, 2)).requires_grad_()
     (score,) = torch.autograd.grad(log_density(mixture, x, t).sum(), x)
     times = torch.full((50,), t)
     clean, noise = mixture.clean_and_noise(x.detach(), times)
@@ -47,7 +48,7 @@ def test_estimates_follow_from_the_score(mixture, t):
 
 def test_samples_have_the_mixtures_moments():
     """40,000 draws: means within 5 standard errors, which fails for 2e-6 of seeds."""
-    draws = UNEVEN.sample(40_000, torch.Generator().manual_seed(0))
+    draws = UNEVEN.sample(40_000, seeded())
     mean = (UNEVEN.weights[:, None] * UNEVEN.means).sum(0)
     spread = (UNEVEN.weights[:, None] * (UNEVEN.means - mean).square()).sum(0) + UNEVEN.std**2
     assert ((draws.mean(0) - mean).abs() < 5 * (spread / 40_000).sqrt()).all()

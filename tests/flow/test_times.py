@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from seeded import seeded
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
@@ -29,7 +30,7 @@ GRID = shifted_schedule(10)
 
 
 def drawn(kind, samples=50, seed=0, schedule=GRID):
-    return kind.draw(schedule, samples, torch.Generator().manual_seed(seed))
+    return kind.draw(schedule, samples, seeded(seed))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=repr)

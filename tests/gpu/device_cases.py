@@ -3,6 +3,7 @@
 import torch
 from family_cases import CASES as MODELS
 from family_cases import REDNESS
+from seeded import seeded
 from small_run import trainer_of
 
 from flowrl.core.types import Prompt
@@ -25,7 +26,7 @@ SMALL = dict(
 def model_policy(name, device, **options):
     """The tiny pipeline `name` on `device`, with an adapter that is not zero."""
     policy = MODELS[name].policy(device=device, **options)
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     with torch.no_grad():
         for parameter in policy.trainable().values():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(device))

@@ -17,6 +17,7 @@ from device_cases import (
     model_trainer,
 )
 from host_sync import no_host_sync
+from seeded import rand, seeded
 from tiny_rewards import tiny_clip
 
 from flowrl.core.types import copies_done, to_device, to_main_memory
@@ -157,7 +158,7 @@ def test_a_device_has_the_gradients_of_the_cpu(name, device):
     """Of one loss on the same trajectories, moved from the CPU to the device."""
     trainer, gradients = model_trainer(name, "cpu", method="flow-grpo"), []
     sampler, prompts = trainer.draw_sampler(), PROMPTS[:2]
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     noise = trainer.groups.noise(trainer.policy.latent_shape, generator)
     condition = trainer.policy.encode(prompts)
     result = trainer.collector.collect(
@@ -191,7 +192,7 @@ def test_text_encoders_visit_the_device_and_leave_it(device):
 
 def test_a_reward_scores_on_the_device(device, tmp_path):
     folder = tiny_clip(tmp_path / "clip")
-    images = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    images = rand(3, 3, 32, 32)
     scores = [
         build("reward", f"clipscore(model='{folder}')", device=here).score(images.to(here), PROMPTS)
         for here in ("cpu", device)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeded import seeded
 from torch.testing import assert_close
 
 from flowrl.core.forward import Decay, ForwardBatch, WeightCopy
@@ -33,7 +34,7 @@ def batch_of(seed=0, apart=0.3, **given):
     """Rows in float64: networks `apart` from each other, times equal for all members, advantages
     that sum to 0 in a group.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
 
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)

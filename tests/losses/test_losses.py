@@ -7,6 +7,7 @@ import pytest
 import torch
 from closed_form import ExactValue
 from loss_rows import loss_rows
+from seeded import seeded
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, ProbeError
@@ -48,7 +49,7 @@ def rows_of(new, behaviour, **fields):
 
 def make_batch(move=0.0, weight=None):
     """Random rows whose new mean is `move` away from the behaviour's."""
-    generator, std = torch.Generator().manual_seed(0), torch.linspace(0.1, 1.0, N)
+    generator, std = seeded(), torch.linspace(0.1, 1.0, N)
     means = torch.randn(3, N, 2, 3, generator=generator)
     behaviour = Gaussian(means[0], std)
     return rows_of(

@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 import torch
+from small_run import TINY_RUN
 
 from flowrl.core.errors import ConfigError, CreditError
 from flowrl.core.experience import Decisions
@@ -252,9 +253,8 @@ def test_missing_values_are_named_by_column():
 
 def test_trajectories_that_cannot_fit_are_refused_with_their_size():
     from flowrl.training.build import make_trainer
-    from flowrl.training.config import preset
 
-    config = preset("tiny").apply(world="mixture", groups=10**6, group_size=10**4)
+    config = TINY_RUN.replace(groups=10**6, group_size=10**4)
     with pytest.raises(
         ConfigError, match=r"groups = 1000000 is not allowed; .* trajectories take [\d.e+]+ GB"
     ):

@@ -21,7 +21,7 @@ from flowrl_testing.tiny import TINY, tiny_sd3
 from flowrl_testing.trial import try_parts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_run import MIXTURE, flowrl_
+from small_run import MIXTURE, TINY_RUN, error_of, flowrl_
 from tiny_rewards import tiny_clip
 
 from flowrl.core.errors import ConfigError, FlowrlError
@@ -69,9 +69,8 @@ def canary(tmp_path: Path, monkeypatch) -> Path:
 def finished(tmp_path_factory) -> Path:
     """A comparison of one finished run, of the 2-D world."""
     out = tmp_path_factory.mktemp("finished") / "out"
-    config = preset("tiny").apply(world="mixture", task="direction")
-    compared = CompareConfig(config, {"flow-grpo": {"method": "flow-grpo"}}, (0,))
-    assert Run(config, out / "runs" / "flow-grpo-seed0").execute()
+    compared = CompareConfig(TINY_RUN, {"flow-grpo": {"method": "flow-grpo"}}, (0,))
+    assert Run(TINY_RUN, out / "runs" / "flow-grpo-seed0").execute()
     write_json(out / "config.json", compared.as_dict())
     return out
 
@@ -120,7 +119,7 @@ def write_hostile(finished: Path, folder: Path, setting: str, spec: str) -> Path
     for path in (folder / "config.json", run / "config.json"):
         values = json.loads(path.read_text())
         values.get("run", values)[group][setting] = value
-        path.write_text(json.dumps(values))
+        write_json(path, values)
     (folder / "mine.yaml").write_text(json.dumps({group: {setting: value}}))
     (run / "done.json").unlink()
     return run
@@ -162,8 +161,7 @@ def test_a_hostile_run_executes_nothing(
         unused = ("window", "credit") if command.startswith("compare") else ("window",)
         if "--preset" in command and setting in unused:
             continue
-        assert flowrl_(command) == 2, command
-        error = capsys.readouterr().err
+        error = error_of(command, capsys)
         assert error.count("\n") == 1 and error.startswith("flowrl: error: "), error
         assert all(part in error for part in (setting, word, "--trust", str(out))), error
     assert not canary.exists() and not list(tmp_path.glob("new*"))
@@ -182,7 +180,7 @@ def test_what_imports_refuses_by_itself(
     values = {setting: [spec] if setting == "observe" else spec}
     (out / "arms.yaml").write_text(json.dumps({"arms": {"base": {}, "evil": values}}))
     (out / "arm.yaml").write_text(json.dumps({"arms": {"evil": values}}))
-    config = preset("tiny").apply(world="mixture", task="direction").replace(**values)
+    config = TINY_RUN.replace(**values)
     entries = {"curve": [], "totals": {}, "phases": {}, "gains": None}
     line = make_line(config, entries, "x", key="0" * 16)
     (out / "lines.jsonl").write_text(json.dumps(line) + "\n")
@@ -256,8 +254,13 @@ def test_braces_of_an_arm_name_no_code(canary: Path, tmp_path: Path, capsys) -> 
     for text, named in ((spec, "unknown credit rule"), ("uniform{nope}", "{nope}")):
         arms = {"arms": {"evil": {"credit": text, "method": "mine"}}}
         (tmp_path / "arms.yaml").write_text(json.dumps(arms))
-        assert flowrl_(f"bench rule --arms {tmp_path}/arms.yaml --quick --out {tmp_path}/new") == 2
-        assert named in capsys.readouterr().err and not canary.exists()
+        assert (
+            named
+            in error_of(
+                f"bench rule --arms {tmp_path}/arms.yaml --quick --out {tmp_path}/new", capsys
+            )
+            and not canary.exists()
+        )
 
 
 def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(
@@ -294,7 +297,7 @@ def test_a_hostile_comparison_executes_nothing(
         changed = values | change
         with pytest.raises(ConfigError, match=r"names .*(evil\.py:Evil|named_method): code, which"):
             CompareConfig.from_dict(changed).jobs()
-        (tmp_path / "config.json").write_text(json.dumps(changed))
+        write_json(tmp_path / "config.json", changed)
         read = load_compare(tmp_path / "config.json")
         for use in (
             read.allowed,
@@ -333,8 +336,7 @@ def test_results_of_somebody_else_execute_nothing(
     with pytest.raises(ConfigError, match="code, which would run"):
         ResultsFile(path).settings(json.loads(path.read_text()))
     for option in ("--judge", "--redo 0000000000000000"):
-        assert flowrl_(f"bench claims --quick --out {path} {option}") == 2
-        error = capsys.readouterr().err
+        error = error_of(f"bench claims --quick --out {path} {option}", capsys)
         assert f"{setting} names " in error and f"{word}: code, which would run" in error
     assert not canary.exists()
 
@@ -352,10 +354,8 @@ def test_with_trust_the_code_runs(
     run = write_hostile(finished, tmp_path / "hostile", "loss", spec)
     for options in (f"--resume {run}", f"--config {run}/config.json --out {new}"):
         canary.unlink(missing_ok=True)
-        assert flowrl_(f"train {options}") == 2 and not canary.exists()
-        assert "--trust" in capsys.readouterr().err
-        assert flowrl_(f"train {options} --trust") == 2 and canary.exists()
-        assert "is not a" in capsys.readouterr().err
+        assert "--trust" in error_of(f"train {options}", capsys) and not canary.exists()
+        assert "is not a" in error_of(f"train {options} --trust", capsys) and canary.exists()
 
 
 def test_a_module_of_our_own_needs_trust_only_in_a_file(tmp_path: Path) -> None:
@@ -378,15 +378,16 @@ def test_a_repeated_setting_is_in_the_users_own_words(
         for others in ("", f"--loss {spec}", f"--{setting} {spec}2", name):
             assert flowrl_(f"{options} {others}") == 2 and not canary.exists()
         capsys.readouterr()
-        assert flowrl_(f"{options} --{setting} {spec}") == 2
-        assert "is not a" in capsys.readouterr().err and canary.exists()
+        assert "is not a" in error_of(f"{options} --{setting} {spec}", capsys) and canary.exists()
         canary.unlink()
     other = write_hostile(finished, tmp_path / "two", "loss", "evil_module:Evil")
     for path in (other / "config.json", tmp_path / "two" / "config.json"):
         path.write_text(path.read_text().replace('"reward": ""', f'"reward": "{spec}"', 1))
     for options in (f"train --resume {other}", f"compare --resume {tmp_path}/two"):
-        assert flowrl_(f"{options} --reward {spec}") == 2 and not canary.exists()
-        assert "loss names evil_module:Evil" in capsys.readouterr().err
+        assert (
+            "loss names evil_module:Evil" in error_of(f"{options} --reward {spec}", capsys)
+            and not canary.exists()
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -409,11 +410,11 @@ TEXTS = [name for name, value in RunConfig().flat().items() if isinstance(value,
 @pytest.mark.parametrize("setting", TEXTS)
 def test_no_setting_of_a_file_runs_code(setting: str, canary: Path, tmp_path: Path) -> None:
     """Every setting that is a text, or a list of texts: most are refused as what they are."""
-    values = preset("tiny").apply(world="mixture", task="direction").as_dict()
+    values = TINY_RUN.as_dict()
     group = next(group for group in values.values() if isinstance(group, dict) and setting in group)
     for spec in (f"{tmp_path}/evil.py:Evil", "evil_module:Evil"):
         group[setting] = [spec] if isinstance(group[setting], list) else spec
-        (tmp_path / "config.json").write_text(json.dumps(values))
+        write_json(tmp_path / "config.json", values)
         flowrl_(f"train --config {tmp_path}/config.json --plan")
         assert not canary.exists()
 
@@ -610,7 +611,7 @@ def code_in_a_component(folder: Path) -> None:
 
 def set_component(folder: Path, name: str, value: Any) -> None:
     index = folder / "model_index.json"
-    index.write_text(json.dumps({**json.loads(index.read_text()), name: value}))
+    write_json(index, {**json.loads(index.read_text()), name: value})
 
 
 def pickle_weights(weights: Path, pickled: str) -> None:
@@ -687,7 +688,7 @@ def test_a_hostile_reward_model_executes_nothing(canary: Path, tmp_path: Path, m
             if name == "config.json"
             else {"tokenizer_class": "EvilTokenizer"}
         )
-        (mapped / name).write_text(json.dumps({**values, **unknown, "auto_map": classes}))
+        write_json(mapped / name, {**values, **unknown, "auto_map": classes})
     shutil.copy(tmp_path / "evil.py", mapped / "evil.py")
     with suppress(ConfigError):  # it may also be read as what it is without the code
         reward_of(mapped)

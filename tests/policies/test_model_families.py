@@ -9,6 +9,7 @@ from flowrl_compare.results import load_run
 from flowrl_testing import policy_contract
 from flowrl_testing.tiny import TINY, tiny_flux, tiny_sd3
 from safetensors.torch import load_file
+from seeded import seeded
 from torch.testing import assert_close
 
 from flowrl.cli.main import main
@@ -146,7 +147,7 @@ def test_a_lora_of_plain_diffusers_is_taken_up_with_its_own_alpha(pair, tmp_path
     with torch.no_grad():
         for name, parameter in pipe.transformer.named_parameters():
             if "lora" in name:
-                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+                parameter.normal_(std=0.1, generator=seeded(len(name)))
     layers = get_peft_model_state_dict(pipe.transformer)
     type(pipe).save_lora_weights(
         tmp_path, transformer_lora_layers=layers, transformer_lora_adapter_metadata=settings

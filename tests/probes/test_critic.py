@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 import torch
 from flowrl_testing import TINY, tiny_flux_policy, tiny_qwen_image_policy, tiny_sd3_policy
+from rollouts import PROMPTS, rolled
+from seeded import seeded
 from small_run import BASE, trainer_of
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, ProbeError
 from flowrl.core.experience import Decisions
-from flowrl.core.types import Prompt
 from flowrl.credit import CalibratedGain, example
 from flowrl.probes import Critic, LatentReward, NoProbe, Probing, ValueProbe
 from flowrl.rollout import Groups, rollout
 from flowrl.samplers import FlowSDE
-
-PROMPTS = [Prompt("a"), Prompt("b c")]
 
 
 class Hidden(ValueProbe):
@@ -42,12 +41,8 @@ class Hidden(ValueProbe):
 def test_the_hidden_states_are_those_of_the_prompt_at_every_state(make, gradient, size):
     """Also with guidance, in calls of any size; recomputed without guidance, state by state."""
     policy = make(replace(TINY, guidance_scale=3.0, guidance_gradient=gradient))
-    generator, groups = torch.Generator().manual_seed(0), Groups(2, 2, True)
-    noise, condition = groups.noise(policy.latent_shape, generator), policy.encode(PROMPTS)
-    sampler, grid = FlowSDE(0.7), policy.schedule(3)
-    result = rollout(
-        policy, sampler, grid, condition, noise, generator, groups, Hidden(), None, size
-    )
+    result, _ = rolled(policy, Hidden(), 2, 3, FlowSDE(0.7), True, max_batch=size)
+    condition = policy.encode(PROMPTS)
     seen = list[torch.Tensor]()
     hook = policy.hidden_layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     path = result.trajectories
@@ -76,7 +71,7 @@ class TinyLatentReward(LatentReward):
 def test_a_latent_reward_scores_every_state_with_its_time_and_prompt():
     """Each score is that of the state alone, also of initial noise that a group shares."""
     policy, model = tiny_sd3_policy(TINY), TinyLatentReward()
-    generator, groups = torch.Generator().manual_seed(0), Groups(2, 3, True)
+    generator, groups = seeded(), Groups(2, 3, True)
     noise, condition = groups.noise(policy.latent_shape, generator), policy.encode(PROMPTS)
     given = policy, FlowSDE(0.7), policy.schedule(3), condition, noise, generator, groups, model
     with pytest.raises(ConfigError, match=r"prompts of the rollout = 0 .* of 2 groups"):
@@ -123,7 +118,7 @@ def test_no_value_depends_on_the_rewards_of_its_own_iteration():
 
 def test_a_critic_learns_what_its_features_say():
     """R = x_0 + a base that is wrong by 3 and a sample's own noise: the error falls to the noise."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     features = torch.randn(16, 12, 5, 3, generator=generator)
     noise = 0.1 * torch.randn(16, 12, generator=generator)
     base = torch.randn(16, 12, 1, generator=generator).expand(-1, -1, 5)
@@ -147,12 +142,8 @@ def test_a_critic_learns_what_its_features_say():
     ],
 )
 def test_a_policy_that_lacks_what_the_critic_reads_is_refused(make, reads, words):
-    policy, groups = make(), Groups(2, 2)
-    generator = torch.Generator().manual_seed(0)
-    noise, condition = groups.noise(policy.latent_shape, generator), policy.encode(PROMPTS)
-    grid, sampler, critic = policy.schedule(2), FlowSDE(0.7), Critic(reads=reads)
     with pytest.raises(ConfigError, match=words):
-        rollout(policy, sampler, grid, condition, noise, generator, groups, critic)
+        rolled(make(), Critic(reads=reads), 2, 2)
 
 
 @pytest.mark.parametrize("fault", ["features", "predict"])

@@ -13,6 +13,7 @@ from flowrl_rewards.clip import clip_pixels
 from flowrl_rewards.geneval import load_detector
 from flowrl_testing import check_reward
 from safetensors.torch import load_file, save_file
+from seeded import rand
 from tiny_rewards import tiny_clip, tiny_detector
 from torch import nn
 
@@ -30,7 +31,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def images():
-    small = torch.rand(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    small = rand(4, 3, 6, 6)
     return nn.functional.interpolate(small, size=(40, 40), mode="bilinear")
 
 
@@ -64,7 +65,7 @@ def reference(folder, images, texts):
 
 @pytest.mark.parametrize(("height", "width"), [(64, 48), (20, 30)])
 def test_pixels_equal_transformers_own(height, width):
-    image = torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(1))
+    image = rand(1, 3, height, width, seed=1)
     assert torch.allclose(clip_pixels(image, 32), published_pixels(image[0]), atol=1e-5)
 
 
@@ -165,7 +166,7 @@ def test_hps_reads_open_clips_weights(folder, images, tmp_path):
 
 def test_hps_sees_all_of_a_wide_image(folder):
     """The score of a wide image is that of a square one with its bars."""
-    image = torch.rand(1, 3, 20, 40, generator=torch.Generator().manual_seed(5))
+    image = rand(1, 3, 20, 40, seed=5)
     image[..., :10], image[..., 30:] = 0.1 * image[..., :10], 0.9 + 0.1 * image[..., 30:]
     pair = [(image, PROMPTS[:1]), (nn.functional.pad(image, (0, 0, 10, 10)), PROMPTS[:1])]
     hps, pickscore = HPSv21(folder, weights=""), PickScore(folder, tokenizer="")

@@ -18,6 +18,7 @@ from flowrl_rewards.geneval import (
     strict_score,
 )
 from flowrl_testing import check_reward
+from seeded import rand
 from tiny_rewards import tiny_clip, tiny_detector
 
 from flowrl.core.errors import ConfigError, RewardError
@@ -106,7 +107,7 @@ def detector(tmp_path_factory):
 
 
 def images(count=3):
-    small = torch.rand(count, 3, 5, 5, generator=torch.Generator().manual_seed(4))
+    small = rand(count, 3, 5, 5, seed=4)
     return torch.nn.functional.interpolate(small, size=(60, 80), mode="bilinear")
 
 

@@ -7,7 +7,8 @@ import torch
 from flowrl_bench.probes import SomeMembers
 from flowrl_compare.results import load_run
 from rollouts import DIRECTIONS, SQUARES, rolled
-from small_run import words
+from seeded import rand
+from small_run import TINY_RUN, words
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, RewardContractError, RewardError
@@ -33,7 +34,7 @@ SIZE = FunctionReward(lambda images, prompts: images.flatten(1).mean(1))
 SUM = GroupSum({"win": WinRate(SQUARES), "size": SIZE}, {"size": 0.5})
 DIRECTION = "flowrl.worlds.mixture:DirectionReward"
 WIN = f"win-rate(reward='{DIRECTION}')"
-NOISY = preset("tiny").apply(world="mixture", reward=WIN, reward_noise=0.1)
+NOISY = TINY_RUN.replace(reward=WIN, reward_noise=0.1)
 HELDOUT = preset("tiny").apply(heldout_rewards=("win-rate(reward='jpeg-compressibility')",))
 
 
@@ -48,7 +49,7 @@ def test_win_rates_by_hand():
 
 
 def test_a_sum_adds_rewards_of_both_kinds():
-    images = torch.rand(3, 4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    images = rand(3, 4, 3, 4, 4)
     scores = torch.stack([SQUARES.score(group, DIRECTIONS[:1] * 4) for group in images])
     wins, sizes = WinRate(SQUARES).score_groups(images, DIRECTIONS), images.flatten(2).mean(2)
     assert torch.equal(wins, win_rates(scores))

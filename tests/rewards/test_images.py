@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 from flowrl_testing import reward_contract
+from seeded import rand
 
 from flowrl.core.errors import ArgumentError, ConfigError, RewardContractError, RewardError
 from flowrl.core.types import Prompt
@@ -49,8 +50,7 @@ test_jpeg_incompressibility = reward_contract(
 
 
 def videos():
-    generator = torch.Generator().manual_seed(0)
-    return torch.rand(4, 5, 3, 8, 8, generator=generator), [Prompt(f"video {i}") for i in range(4)]
+    return rand(4, 5, 3, 8, 8), [Prompt(f"video {i}") for i in range(4)]
 
 
 BRIGHT = FunctionReward(

@@ -9,6 +9,7 @@ import torch
 from family_cases import REDNESS
 from flowrl_testing.tiny import TINY, tiny_sd3_policy
 from rollouts import disturbed
+from seeded import randn
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
@@ -56,7 +57,7 @@ def batches_of(policy, loss, images, groups, times, condition, **options):
 )
 def test_velocities_have_the_guidance_that_was_chosen(scale, guidance, scales):
     policy = disturbed(tiny_sd3_policy(replace(TINY, guidance_scale=scale)))
-    images = torch.randn(4, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+    images = randn(4, *policy.latent_shape)
     times, condition = torch.tensor([[0.9, 0.4]]).repeat(4, 1), policy.encode(PROMPTS)
     given = policy, DiffusionNFT(), images, Groups(2, 2), times, condition
     sample = torch.arange(4)

@@ -10,6 +10,7 @@ from flowrl_bench.probes import SomeMembers
 from flowrl_testing import TINY, tiny_sd3_policy
 from flowrl_testing.probe import small_policy
 from rollouts import PROMPTS, SDE, Straight, rolled, valued
+from seeded import rand
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, ProbeError
@@ -56,7 +57,7 @@ def test_the_mean_over_all_orders_of_the_members_is_the_full_table(policy, contr
     """Unbiased exactly: each of 5 members is equally often among the first 2. A perfect control has
     no variance; the uniform one grows evenly over the decisions. A shared state is scored for all.
     """
-    full, cheap = torch.rand(2, 3, 5, 7, generator=torch.Generator().manual_seed(0)).double()
+    full, cheap = rand(2, 3, 5, 7).double()
     probe, nodes = SomeMembers(Substeps(3), fraction=0.4, control=control), (1, 2, 4, 5, 8, 9)
 
     def table(full, cheap):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from rollouts import DIRECTIONS, SDE, disturbed, rolled
+from seeded import seeded
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
@@ -54,7 +55,7 @@ def test_deterministic_steps_draw_nothing(mixture_policy):
         following = path.at(step) - path.schedule.deltas[step] * path.velocities[:, step]
         assert_close(path.at(step + 1), following)
     assert (path.stds > 0).nonzero().flatten().tolist() == path.tree.drawn_steps == [2, 3, 4]
-    generator, of_noise = torch.Generator(), torch.Generator().manual_seed(0)
+    generator, of_noise = torch.Generator(), seeded()
     run(mixture_policy, sampler=ODE(), generator=generator)
     Groups(len(DIRECTIONS), MEMBERS).noise(mixture_policy.latent_shape, of_noise)
     assert torch.equal(generator.get_state(), of_noise.get_state())

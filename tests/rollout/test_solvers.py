@@ -10,6 +10,7 @@ import torch
 from flowrl_testing.tiny import tiny_sd3_policy
 from recorded_forward import Recorded
 from rollouts import DIRECTIONS
+from seeded import randn, seeded
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
@@ -32,7 +33,7 @@ from flowrl.worlds.base import world
 
 MEAN, STD, ROWS = torch.tensor([0.7, -1.2]), 0.7, 100
 GAUSSIAN = GaussianMixture(MEAN[None], STD, torch.ones(1))
-NOISE = torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(0))
+NOISE = randn(ROWS, 2)
 CONDITION = Condition({"none": torch.zeros(ROWS, 1)})
 TEXTS = ("three red circles", "two blue squares", "one green triangle")
 PROMPTS = [world("shapes").parse(text) for text in TEXTS] * 2
@@ -119,7 +120,7 @@ def test_the_noise_keeps_the_law_of_the_data(tau):
     """N(0.5, 0.3^2) by its exact velocity. 50,000 samples: standard errors of mean and std are
     0.0013 and 0.0009; false alarms in 1 of 10,000 at 4 of them.
     """
-    generator, schedule = torch.Generator().manual_seed(0), sa_schedule(uniform_schedule(100))
+    generator, schedule = seeded(), sa_schedule(uniform_schedule(100))
     x = torch.randn(50_000, generator=generator)
     solver = SASolver(schedule.times, tau, lambda x: torch.randn(x.shape, generator=generator))
     for number, t in enumerate(schedule.times[:-1].tolist()):
@@ -134,10 +135,10 @@ def test_the_noise_is_the_rollouts_own(mixture_policy):
     global generator.
     """
     before = torch.random.get_rng_state()
-    noise = Groups(3, 4).noise(mixture_policy.latent_shape, torch.Generator().manual_seed(0))
+    noise = Groups(3, 4).noise(mixture_policy.latent_shape, seeded())
 
     def sampled(first=0, count=3, tau=0.4, max_batch=1024):
-        part, generator = Groups(3, 4).part(first, count), torch.Generator().manual_seed(1)
+        part, generator = Groups(3, 4).part(first, count), seeded(1)
         condition = mixture_policy.encode(DIRECTIONS[first : first + count])
         start, sampler = noise[4 * first : 4 * (first + count)], Multistep("sa", tau=tau)
         given = mixture_policy, sampler, mixture_policy.schedule(8), condition, start, generator
@@ -149,7 +150,7 @@ def test_the_noise_is_the_rollouts_own(mixture_policy):
     assert torch.equal(left, state)
     quiet, untouched = sampled(tau=0.0)
     assert not torch.allclose(quiet, complete, atol=1e-2)
-    assert torch.equal(untouched, torch.Generator().manual_seed(1).get_state())
+    assert torch.equal(untouched, seeded(1).get_state())
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -170,7 +171,7 @@ def test_batches_are_the_samples_of_the_solver_decoded(shapes_policy, solver):
 
 
 def test_noise_depends_on_seed_and_count_alone(mixture_policy):
-    expected = torch.randn(3, 2, 1, 1, generator=torch.Generator().manual_seed(20240))
+    expected = randn(3, 2, 1, 1, seed=20240)
     assert torch.equal(initial_noise(mixture_policy, 3), expected)
     assert not torch.equal(initial_noise(mixture_policy, 3, seed=1), expected)
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from rollouts import DIRECTIONS, SDE, SOFT, Compared, disturbed, rolled
-from small_run import trainer_of
+from seeded import seeded
+from small_run import TINY_RUN, trainer_of
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
@@ -22,7 +23,6 @@ from flowrl.probes import Branch, Comb, NoProbe
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, log_probs, minibatch_rows, score_rollout
 from flowrl.samplers import FixedWindow, FlowSDE, Windowed
-from flowrl.training.config import preset
 
 ALL = FlowSDE(0.7)
 
@@ -70,9 +70,9 @@ def test_plain_groups_and_shared_noise_are_trees_bit_for_bit(mixture_policy, sam
 @pytest.mark.parametrize("share", [0.25, 0.995])
 def test_the_members_noise_has_the_share_in_common(share):
     """Correlation of 4,000 pairs; 4.5 standard errors. Every part of the groups has the same."""
-    groups, generator = Groups(4000, 2, share), torch.Generator().manual_seed(0)
+    groups, generator = Groups(4000, 2, share), seeded()
     noise = groups.noise((1,), generator)
-    part = groups.part(7, 3).noise((1,), torch.Generator().manual_seed(0))
+    part = groups.part(7, 3).noise((1,), seeded())
     assert torch.equal(part, noise[14:20]) and not groups.one_start
     correlation = torch.corrcoef(noise.view(-1, 2).T)[0, 1]
     assert abs(correlation - share) < 4.5 * (1 - share**2) / 4000**0.5
@@ -117,9 +117,7 @@ METHODS = {
     "edges": StepwiseGain(probe=Branch({0: 2, 3: 3}, weight="edge")),
     "comb": StepwiseGain(probe=Comb(3, count=2, strides=(1, 2))),
 }
-CONFIG = preset("tiny").apply(
-    world="mixture", groups=3, group_size=12, num_steps=6, minibatches=2, micro_batch=7
-)
+CONFIG = TINY_RUN.replace(groups=3, group_size=12, num_steps=6, minibatches=2, micro_batch=7)
 
 
 @pytest.mark.parametrize("case", METHODS)
@@ -178,7 +176,7 @@ def test_minibatches_of_trees_have_about_equally_many_rows_of_all_depths(probe, 
     """Most parents are passed by some sample of the first mini-batch; they do not all belong to
     it.
     """
-    generator, groups = torch.Generator().manual_seed(0), 400
+    generator, groups = seeded(), 400
     tree = probe.tree(5, range(5 if shared else 3), 12, shared, generator)
     stds, valid = torch.zeros(5), torch.ones(groups, tree.members, dtype=torch.bool)
     stds[tree.drawn_steps] = 0.5

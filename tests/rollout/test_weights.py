@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from rollouts import Compared
-from small_run import trainer_of
+from seeded import rand, randn
+from small_run import TINY_RUN, trainer_of
 from torch.testing import assert_close
 
 from flowrl.core.errors import RewardError
@@ -24,7 +25,6 @@ from flowrl.rewards.contract import marks_invalid
 from flowrl.rollout import score, transition_weights, usable
 from flowrl.samplers import FixedWindow, FlowSDE
 from flowrl.training.build import make_reward, make_world, trial_stds
-from flowrl.training.config import preset
 from flowrl.training.evaluation import evaluate
 
 NAN = float("nan")
@@ -65,9 +65,6 @@ def test_only_a_reward_that_says_so_may_mark():
         assert marks_invalid(WeightedSum({"a": mean, "b": reward})) == marks
 
 
-MIXTURE = preset("tiny").apply(world="mixture")
-
-
 @pytest.mark.parametrize(
     ("groups", "members", "kl_weight", "invalid", "trained"), [(2, 6, 0.0, 4, 8), (3, 2, 0.1, 2, 4)]
 )
@@ -75,7 +72,7 @@ def test_training_leaves_invalid_samples_out(groups, members, kl_weight, invalid
     """Every third sample is invalid. In groups of 2, only the third group has two left; it is
     evaluated twice, for the penalty.
     """
-    config = MIXTURE.replace(groups=groups, group_size=members, kl_weight=kl_weight)
+    config = TINY_RUN.replace(groups=groups, group_size=members, kl_weight=kl_weight)
     trainer = trainer_of(config, reward=Unsure(make_reward(config)))
     row, drawn = trainer.iteration(), int((trial_stds(trainer.config) > 0).sum())
     assert (row["invalid"], row["train_nfe"]) == (invalid, trained * drawn)
@@ -89,7 +86,7 @@ def test_training_leaves_invalid_samples_out(groups, members, kl_weight, invalid
 def dropping(reward):
     """A trainer of 2 groups of 4 that leaves out samples without advantage."""
     settings = dict(groups=2, group_size=4, minibatches=1, drop_zero_advantages=True)
-    return trainer_of(MIXTURE.replace(**settings), reward=reward)
+    return trainer_of(TINY_RUN.replace(**settings), reward=reward)
 
 
 def test_a_batch_without_any_advantage_changes_nothing():
@@ -119,7 +116,7 @@ def test_one_trained_decision_with_an_advantage_is_enough():
     """
     decisions, advantages = Decisions.like(torch.zeros(1, 3, 5)), torch.zeros(1, 3, 4)
     advantages[0, 0, 1], advantages[0, 1, 3] = 0.5, 0.5
-    factors = torch.rand(1, 3, 4, generator=torch.Generator().manual_seed(5)) + 0.1
+    factors = rand(1, 3, 4, seed=5) + 0.1
     for mask, kept in (([True] * 4, 2), ([True, True, False, False], 1), ([False] * 4, 0)):
         trained = torch.tensor(mask).expand(1, 3, 4)
         some = replace(decisions, mask=trained)
@@ -161,8 +158,8 @@ class Factors(Uniform):
     def credit(self, experience):
         values = experience.values
         shape = (*values.shape[:2], len(experience.decisions))
-        factors = torch.rand(shape, generator=torch.Generator().manual_seed(7))
-        advantages = torch.randn(shape, generator=torch.Generator().manual_seed(8))
+        factors = rand(*shape, seed=7)
+        advantages = randn(*shape, seed=8)
         return Credit(advantages, torch.where(factors > 0.2, factors, 0.0))
 
 
@@ -182,7 +179,7 @@ def test_the_gradient_is_that_of_one_loss_over_all_rows(loss, probe, micro_batch
         lambda images, prompts: torch.tensor([NAN, *range(1, len(images))]), marks_invalid=True
     )
     settings = dict(groups=2, group_size=6, num_steps=4, minibatches=2, learning_rate=1e-2)
-    config = MIXTURE.replace(**settings, micro_batch=micro_batch)
+    config = TINY_RUN.replace(**settings, micro_batch=micro_batch)
     trainer = trainer_of(config, method, reward, kind=Compared)
     row = trainer.iteration()
     assert not trainer.left and row["invalid"] == 1 and not trainer.weights[0, 0].any()

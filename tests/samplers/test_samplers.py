@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from loading import ROOT
+from seeded import randn
 from torch.testing import assert_close
 
 from flowrl.core.types import Schedule
@@ -19,10 +20,6 @@ SCHEDULE = shifted_schedule(STEPS)
 
 def name(part):
     return type(part).__name__
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(

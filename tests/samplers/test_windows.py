@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from seeded import seeded
 
 from flowrl.core.errors import ConfigError
 from flowrl.samplers import (
@@ -19,7 +20,7 @@ from flowrl.samplers import (
 
 
 def steps_of(window, count=10, iteration=0, seed=0):
-    return list(window.steps(count, torch.Generator().manual_seed(seed), iteration))
+    return list(window.steps(count, seeded(seed), iteration))
 
 
 def starts(window, iterations):
@@ -53,7 +54,7 @@ def test_a_random_window_is_reproducible_and_covers_every_place():
     window = RandomWindow(size=3, low=1, high=7)
 
     def drawn(window):
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded()
         return [tuple(window.steps(8, generator)) for _ in range(100)]
 
     assert {*drawn(window)} == {(1, 2, 3), (2, 3, 4), (3, 4, 5), (4, 5, 6)}
@@ -65,14 +66,14 @@ def test_a_random_window_is_reproducible_and_covers_every_place():
 
 
 def test_a_multistep_solver_has_no_window():
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     before = generator.get_state()
     assert windowed(Multistep(), RandomWindow(2), 10, generator) == Multistep()
     assert torch.equal(generator.get_state(), before)
 
 
 def chosen(spec, stds, seed=0):
-    return trained_steps(spec, torch.tensor(stds), torch.Generator().manual_seed(seed)).tolist()
+    return trained_steps(spec, torch.tensor(stds), seeded(seed)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_a_geometric_start_is_drawn_with_its_probabilities():
     degrees of freedom).
     """
     window = RandomWindow(3, low=1, high=8, geometric=0.5)
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     starts = torch.tensor([window.steps(9, generator)[0] for _ in range(1000)])
     expected = 1000 * 0.5 ** torch.arange(5) / sum(0.5**i for i in range(5))
     counts = torch.bincount(starts, minlength=6)

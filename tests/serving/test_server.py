@@ -36,6 +36,7 @@ from reward_serving import (
     unsure,
 )
 from safetensors.torch import save
+from seeded import rand
 from server_load import REWARD, TOKEN
 
 from flowrl import Prompt
@@ -54,7 +55,7 @@ from flowrl.serving.wire_format import (
 
 @pytest.mark.parametrize("form", ["safetensors", "png"])
 def test_scores_equal_those_in_process(form):
-    images = torch.rand(20, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    images = rand(20, 3, 8, 8)
     if form == "png":
         images = (images * 255).round() / 255
     prompts = [Prompt("p")] * 20
@@ -168,7 +169,7 @@ def test_components_of_a_weighted_sum_travel():
     """
     parts = {"a": Function(), "b": build("reward", "jpeg-compressibility")}
     local = WeightedSum(parts, {"b": -0.3})
-    images = torch.rand(9, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    images = rand(9, 3, 16, 16)
     prompts = [Prompt("p")] * 9
     with served(local) as (url, _):
         remote = build("reward", f"remote-sum(url='{url}', batch=4)", trust=True)

@@ -27,6 +27,7 @@ from flowrl_testing import (
     tiny_flux_policy,
     tiny_sd3_policy,
 )
+from seeded import seeded
 from small_run import model_files
 
 from flowrl.core.errors import RewardError
@@ -324,7 +325,7 @@ def world_examples(name):
     """Pictures of what each prompt asks for, every other one spoiled a little; or random points."""
     tasks = world(name).tasks
     prompts = [p for task in tasks for p in world(name).prompts(task, "heldout")[:3]]
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     if name == "mixture":
         return torch.randn(len(prompts), 2, 1, 1, generator=generator), prompts
     rng = random.Random(0)

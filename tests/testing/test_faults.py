@@ -24,6 +24,7 @@ from flowrl_testing import (
     check_world,
     credit_contract,
 )
+from seeded import randn
 
 from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.experience import Credit
@@ -596,7 +597,7 @@ def changes_weights(self, run):
 
 
 def own_noise(x, run):
-    return x + 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    return x + 0.3 * randn(*x.shape)
 
 
 def half(self, scored):

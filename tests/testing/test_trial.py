@@ -5,10 +5,9 @@ import re
 import pytest
 import torch
 from flowrl_testing.trial import SECONDS, try_parts
-from small_run import MIXTURE, flowrl_
+from small_run import MIXTURE, TINY_RUN, error_of, flowrl_
 
 from flowrl.core.errors import ConfigError
-from flowrl.training.config import preset
 from flowrl.training.run import Run
 
 MINE = """
@@ -80,7 +79,7 @@ class Leaking(Ranks):
         scores = images.flatten(2).mean(2)
         return scores - scores.mean()
 """
-TINY = preset("tiny").apply(world="mixture", task="direction", groups=3, group_size=4)
+TINY = TINY_RUN.replace(groups=3, group_size=4)
 FAULTS = [
     ("loss", "Ascent", "Ascent.*'starts_along_the_advantage'.*is pushed the wrong way"),
     ("sampler", "Biased", "Biased.*'moves_along_the_path'.*instead of"),
@@ -133,8 +132,7 @@ def test_a_faulty_part_stops_a_comparison(setting, part, mine, tmp_path, capsys)
     out = tmp_path / "out"
     options = f"{MIXTURE} --methods flow-grpo --seeds 0 --workers 1 --iterations 1 --out {out}"
     command = f"compare {options} --{setting} {spec_of(mine, part)}"
-    assert flowrl_(command) == 2
-    error = capsys.readouterr().err
+    error = error_of(command, capsys)
     assert error.count("\n") == 1 and f"{part} failed the trial" in error and "--no-trial" in error
     assert not out.exists()
     assert flowrl_(f"{command} --no-trial") == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from seeded import randn
 from small_run import (
     BASE,
     CASES,
@@ -28,6 +29,7 @@ from flowrl.core.errors import ConfigError, RewardError, TrainingError
 from flowrl.core.experience import Actions
 from flowrl.core.types import Prompt
 from flowrl.distributed import Distributed, OtherProcessError, full_tensors, is_sharded
+from flowrl.io import write_json
 from flowrl.rewards import FunctionReward
 from flowrl.training import memory
 from flowrl.training.build import make_method, make_world, policy_options, trained_policy
@@ -125,7 +127,7 @@ def largest_difference(first, second):
 
 def velocity(policy):
     """At one fixed latent and a time step that bfloat16 cannot represent."""
-    latent = torch.randn((1, *policy.latent_shape), generator=torch.Generator().manual_seed(0))
+    latent = randn(1, *policy.latent_shape)
     return policy.velocity(latent, torch.tensor([937.25]), policy.encode([Prompt("a dog")]))
 
 
@@ -328,7 +330,7 @@ def live(rank, world_size, port, folder):
         reported["end"] = f"{type(error).__name__}: {error}"
         raise
     finally:
-        (folder / f"{rank}.json").write_text(json.dumps(reported))
+        write_json(folder / f"{rank}.json", reported)
 
 
 def lives(folder, world_size=2, limit=400.0):

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from rollouts import rolled
-from small_run import trained, trainer_of, weights
+from seeded import randn, seeded
+from small_run import TINY_RUN, trained, trainer_of, weights
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
@@ -17,11 +18,9 @@ from flowrl.rollout.batches import ForwardBatches, credited, finite_difference, 
 from flowrl.rollout.rollout import Groups
 from flowrl.samplers import FlowSDE, Multistep, Windowed
 from flowrl.training.build import make_method
-from flowrl.training.config import preset
 from flowrl.training.plan import plan
 
-CONFIG = preset("tiny").apply(
-    world="mixture",
+CONFIG = TINY_RUN.replace(
     groups=3,
     group_size=4,
     num_steps=10,
@@ -44,7 +43,7 @@ def trainer_for(loss, **changes):
     """A trainer whose network differs from the base model."""
     trainer = trainer_of(CONFIG.replace(loss=loss, **changes))
     for parameter in trainer.parameters:
-        torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
+        torch.nn.init.normal_(parameter, std=0.1, generator=seeded())
     for copy in trainer.copies.by_name.values():
         copy.values = [parameter.detach().clone() for parameter in trainer.parameters]
     return trainer
@@ -179,8 +178,7 @@ def test_finite_differences_ascend_a_linear_reward():
     """Rewards g . x of pairs that differ isotropically: the mean of D d points along g; the angle
     of 4,000 pairs exceeds 0.1 with a probability below 1e-6.
     """
-    generator, g = torch.Generator().manual_seed(0), torch.tensor([0.6, -0.8])
-    images = torch.randn(8000, 2, generator=generator)
+    g, images = torch.tensor([0.6, -0.8]), randn(8000, 2)
     gains = ((images @ g).view(-1, 2) @ torch.tensor([[0.5, -0.5], [-0.5, 0.5]])).flatten()
     pull = finite_difference(images, torch.ones(8000).bool(), 2)
     direction = (gains[:, None] * pull).mean(0)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from flowrl_bench.pretrain_pairs import render
 from flowrl_rewards.clip import ClipFeatures, ClipNetwork
-from small_run import rows_of
+from seeded import rand
+from small_run import TINY_RUN, rows_of
 from tiny_rewards import tiny_clip
 
 from flowrl.core.errors import ConfigError, RewardError
@@ -20,14 +21,13 @@ from flowrl.rewards.diversity import (
     pairwise_diversity,
 )
 from flowrl.training.build import make_world
-from flowrl.training.config import preset
 from flowrl.training.evaluation import evaluate, make_heldout_metrics
 from flowrl.training.run import Run
 from flowrl.worlds.mixture import DensityReward, ring
 from flowrl.worlds.scene import object_class, parse
 from flowrl.worlds.verifier import ShapesQuality
 
-MIXTURE = preset("tiny").apply(world="mixture", iterations=4, eval_every=2, checkpoint_every=2)
+MIXTURE = TINY_RUN.replace(iterations=4, eval_every=2, checkpoint_every=2)
 
 
 def test_diversity_of_known_points():
@@ -52,7 +52,7 @@ def test_features_are_of_pixels_or_latents(features, expected):
 def test_clip_features_are_those_of_transformers(tmp_path):
     """The same class, a picture at a time; distance sqrt(2 - 2 cos)."""
     folder = str(tiny_clip(tmp_path / "clip"))
-    images = torch.rand(4, 3, 40, 40, generator=torch.Generator().manual_seed(0))
+    images = rand(4, 3, 40, 40)
     features = build("features", f"clip(model='{folder}')", device="cpu")
     assert features == ClipFeatures(folder)
     diversity = pairwise_diversity(group_features(features, images, images, (2, 2)))
@@ -66,7 +66,7 @@ def test_qualities_of_shapes():
     cells = torch.zeros(2, 16, dtype=torch.long)
     cells[0, [0, 3]] = object_class("red", "circle")
     scene, empty = render(cells)
-    noise = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0))
+    noise = rand(3, 64, 64)
 
     def score(quality, image, prompt):
         return float(ShapesQuality(quality).score(image[None], [parse(prompt).prompt()]))

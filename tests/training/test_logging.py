@@ -15,6 +15,7 @@ from small_run import flowrl_, model_files, numbers, words
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
+from flowrl.io import write_json
 from flowrl.training.build import make_world
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.logging import over_time, scalars, strip, tracker_name, write_image
@@ -147,7 +148,7 @@ def test_a_run_is_sampled_where_its_device_is_not(folder, tmp_path):
     """A run that was trained on a GPU, on a machine without."""
     run = shutil.copytree(folder / "run", tmp_path / "run")
     config = trusted_config(folder).replace(device="cuda:99")
-    (run / "config.json").write_text(json.dumps(config.as_dict()))
+    write_json(run / "config.json", config.as_dict())
     options = f"--prompts 'a fox' --count 1 --num-steps 2 --trust --out {tmp_path}/picture.png"
     assert flowrl_(f"sample --weights {run} {options}") == 0
 

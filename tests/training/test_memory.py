@@ -13,7 +13,7 @@ from flowrl_testing.tiny import TINY as TINY_MODEL
 from flowrl_testing.tiny import tiny_sd3_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_run import rows_of
+from small_run import TINY_RUN, rows_of
 
 from flowrl.core.errors import ConfigError, TrainingError
 from flowrl.core.types import Prompt
@@ -25,7 +25,7 @@ from flowrl.training.memory import GAIN, Measured, find_batches, grow, room
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
 
-FIXED = preset("tiny").apply(world="mixture", iterations=4, checkpoint_every=1, kl_weight=0.1)
+FIXED = TINY_RUN.replace(iterations=4, checkpoint_every=1, kl_weight=0.1)
 AUTO = FIXED.replace(micro_batch="auto", max_batch="auto")
 ANY = 10**18
 

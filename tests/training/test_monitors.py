@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from loss_rows import loss_rows
-from small_run import CASES, MIXTURE, flowrl_, rows_of, trainer_of, weights
+from seeded import seeded
+from small_run import CASES, MIXTURE, TINY_RUN, flowrl_, rows_of, trainer_of, weights
 
 from flowrl.core.experience import Credit
 from flowrl.core.types import Gaussian, Prompt
@@ -24,7 +25,7 @@ from flowrl.training.monitors import CHECKS, EVERY, Limits, collapse, limits_of,
 from flowrl.training.nonfinite import NonFiniteCheck, NonFiniteError, culprit
 from flowrl.training.run import Run
 
-TINY = preset("tiny").apply(world="mixture", iterations=4)
+TINY = TINY_RUN.replace(iterations=4)
 
 
 def rows(count=1, **columns):
@@ -95,7 +96,7 @@ def test_flat_noise_is_no_collapse():
     """15 flat runs of 100 iterations with 4 prompts, all variance of the reward between prompts: no
     warning at any iteration.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     for _ in range(15):
         rewards = (0.5 + 0.2 / 2 * torch.randn(100, generator=generator)).tolist()
         made = rows(reward_mean=rewards, reward_std=0.2)

@@ -7,11 +7,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from small_run import MIXTURE, flowrl_, numbers
+from small_run import MIXTURE, TINY_RUN, flowrl_, numbers
 
 from flowrl.core.errors import FlowrlError
 from flowrl.training.checkpoint import Checkpoints
-from flowrl.training.config import preset
 from flowrl.training.run import Run
 
 HEAD = """
@@ -80,7 +79,7 @@ CASES = {
         "latent.zero_(); return good": rf"Part\.transition {IN_PLACE}",
     },
 }
-TINY = preset("tiny").apply(world="mixture", iterations=1, window="0:3")
+TINY = TINY_RUN.replace(iterations=1, window="0:3")
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,14 @@
 
 import pytest
 from flowrl_compare.results import load_run
-from small_run import flowrl_
+from small_run import TINY_RUN, flowrl_
 
 from flowrl.core.errors import ConfigError
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.plan import plan
 from flowrl.training.run import Run
 
-MIXTURE = preset("tiny").apply(
-    world="mixture", iterations=1, groups=3, group_size=4, num_steps=5, window=":-1"
-)
+MIXTURE = TINY_RUN.replace(iterations=1, groups=3, group_size=4, num_steps=5, window=":-1")
 
 
 @pytest.mark.parametrize(

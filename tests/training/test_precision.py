@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._dynamo.utils
-from small_run import trained, trainer_of, weights
+from small_run import TINY_RUN, trained, trainer_of, weights
 from torch import nn
 
 from flowrl.core.errors import ConfigError, RewardError, TrainingError
@@ -23,7 +23,7 @@ from flowrl.training.config import OptimConfig, preset
 from flowrl.training.optim import LossScaler, make_optimizer, prepare_policy, update_average
 from flowrl.training.trainer import overlaps_rewards
 
-TINY = preset("tiny").apply(world="mixture", groups=4, iterations=3, method="tp-grpo", chunk=1)
+TINY = TINY_RUN.replace(groups=4, iterations=3, method="tp-grpo", chunk=1)
 INFINITE = float("inf")
 NOT_FINITE = FunctionReward(lambda images, prompts: torch.full((len(images),), float("nan")))
 

@@ -11,7 +11,7 @@ import torch
 from flowrl_compare.comparison import CompareConfig
 from flowrl_compare.results import load_run
 from flowrl_testing.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
-from small_run import TINY_MODEL, flowrl_
+from small_run import TINY_MODEL, error_of, flowrl_
 from tiny_rewards import tiny_clip, tiny_detector
 
 from flowrl.core.errors import ConfigError
@@ -204,8 +204,7 @@ def test_later_files_and_options_overrule_earlier_ones(tmp_path):
 def test_what_is_wrong_with_a_file_is_one_line(text, words, tmp_path, capsys):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    assert flowrl_(f"train --preset {path} --out {tmp_path}/run") == 2
-    error = capsys.readouterr().err
+    error = error_of(f"train --preset {path} --out {tmp_path}/run", capsys)
     assert words in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
     assert str(path) in error
 
@@ -233,8 +232,7 @@ def test_a_run_folder_of_another_format_is_one_line(tmp_path, capsys):
     path = tmp_path / "config.json"
     write_json(path, {"format": "flowrl-run-2", **RunConfig().as_dict()})
     for option in (f"--resume {tmp_path}", f"--config {path}"):
-        assert flowrl_(f"train {option}") == 2
-        error = capsys.readouterr().err
+        error = error_of(f"train {option}", capsys)
         assert f"{path}: format = 'flowrl-run-2' is not allowed" in error
         assert "'flowrl-run-3'" in error and error.count("\n") == 1
     with pytest.raises(ConfigError, match="is not the folder of a run"):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_run import CASES, rows_of, trained, trainer_of, weights
+from small_run import CASES, TINY_RUN, rows_of, trained, trainer_of, weights
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, CreditError
@@ -30,7 +30,7 @@ from flowrl.training.evaluation import evaluate
 from flowrl.training.run import Run
 from flowrl.worlds.base import world
 
-TINY = preset("tiny").apply(world="mixture", iterations=4, minibatches=2)
+TINY = TINY_RUN.replace(iterations=4, minibatches=2)
 
 
 LEARN = {"flow-grpo": {}, "tp-grpo": dict(method="tp-grpo"), "ascent": CASES["ascent"]}

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_run import SMALL, flowrl_
+from small_run import SMALL, error_of
 
 from flowrl.core.errors import CheckpointError
 from flowrl.training.build import trained_policy
@@ -36,8 +36,7 @@ def test_changed_weights_are_one_message(kind, finished, tmp_path, capsys):
     CHANGES[kind](run / "weights.safetensors")
     with pytest.raises(CheckpointError):
         trained_policy(run)
-    assert flowrl_(f"sample --prompts 0 --weights {run} --out {tmp_path}/new.png") == 2
-    error = capsys.readouterr().err
+    error = error_of(f"sample --prompts 0 --weights {run} --out {tmp_path}/new.png", capsys)
     assert f"{run}/weights.safetensors" in error and error.count("\n") == 1
     assert not (tmp_path / "new.png").exists()
 

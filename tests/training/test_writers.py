@@ -9,15 +9,13 @@ import sys
 import pytest
 from flowrl_compare.arms import method_arms
 from flowrl_compare.comparison import CompareConfig, compare
-from small_run import words
+from small_run import TINY_RUN, words
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.io import folder_lock
-from flowrl.training.config import preset
 from flowrl.training.run import Run
 
-TINY = preset("tiny").apply(world="mixture", task="direction")
 SHORT = {"preset": "tiny", "world": "mixture", "task": "direction"}
 LONG = words(**SHORT, iterations=500, eval_every=500)
 
@@ -29,16 +27,16 @@ def lines_of(run):
 
 def test_the_folder_of_a_run_or_a_comparison_has_one_writer(tmp_path):
     out = tmp_path / "out"
-    comparison = CompareConfig(TINY, method_arms(("flow-grpo",)), (0,))
+    comparison = CompareConfig(TINY_RUN, method_arms(("flow-grpo",)), (0,))
     message = rf"out is being written by process {os.getpid()} on .* \(`the first`, since 20"
     with folder_lock(out, "the first"):
         for resume in (False, True):
             with pytest.raises(ConfigError, match=message):
-                Run(TINY, out).execute(resume)
+                Run(TINY_RUN, out).execute(resume)
             with pytest.raises(ConfigError, match=message):
                 compare(comparison, out, resume)
     assert [path.name for path in out.iterdir()] == [".lock"]
-    assert Run(TINY, out).execute()
+    assert Run(TINY_RUN, out).execute()
 
 
 CODE = """
@@ -60,7 +58,7 @@ def test_a_resume_after_the_code_has_changed_asks(tmp_path, capsys):
     """
     rules, out = tmp_path / "rules.py", tmp_path / "out"
     rules.write_text(CODE)
-    config = TINY.replace(
+    config = TINY_RUN.replace(
         credit=f"flowrl_bench.negative_controls:FreshNoiseFault(rule='{rules}:Mine')",
         checkpoint_every=1,
         iterations=4,

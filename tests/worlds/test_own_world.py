@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import flowrl_
+from small_run import error_of, flowrl_
 
 from flowrl import Run, preset
 from flowrl.losses import ClippedLoss
@@ -60,8 +60,7 @@ def test_a_paused_run_resumes_to_the_same_weights(tmp_path, capsys):
     assert flowrl_(f"train --preset tiny --world {OWN} {options}") == 0
     config = load_config(tmp_path / "whole" / "config.json", trust=True)
     assert not Run(config, tmp_path / "run", stop=lambda: True).execute()
-    assert flowrl_("train --resume run") == 2
-    assert "add --trust" in capsys.readouterr().err
+    assert "add --trust" in error_of("train --resume run", capsys)
     assert flowrl_("train --resume run --trust") == 0
     weights, again = (load_file(f"{name}/weights.safetensors") for name in ("whole", "run"))
     assert all(torch.equal(weights[name], again[name]) for name in weights)

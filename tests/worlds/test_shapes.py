@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from flowrl_bench.pretrain_pairs import draw_layout, render, requests_by_kind
+from seeded import seeded
 
 from flowrl.core.errors import CheckpointError, ConfigError, RewardError
 from flowrl.core.types import Prompt
@@ -27,7 +28,7 @@ KINDS, FORMS = sorted(requests_by_kind()), ("strict", "graded", "soft")
 
 def drawings(kind, count=50):
     """Requests of one kind with pictures drawn for them."""
-    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
+    rng, generator = random.Random(0), seeded()
     requests = [rng.choice(requests_by_kind()[kind]) for _ in range(count)]
     layouts = torch.tensor([draw_layout(request, rng) for request in requests])
     return [r.prompt() for r in requests], layouts, render(layouts, generator)
