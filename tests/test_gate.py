@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from contextlib import suppress
 from importlib import import_module
 from inspect import isabstract, isclass, iscoroutinefunction, isfunction, signature
@@ -37,7 +37,7 @@ OTHERS = (Exception, BaseModel, Protocol, tuple)
 """Classes with checks of their own, or without any."""
 
 
-def test_no_callable_of_the_packages_is_built_from_a_file() -> None:
+def test_no_callable_of_the_packages_is_built_from_a_file():
     """By its module's name, as every kind of part, alone or inside a registered one."""
     count, inside = (
         0,
@@ -67,7 +67,7 @@ def test_no_callable_of_the_packages_is_built_from_a_file() -> None:
     assert count > 3000
 
 
-def required(call: Any) -> dict[str, Any]:
+def required(call):
     """The required arguments of a call, with their annotations; none if it is not checked."""
     try:
         hints = get_type_hints(getattr(call, "__init__", call) if isclass(call) else call)
@@ -77,7 +77,7 @@ def required(call: Any) -> dict[str, Any]:
     return {p.name: hints.get(p.name, Any) for p in arguments if p.default is p.empty}
 
 
-def callables(module: Any) -> Iterator[tuple[str, Any]]:
+def callables(module):
     """The members of a module, and the static and class methods of its classes."""
     for name, value in vars(module).items():
         yield name, value
@@ -88,7 +88,7 @@ def callables(module: Any) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.skipif(not CHECKS_ON, reason="checks of arguments are switched off")
 @pytest.mark.parametrize("package", sorted({*OWN_PACKAGES} - {"flowrl_course"}))
-def test_a_wrong_argument_of_a_public_call_is_named(package: str) -> None:
+def test_a_wrong_argument_of_a_public_call_is_named(package):
     """Every function and constructor with a required argument of a plain type or a class of ours,
     called with another object there.
     """
@@ -120,7 +120,7 @@ def test_a_wrong_argument_of_a_public_call_is_named(package: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large"])
-def test_only_regular_files_of_limited_size_are_read(kind: str, tmp_path: Path) -> None:
+def test_only_regular_files_of_limited_size_are_read(kind, tmp_path):
     path = tmp_path / "file"
     if kind == "pipe":
         os.mkfifo(path)
@@ -136,7 +136,7 @@ def test_only_regular_files_of_limited_size_are_read(kind: str, tmp_path: Path) 
     assert read_bytes(tmp_path / "link").startswith(b'"""What comes')
 
 
-def test_the_library_opens_files_in_one_place() -> None:
+def test_the_library_opens_files_in_one_place():
     opening = re.compile(r"\.read_text\(|\.read_bytes\(|[^\w.]open\(")
     allowed = {"reading.py", "io.py", "signals.py", "workers.py", "sources.py", "run.py"}
     lines = [
@@ -149,7 +149,7 @@ def test_the_library_opens_files_in_one_place() -> None:
     assert len(lines) <= 1, lines  # data that ship with the package
 
 
-def interrupted_run(folder: Path) -> Path:
+def interrupted_run(folder):
     """A run that can go on after its last iteration."""
     assert flowrl_(f"train {MIXTURE} --checkpoint-every 1 --out {folder}") == 0
     for name in ("done.json", "weights.safetensors"):
@@ -157,7 +157,7 @@ def interrupted_run(folder: Path) -> Path:
     return folder
 
 
-def test_a_link_in_a_run_folder_is_neither_written_nor_deleted(tmp_path: Path, capsys) -> None:
+def test_a_link_in_a_run_folder_is_neither_written_nor_deleted(tmp_path, capsys):
     run, other = interrupted_run(tmp_path / "run"), tmp_path / "other"
     os.rename(run / "checkpoints", other)
     before = {path.name: path.read_bytes() for path in other.iterdir()}
@@ -210,7 +210,7 @@ class Reward:
         ),
     ],
 )
-def test_mistakes_of_authors_are_named_when_the_part_is_built(kind, members, message) -> None:
+def test_mistakes_of_authors_are_named_when_the_part_is_built(kind, members, message):
     base = {"credit": Rule, "reward": Reward}[kind]
     check_part(kind, base())
     with pytest.raises(ConfigError, match=message):
@@ -229,7 +229,7 @@ class Rule(Uniform):
 """
 
 
-def test_a_state_that_changes_its_type_is_named_in_that_iteration(tmp_path: Path) -> None:
+def test_a_state_that_changes_its_type_is_named_in_that_iteration(tmp_path):
     (tmp_path / "my.py").write_text(STATES)
     config = TINY_RUN.replace(iterations=9, checkpoint_every=9, credit=f"{tmp_path}/my.py:Rule")
     need = r"credit: Rule\.state_dict\(\) = {'mean': 1\.0} is not allowed; allowed: a dictionary of"
@@ -238,7 +238,7 @@ def test_a_state_that_changes_its_type_is_named_in_that_iteration(tmp_path: Path
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) < 5
 
 
-def test_a_saved_state_is_a_copy() -> None:
+def test_a_saved_state_is_a_copy():
     memory = torch.zeros(2)
     part = type("Remembers", (), {"state_dict": lambda self: {"memory": memory}})()
     state = state_of("credit: Remembers", part)
@@ -246,7 +246,7 @@ def test_a_saved_state_is_a_copy() -> None:
     assert state["memory"].tolist() == [0, 0]
 
 
-def test_a_prompt_has_no_nul(tmp_path: Path, capsys) -> None:
+def test_a_prompt_has_no_nul(tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"prompt = 'a\\x00b' is not allowed; .*without NUL"):
         Prompt("a\0b")
     for name, text in (("a.txt", "a\0b\n"), ("a.jsonl", '{"prompt": "a\\u0000b"}\n')):
@@ -255,7 +255,7 @@ def test_a_prompt_has_no_nul(tmp_path: Path, capsys) -> None:
         assert f"{name}, line 1 " in error and "without NUL" in error
 
 
-def test_terminal_codes_and_wide_tables(tmp_path: Path, capsys) -> None:
+def test_terminal_codes_and_wide_tables(tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a cat", "tag": "\\u001b[31mred"}\n')
     assert flowrl_(f"prompts check --file {tmp_path}/p.jsonl") == 0
     assert r"\x1b[31mred" in (shown := capsys.readouterr().out) and "\x1b" not in shown
@@ -266,10 +266,10 @@ def test_terminal_codes_and_wide_tables(tmp_path: Path, capsys) -> None:
     )
 
 
-def test_what_a_call_of_a_part_breaks_is_named(capfd) -> None:
+def test_what_a_call_of_a_part_breaks_is_named(capfd):
     values = torch.zeros(2)
 
-    def called(work) -> None:
+    def called(work):
         with part_call("X.assign", CreditError, values):
             work()
 
@@ -287,7 +287,7 @@ def test_what_a_call_of_a_part_breaks_is_named(capfd) -> None:
         called(lambda: {}["oops"])
 
 
-def test_a_part_that_forks_is_named_in_its_process() -> None:
+def test_a_part_that_forks_is_named_in_its_process():
     code = (
         "import os\nfrom flowrl.core.types import part_call\n"
         "from flowrl.core.errors import CreditError\n"
@@ -298,7 +298,7 @@ def test_a_part_that_forks_is_named_in_its_process() -> None:
     assert done.stderr.count("X.assign forked the process") == 1 and done.returncode == 1
 
 
-def test_a_part_that_does_not_return_is_named_once(monkeypatch, capfd) -> None:
+def test_a_part_that_does_not_return_is_named_once(monkeypatch, capfd):
     monkeypatch.setattr(types, "SLOW", 0.1)
     with watched_calls():
         with part_call("X.score", CreditError):
@@ -318,12 +318,12 @@ def test_a_part_that_does_not_return_is_named_once(monkeypatch, capfd) -> None:
         ({"sampler": "flow-sde(noise_level=0.7)", "noise_level": 0.5}, ["noise_level"]),
     ],
 )
-def test_settings_without_effect_are_found(settings, names) -> None:
+def test_settings_without_effect_are_found(settings, names):
     names = list(settings) if names is None else names
     assert unread(TINY_RUN.replace(**settings), settings) == names
 
 
-def test_an_option_that_nothing_reads_is_refused(tmp_path: Path, capsys) -> None:
+def test_an_option_that_nothing_reads_is_refused(tmp_path, capsys):
     out = f"--out {tmp_path}/new"
     for command in ("train", "compare --seeds 0"):
         assert "dtype = 'bfloat16' is not allowed; allowed: left out" in error_of(
@@ -335,7 +335,7 @@ def test_an_option_that_nothing_reads_is_refused(tmp_path: Path, capsys) -> None
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory) -> dict[str, Path]:
+def begun(tmp_path_factory):
     """The settings of a run and of a comparison by command."""
     folder = tmp_path_factory.mktemp("begun")
     arms = {"base": {}, "soft": {"clip_range": 0.1}}
@@ -360,12 +360,12 @@ def begun(tmp_path_factory) -> dict[str, Path]:
         ("--preset tiny", "preset = 'tiny' "),
     ],
 )
-def test_a_run_that_goes_on_keeps_its_settings(mode, command, option, named, begun, capsys) -> None:
+def test_a_run_that_goes_on_keeps_its_settings(mode, command, option, named, begun, capsys):
     error = error_of(f"{command} {mode.format(begun[command])} {option}", capsys)
     assert named in error and error.count("\n") == 1
 
 
-def test_a_comparison_that_goes_on_keeps_its_arms(begun, capsys) -> None:
+def test_a_comparison_that_goes_on_keeps_its_arms(begun, capsys):
     for option in ("--arm a:", "--seeds 3", "--credit uniform"):
         assert "left out with --resume, which has it" in error_of(
             f"compare --resume {begun['compare']} {option}", capsys

@@ -80,15 +80,12 @@ def test_an_evaluation_of_others_is_not_written_over(made, tmp_path, capsys):
     for folder in (other, run / "evaluation"):
         folder.mkdir()
         (folder / "evaluation.json").write_text('{"mine": 1}')
-    assert "evaluation' is not allowed; allowed: a new folder, or" in error_of(
-        f"evaluate --weights {run} --limit 1 --num-steps 1", capsys
-    )
+    command = f"evaluate --weights {run} --limit 1 --num-steps 1"
+    assert "evaluation' is not allowed; allowed: a new folder, or" in error_of(command, capsys)
     assert (run / "evaluation" / "evaluation.json").read_text() == '{"mine": 1}'
     shutil.rmtree(run / "evaluation")
     (run / "evaluation").symlink_to(other)
-    assert "evaluation is a link" in error_of(
-        f"evaluate --weights {run} --limit 1 --num-steps 1", capsys
-    )
+    assert "evaluation is a link" in error_of(command, capsys)
     assert (other / "evaluation.json").read_text() == '{"mine": 1}' and len([*other.iterdir()]) == 1
 
 

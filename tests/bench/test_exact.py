@@ -27,7 +27,7 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_values_are_those_of_the_closed_form(sampler: str) -> None:
+def test_values_are_those_of_the_closed_form(sampler):
     """One mode, whose velocity is affine: x_T given any state is Gaussian. Shared noise, too."""
     setting, members = gaussian_setting(SAMPLERS[sampler]), 6
     for shared in (False, True):
@@ -38,7 +38,7 @@ def test_values_are_those_of_the_closed_form(sampler: str) -> None:
         assert float((advantages.state_values - exact).abs().max()) < 1e-3
 
 
-def trained(iterations: int = 0, **changes) -> Setting:
+def trained(iterations=0, **changes):
     """The 2-D world with an untrained or a trained policy."""
     run = preset("default").apply(world="mixture", method="flow-grpo", clip_range=0.18, **changes)
     trainer = make_trainer(run)
@@ -49,7 +49,7 @@ def trained(iterations: int = 0, **changes) -> Setting:
 
 
 @pytest.mark.parametrize(("iterations", "form"), [(0, "soft"), (0, "strict"), (3, "soft")], ids=str)
-def test_continuations_agree_with_the_values(iterations: int, form: str) -> None:
+def test_continuations_agree_with_the_values(iterations, form):
     """Means of 500 continuations from 75 states. Standard errors are exact, too: E R^2 - V^2. A
     correct value fails with probability 1e-3 (max |z| < 5 of skewed z; mean z^2 of 75 < 1.7).
     """
@@ -77,7 +77,7 @@ EXACT = "stepwise-gain(probe=exact(points=29))"
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("window", ["0:5", "2:4"])
-def test_the_probe_has_these_values_and_counts_its_cost(window: str, shared: bool) -> None:
+def test_the_probe_has_these_values_and_counts_its_cost(window, shared):
     """Also in one chunk of groups only, and if the first node is not the first step."""
     setting, probe = trained(window=window), Exact(29)
     usage, look = Usage(), Look(setting, 4, seed=5)
@@ -107,7 +107,7 @@ def test_the_probe_has_these_values_and_counts_its_cost(window: str, shared: boo
     ],
     ids=["multistep", "shapes"],
 )
-def test_what_has_no_exact_value_is_refused(changes, message: str) -> None:
+def test_what_has_no_exact_value_is_refused(changes, message):
     run = preset("default").apply(
         **{"world": "mixture", "method": "flow-grpo", "credit": EXACT, **changes}
     )
@@ -115,7 +115,7 @@ def test_what_has_no_exact_value_is_refused(changes, message: str) -> None:
         make_trainer(run).iteration()
 
 
-def test_the_estimated_error_covers_the_error() -> None:
+def test_the_estimated_error_covers_the_error():
     """Against a grid of three times as many points per axis, for smooth and 0/1 rewards."""
     setting = trained(2, window="0:5")
     result = Look(setting, 12, seed=1).trajectories(False)

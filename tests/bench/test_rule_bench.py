@@ -5,7 +5,6 @@ time, verdicts and page.
 import csv
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from bench_lines import SMALL, fake_line, here, rule_file
 from flowrl_bench import rule_plan, tune
-from flowrl_bench.arms import ARMS, SHORT, Arm, own_arm, tuned
+from flowrl_bench.arms import ARMS, SHORT, own_arm, tuned
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.headroom import CANNOT, TELLS, UNCLEAR
 from flowrl_bench.measurements import CURVE, measure
@@ -82,13 +81,13 @@ def test_all_arms_have_the_same_budget_and_seeds(part):
 
 
 def world_of(
-    spread: float = 0.0,
-    seeds: int = 8,
-    seed: int = 0,
-    world: str = "mixture",
-    nfe: float = 100.0,
-    **arms: float,
-) -> World:
+    spread=0.0,
+    seeds=8,
+    seed=0,
+    world="mixture",
+    nfe=100.0,
+    **arms,
+):
     """Arms whose reward rises at once to a level with noise of `spread` per run; evaluations of
     "mine" cost `nfe`.
     """
@@ -172,7 +171,7 @@ def test_a_cheaper_rule_with_the_same_curve_leads_per_budget_alone():
 TINY = {name: value for name, value in SMALL.items() if name != "arm"} | {"eval_samples": 18}
 
 
-def lines_in(folder: str | Path) -> list[dict]:
+def lines_in(folder):
     return [json.loads(text) for text in (Path(folder) / "results.jsonl").read_text().splitlines()]
 
 
@@ -207,13 +206,13 @@ class TestFolder:
 
     def bench(
         self,
-        spec: str | Arm,
-        seeds: int = 2,
-        out: Path | None = None,
-        budget: int = 0,
-        say: Callable = lambda _: None,
-        bound: bool = False,
-    ) -> int:
+        spec,
+        seeds=2,
+        out=None,
+        budget=0,
+        say=lambda _: None,
+        bound=False,
+    ):
         """How many runs of the results were made."""
         before = len(self.made)
         finished = bench_rule(spec, [Part("mixture", budget, seeds, bound=bound)], out, 1, say=say)

@@ -17,7 +17,7 @@ Z = 4.5
 """A standard normal exceeds it with probability 7e-6; fewer than 100 comparisons are made."""
 
 
-def walk(prompts: int, members: int) -> tuple[torch.Tensor, torch.Tensor]:
+def walk(prompts, members):
     """States x_j [prompt, member, STEPS+1] and increments eps_k of a random walk with R = x_D, so
     that V*(x_j) = x_j and A*_k = eps_k.
     """
@@ -26,7 +26,7 @@ def walk(prompts: int, members: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([start, steps.cumsum(-1)], -1), steps
 
 
-def error(table: torch.Tensor, steps: torch.Tensor, expected: float) -> torch.Tensor:
+def error(table, steps, expected):
     """Mean of A_k eps_k minus `expected` [decision], in standard errors over the groups."""
     groups = (table * steps).mean(1) - expected
     return groups.mean(0) / groups.std(0) * len(groups) ** 0.5

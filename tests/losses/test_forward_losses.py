@@ -20,6 +20,7 @@ from flowrl.losses.terms import quadratic
 GROUPS, MEMBERS, DRAWS = 2, 3, 2
 ROWS = GROUPS * MEMBERS * DRAWS
 SHAPE = (2, 3)
+PLAIN = {"kl_weight": 0.0, "average_weight": 0.0}
 
 
 def squares(x):
@@ -65,6 +66,14 @@ def at_old(batch):
     """The batch with all networks equal to `new`."""
     new = batch.new.detach()
     return replace(batch, old=new, average=new, reference=new)
+
+
+def clipped_rows(batch, clip):
+    """Where the errors' ratio is beyond the clip in the direction of the advantage."""
+    ratio = (squares(batch.old - batch.target) - squares(batch.new.detach() - batch.target)).exp()
+    clipped = torch.where(batch.advantages > 0, ratio > 1 + clip, ratio < 1 - clip)
+    assert 0 < int(clipped.sum()) < ROWS
+    return clipped
 
 
 def gradient(loss, batch):
@@ -120,7 +129,7 @@ def test_awm_at_the_old_weights_is_advantage_weighted_matching(weight):
     or t l^(p-1).
     """
     batch = at_old(batch_of(1))
-    loss = AWM(weight=weight, kl_weight=0.0, average_weight=0.0)
+    loss = AWM(weight=weight, **PLAIN)
     error, t = (batch.new - batch.target).detach(), batch.time
     matching = squares(error) + 1e-10
     factor = {
@@ -138,8 +147,8 @@ def test_awm_at_the_old_weights_is_advantage_weighted_matching(weight):
 
 def test_v_grpo_begins_with_the_gradient_of_diffusion_nft():
     """At the old weights, for one time per sample."""
-    batch, plain = at_old(batch_of(1)), dict(kl_weight=0.0, average_weight=0.0)
-    loss = AWM(weight="normalised", advantage_scale=5.0, **plain)
+    batch = at_old(batch_of(1))
+    loss = AWM(weight="normalised", advantage_scale=5.0, **PLAIN)
     close(gradient(loss, batch), gradient(DiffusionNFT(kl_weight=0.0), batch))
 
 
@@ -149,18 +158,14 @@ def test_the_quadratic_bound_of_fdfo():
     assert_close(
         quadratic(ratio, difference, 0.03), torch.tensor([-0.101340, 0.102700]), atol=1e-6, rtol=0
     )
-    batch, plain = batch_of(4), dict(weight="uniform", kl_weight=0.0, average_weight=0.0)
-    loss = AWM(trust="quadratic", clip=0.5, **plain)
+    batch, loss = batch_of(4), AWM(weight="uniform", trust="quadratic", clip=0.5, **PLAIN)
     ratio = (squares(batch.old - batch.target) - squares(batch.new - batch.target)).exp()
     close(loss.loss(batch).loss, quadratic(ratio, batch.advantages / 5, 0.5).mean())
 
 
 def test_awm_clips_only_what_the_advantage_pushes_outwards():
     batch = batch_of(6)
-    loss = AWM(weight="uniform", clip=0.05, kl_weight=0.0, average_weight=0.0)
-    ratio = (squares(batch.old - batch.target) - squares(batch.new.detach() - batch.target)).exp()
-    clipped = torch.where(batch.advantages > 0, ratio > 1.05, ratio < 0.95)
-    assert 0 < int(clipped.sum()) < ROWS
+    loss, clipped = AWM(weight="uniform", clip=0.05, **PLAIN), clipped_rows(batch, 0.05)
     rows = gradient(loss, batch).flatten(1)
     assert (rows[clipped] == 0).all() and (rows[~clipped] != 0).any(1).all()
 
@@ -170,7 +175,7 @@ def test_sum_first_is_one_ratio_per_sample():
     autograd on the whole table.
     """
     batch = batch_of(7)
-    loss = AWM(weight="t", ratio="sum_first", clip=0.1, kl_weight=0.0, average_weight=0.0)
+    loss = AWM(weight="t", ratio="sum_first", clip=0.1, **PLAIN)
     new = batch.new.detach().clone().requires_grad_()
     gap = loss.log_prob(new, batch.target, batch.time) - loss.log_prob(
         batch.old, batch.target, batch.time
@@ -212,15 +217,11 @@ def test_dgpo_is_the_gradient_of_its_logistic_objective():
 
 def test_dgpo_clips_by_the_errors_of_the_old_network():
     batch = batch_of(12)
-    ratio = (squares(batch.old - batch.target) - squares(batch.new.detach() - batch.target)).exp()
-    clipped = torch.where(batch.advantages > 0, ratio > 1.1, ratio < 0.9)
-    assert 0 < int(clipped.sum()) < ROWS
+    clipped = clipped_rows(batch, 0.1)
     for kl_weight, clip_kl in ((0.0, False), (0.5, False), (0.5, True)):
         rows = gradient(dgpo(clip=0.1, kl_weight=kl_weight, clip_kl=clip_kl), batch)
         penalty = 2 * kl_weight * (1 - clip_kl) * (batch.new - batch.reference).detach() / 6 / ROWS
-        close(rows[clipped], penalty[clipped]) if kl_weight * (1 - clip_kl) else close(
-            rows[clipped], 0 * penalty[clipped]
-        )
+        close(rows[clipped], penalty[clipped])
         assert float((rows - penalty)[~clipped].abs().flatten(1).max(1).values.min()) > 0
 
 
@@ -247,7 +248,7 @@ AVERAGE, NFT_DECAY = Decay(0, 0.001, 0.3), Decay(0, 0.001, 0.5)
         (DiffusionNFT(), {"old": WeightCopy(NFT_DECAY, sample_from=0)}, True),
         (DiffusionNFT(kl_weight=0.0), {"old": WeightCopy(NFT_DECAY, sample_from=0)}, False),
         (AWM(), {"old": WeightCopy(), "average": WeightCopy(AVERAGE)}, True),
-        (AWM(kl_weight=0.0, average_weight=0.0), {"old": WeightCopy()}, False),
+        (AWM(**PLAIN), {"old": WeightCopy()}, False),
         (AWM(off_policy=True), {"average": WeightCopy(AVERAGE, sample_from=0)}, True),
         (dgpo(), {"old": WeightCopy(Decay(1, 0.001, 0.3), "update", 200, False)}, True),
         (dgpo(anchor="old"), {"old": WeightCopy(Decay(1, 0.001, 0.3), "update", 200)}, False),

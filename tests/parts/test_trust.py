@@ -50,7 +50,7 @@ from flowrl.worlds.base import world
 
 
 @pytest.fixture
-def canary(tmp_path: Path, monkeypatch) -> Path:
+def canary(tmp_path, monkeypatch):
     """The file that hostile code would write: the file evil.py and the module evil_module write it
     when they are imported.
     """
@@ -66,7 +66,7 @@ def canary(tmp_path: Path, monkeypatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
+def finished(tmp_path_factory):
     """A comparison of one finished run, of the 2-D world."""
     out = tmp_path_factory.mktemp("finished") / "out"
     compared = CompareConfig(TINY_RUN, {"flow-grpo": {"method": "flow-grpo"}}, (0,))
@@ -106,7 +106,7 @@ SPECS = {
 """Specs that need the user's own word, and what the message must contain."""
 
 
-def write_hostile(finished: Path, folder: Path, setting: str, spec: str) -> Path:
+def write_hostile(finished, folder, setting, spec):
     """A copy of the comparison, with the setting in every settings file; a list of specs for a
     setting that is a list.
     """
@@ -125,7 +125,7 @@ def write_hostile(finished: Path, folder: Path, setting: str, spec: str) -> Path
     return run
 
 
-def openings(out: Path, run: Path, new: Path) -> list[str]:
+def openings(out, run, new):
     """The commands that read somebody else's settings, of a folder of `write_hostile`."""
     return [
         f"train --resume {run}",
@@ -147,9 +147,7 @@ HOSTILE_SETTINGS += [(setting, "file") for setting in PARTS]
 
 
 @pytest.mark.parametrize(("setting", "name"), HOSTILE_SETTINGS)
-def test_a_hostile_run_executes_nothing(
-    setting: str, name: str, finished: Path, canary: Path, tmp_path: Path, capsys
-) -> None:
+def test_a_hostile_run_executes_nothing(setting, name, finished, canary, tmp_path, capsys):
     """Every command that reads somebody else's settings: one error that names the setting, the
     value, the file and --trust.
     """
@@ -169,9 +167,7 @@ def test_a_hostile_run_executes_nothing(
 
 
 @pytest.mark.parametrize("setting", [setting for setting in PARTS if setting != "heldout_rewards"])
-def test_what_imports_refuses_by_itself(
-    setting: str, finished: Path, canary: Path, tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_what_imports_refuses_by_itself(setting, finished, canary, tmp_path, monkeypatch, capsys):
     """In every opening without the early message, which most refuse nevertheless."""
     for module in ("parts.trust", "training.config"):
         monkeypatch.setattr(f"flowrl.{module}.untrusted", lambda *_: iter(()))
@@ -201,7 +197,7 @@ def test_what_imports_refuses_by_itself(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_caller_that_forgets_is_refused(kind: str, canary: Path, tmp_path: Path) -> None:
+def test_a_caller_that_forgets_is_refused(kind, canary, tmp_path):
     for text in (f"{tmp_path}/evil.py:Evil", "evil_module:Evil"):
         calls = [
             lambda text=text: build(kind, text),
@@ -222,15 +218,15 @@ class Plugin:
 
     value, module, dist, name = "somebody:Part", "somebody", None, "part"
 
-    def __init__(self, **members: Any) -> None:
+    def __init__(self, **members):
         self.part = type("Part", (), members)
 
-    def load(self) -> type:
+    def load(self):
         return self.part
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_parts_of_packages_that_may_connect_need_trust(kind: str, monkeypatch) -> None:
+def test_parts_of_packages_that_may_connect_need_trust(kind, monkeypatch):
     """All of some kinds, and others that say so; their class is not called."""
     setting = {k: name for name, k in PARTS.items()}.get(kind, "")
     for connects, package in product((True, False), ("somebody", "flowrl_bench")):
@@ -247,32 +243,27 @@ def test_parts_of_packages_that_may_connect_need_trust(kind: str, monkeypatch) -
     assert trust_option({"tracker": "trackio"}) and not trust_option({"tracker": "tensorboard"})
 
 
-def test_braces_of_an_arm_name_no_code(canary: Path, tmp_path: Path, capsys) -> None:
+def test_braces_of_an_arm_name_no_code(canary, tmp_path, capsys):
     """`flowrl bench` fills in its knobs after the file was judged, and leaves other braces."""
     colon = f"{{learning_rate.join.__doc__[{str.join.__doc__.index(':')}]}}"
     spec = f"{tmp_path}/evil.py{colon}Evil"
     for text, named in ((spec, "unknown credit rule"), ("uniform{nope}", "{nope}")):
         arms = {"arms": {"evil": {"credit": text, "method": "mine"}}}
         (tmp_path / "arms.yaml").write_text(json.dumps(arms))
-        assert (
-            named
-            in error_of(
-                f"bench rule --arms {tmp_path}/arms.yaml --quick --out {tmp_path}/new", capsys
-            )
-            and not canary.exists()
-        )
+        command = f"bench rule --arms {tmp_path}/arms.yaml --quick --out {tmp_path}/new"
+        assert named in error_of(command, capsys) and not canary.exists()
 
 
 def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(
-    finished: Path, canary: Path, tmp_path: Path, monkeypatch
-) -> None:
+    finished, canary, tmp_path, monkeypatch
+):
     """It is not built then. All other settings are judged as always."""
     run = write_hostile(finished, tmp_path / "hostile", "reward", f"{tmp_path}/evil.py:Evil")
     options = "--reward flowrl.worlds.mixture:DirectionReward --limit 1 --num-steps 1"
     options += f" --out {tmp_path}/new"
     built, make_world = [], training_build.make_world
 
-    def recorded(config: RunConfig) -> Any:
+    def recorded(config):
         built.append(config.environment.reward)
         return make_world(config)
 
@@ -284,9 +275,7 @@ def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(
     assert not canary.exists()
 
 
-def test_a_hostile_comparison_executes_nothing(
-    finished: Path, canary: Path, tmp_path: Path
-) -> None:
+def test_a_hostile_comparison_executes_nothing(finished, canary, tmp_path):
     """The entries that only a comparison has."""
     values = json.loads((finished / "config.json").read_text())
     spec = f"{tmp_path}/evil.py:Evil"
@@ -321,9 +310,7 @@ def test_a_hostile_comparison_executes_nothing(
         ("credit", "own fault", "negative_controls:FreshNoiseFault"),
     ],
 )
-def test_results_of_somebody_else_execute_nothing(
-    setting: str, name: str, word: str, canary: Path, tmp_path: Path, capsys
-) -> None:
+def test_results_of_somebody_else_execute_nothing(setting, name, word, canary, tmp_path, capsys):
     """A line of `flowrl bench` that could be read otherwise: of this code, and with the id of its
     settings.
     """
@@ -343,12 +330,12 @@ def test_results_of_somebody_else_execute_nothing(
 
 @pytest.mark.parametrize("name", ["own function", "file"])
 def test_with_trust_the_code_runs(
-    name: str,
-    finished: Path,
-    canary: Path,
-    tmp_path: Path,
+    name,
+    finished,
+    canary,
+    tmp_path,
     capsys,
-) -> None:
+):
     """Otherwise the refusals prove nothing. That none is a loss is found after the import."""
     spec, new = SPECS[name][0].format(folder=tmp_path), str(tmp_path / "new")
     run = write_hostile(finished, tmp_path / "hostile", "loss", spec)
@@ -358,7 +345,7 @@ def test_with_trust_the_code_runs(
         assert "is not a" in error_of(f"train {options} --trust", capsys) and canary.exists()
 
 
-def test_a_module_of_our_own_needs_trust_only_in_a_file(tmp_path: Path) -> None:
+def test_a_module_of_our_own_needs_trust_only_in_a_file(tmp_path):
     out, spec = tmp_path / "run", SPECS["own reward"][0]
     assert flowrl_(f'train {MIXTURE} --reward "{spec}" --out {out}') == 0
     (out / "done.json").unlink()
@@ -368,8 +355,8 @@ def test_a_module_of_our_own_needs_trust_only_in_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("setting", "name"), [("reward", "file"), ("observe", "file")])
 def test_a_repeated_setting_is_in_the_users_own_words(
-    setting: str, name: str, finished: Path, canary: Path, tmp_path: Path, capsys
-) -> None:
+    setting, name, finished, canary, tmp_path, capsys
+):
     """Only the same text as the setting, and for that text alone."""
     out, spec = tmp_path / "hostile", SPECS[name][0].format(folder=tmp_path)
     run = write_hostile(finished, out, setting, spec)
@@ -391,9 +378,7 @@ def test_a_repeated_setting_is_in_the_users_own_words(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_option_of_a_part_runs_code(
-    kind: str, canary: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_no_option_of_a_part_runs_code(kind, canary, tmp_path, monkeypatch):
     """Under every name that an option of a registered part has, and under one that none has."""
     monkeypatch.chdir(tmp_path)
     texts = ("evil.py:Evil", "evil_module:Evil", "flowrl.methods:awm", "clipped(reward='x.py:A')")
@@ -408,7 +393,7 @@ TEXTS = [name for name, value in RunConfig().flat().items() if isinstance(value,
 
 
 @pytest.mark.parametrize("setting", TEXTS)
-def test_no_setting_of_a_file_runs_code(setting: str, canary: Path, tmp_path: Path) -> None:
+def test_no_setting_of_a_file_runs_code(setting, canary, tmp_path):
     """Every setting that is a text, or a list of texts: most are refused as what they are."""
     values = TINY_RUN.as_dict()
     group = next(group for group in values.values() if isinstance(group, dict) and setting in group)
@@ -424,10 +409,10 @@ class Greedy:
 
     probe = NoProbe()
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options):
         self.build(options)
 
-    def build(self, value: Any) -> None:
+    def build(self, value):
         if isinstance(value, str):
             with suppress(ConfigError):
                 build("credit", value)
@@ -437,7 +422,7 @@ class Greedy:
             for inside in value:
                 self.build(inside)
 
-    def assign(self, values: Any, decisions: Any) -> Any:
+    def assign(self, values, decisions):
         return values[..., 1:]
 
 
@@ -462,7 +447,7 @@ HARMLESS = st.sampled_from(
 )
 
 
-def nested(texts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def nested(texts):
     """Literals with a text at some depth."""
     names = st.sampled_from(NAMES)
     return st.recursive(
@@ -487,8 +472,8 @@ NAMES = (*NESTED, *PARTS, "times", "url_of", "evil", "x")
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_what_needs_no_trust_runs_no_code_at_any_depth(
-    option: str, hostile: Any, harmless: Any, canary: Path, tmp_path: Path, monkeypatch
-) -> None:
+    option, hostile, harmless, canary, tmp_path, monkeypatch
+):
     """Whatever an installed plug-in does with its options, and however the option is called."""
     monkeypatch.chdir(tmp_path)
     built_in: Any = KINDS["credit"].built_in
@@ -502,7 +487,7 @@ def test_what_needs_no_trust_runs_no_code_at_any_depth(
 
 
 @pytest.mark.parametrize("backend", ["flash_hub", "_native_cudnn", ""])
-def test_kernels_from_the_hub_need_trust(backend: str) -> None:
+def test_kernels_from_the_hub_need_trust(backend):
     refused = pytest.raises(ConfigError, match="attention_backend names flash_hub")
     with refused if backend == "flash_hub" else nullcontext():
         trusted({"attention_backend": backend}, "mine")
@@ -525,9 +510,7 @@ def test_kernels_from_the_hub_need_trust(backend: str) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_called_that_is_not_a_part(
-    kind: str, spec: str, tmp_path: Path, monkeypatch
-) -> None:
+def test_nothing_is_called_that_is_not_a_part(kind, spec, tmp_path, monkeypatch):
     """Even the user's own word calls no function that does not promise to build a part."""
     monkeypatch.chdir(tmp_path)
     refusals = r"is not a .*; it needs .*annotated to return one|has no (option|class)"
@@ -552,7 +535,7 @@ def unsaid():
 """
 
 
-def test_the_users_own_rule_needs_one_word_to_go_on(tmp_path: Path, capsys) -> None:
+def test_the_users_own_rule_needs_one_word_to_go_on(tmp_path, capsys):
     """A run that was started with a file on the command line goes on with --trust, and its messages
     say so.
     """
@@ -580,7 +563,7 @@ def test_the_users_own_rule_needs_one_word_to_go_on(tmp_path: Path, capsys) -> N
     assert flowrl_(f"train --preset {out}/config.yaml --credit uniform --out {tmp_path}/other") == 0
 
 
-def test_functions_that_promise_a_part_may_build_it(tmp_path: Path) -> None:
+def test_functions_that_promise_a_part_may_build_it(tmp_path):
     (tmp_path / "rules.py").write_text(RULE)
     assert type(build("credit", f"{tmp_path}/rules.py:made(scale=2)", True)).__name__ == "Mine"
     with pytest.raises(ConfigError, match=r"unsaid is not a credit rule; .*to return one"):
@@ -588,7 +571,7 @@ def test_functions_that_promise_a_part_may_build_it(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipeline") / "model"
     tiny_sd3().save_pretrained(folder)
     return folder
@@ -597,24 +580,24 @@ def model(tmp_path_factory) -> Path:
 class Bomb:
     """Writes a file when it is unpickled."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return Path.touch, (self.path,)
 
 
-def code_in_a_component(folder: Path) -> None:
+def code_in_a_component(folder):
     (folder / "vae" / "evil_part.py").write_text((folder.parent / "evil.py").read_text())
     set_component(folder, "vae", ["evil_part", "Evil"])
 
 
-def set_component(folder: Path, name: str, value: Any) -> None:
+def set_component(folder, name, value):
     index = folder / "model_index.json"
     write_json(index, {**json.loads(index.read_text()), name: value})
 
 
-def pickle_weights(weights: Path, pickled: str) -> None:
+def pickle_weights(weights, pickled):
     bomb = Bomb(
         next(folder for folder in weights.parents if folder.name == "model").parent / "canary"
     )
@@ -622,7 +605,7 @@ def pickle_weights(weights: Path, pickled: str) -> None:
     weights.with_name(pickled).write_bytes(pickle.dumps(bomb))
 
 
-def auto_map(folder: Path) -> None:
+def auto_map(folder):
     config = folder / "text_encoder" / "config.json"
     values = json.loads(config.read_text())
     config.write_text(
@@ -653,20 +636,18 @@ def auto_map(folder: Path) -> None:
         lambda folder: set_component(folder, "_class_name", "evil_module.Evil"),
     ],
 )
-def test_a_hostile_pipeline_executes_nothing(
-    change: Any, model: Path, canary: Path, tmp_path: Path
-) -> None:
+def test_a_hostile_pipeline_executes_nothing(change, model, canary, tmp_path):
     change(shutil.copytree(model, tmp_path / "model"))
     with pytest.raises(ConfigError, match=r"^model: "):
         load_policy(str(tmp_path / "model"), TINY)
     assert not canary.exists()
 
 
-def reward_of(folder: Path) -> Any:
+def reward_of(folder):
     return PickScore(str(folder), tokenizer="").score(torch.rand(1, 3, 40, 40), [Prompt("a fox")])
 
 
-def test_a_hostile_reward_model_executes_nothing(canary: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_hostile_reward_model_executes_nothing(canary, tmp_path, monkeypatch):
     """A pickle alone is refused, and code in the folder is neither run nor asked about."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run code"))
     whole = tiny_clip(tmp_path / "clip")
@@ -696,9 +677,7 @@ def test_a_hostile_reward_model_executes_nothing(canary: Path, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("setting", [setting for setting in PARTS if setting != "window"])
-def test_a_read_run_builds_nothing_that_needs_trust(
-    setting: str, finished: Path, canary: Path, tmp_path: Path
-) -> None:
+def test_a_read_run_builds_nothing_that_needs_trust(setting, finished, canary, tmp_path):
     """Whoever builds, also of a changed copy; settings in place of the file's are the user's own
     word.
     """
@@ -731,7 +710,7 @@ def test_a_read_run_builds_nothing_that_needs_trust(
     make_method(config.replace(**{setting: RunConfig().flat()[setting]}))
 
 
-def test_a_run_in_python_is_the_users_own_word(canary: Path, tmp_path: Path) -> None:
+def test_a_run_in_python_is_the_users_own_word(canary, tmp_path):
     config = preset("tiny").apply(
         world="mixture", task="direction", credit=f"{tmp_path}/evil.py:Evil"
     )

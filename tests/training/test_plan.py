@@ -15,8 +15,6 @@ MIXTURE = TINY_RUN.replace(iterations=1, groups=3, group_size=4, num_steps=5, wi
 @pytest.mark.parametrize(
     "changes",
     [
-        {"method": "stepwise-flow-grpo"},
-        {"method": "tp-grpo"},
         {"method": "tp-grpo", "initial_noise": "shared", "window": "1:4"},
         {"method": "stepwise-flow-grpo", "sampler": "ddim-sde", "window": ":"},
         {"credit": "stepwise-gain(probe='continuation:2')", "kl_weight": 0.1},
