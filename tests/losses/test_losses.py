@@ -7,7 +7,7 @@ import pytest
 import torch
 from closed_form import ExactValue
 from loss_rows import loss_rows
-from seeded import seeded
+from seeded import randn, seeded
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, ProbeError
@@ -255,7 +255,7 @@ def test_the_ascent_follows_the_value_of_the_next_node_through_one_transition(no
     """d loss / d v = -weight (d mu / d v) grad V(mu + std eps, t_next), d mu / d v = -Delta without
     noise; rows at the target have none.
     """
-    x, old, noise = torch.randn(3, 4, 2, 1, 1, generator=torch.Generator().manual_seed(0))
+    x, old, noise = randn(3, 4, 2, 1, 1)
     velocity, grid, step = (old + 0.1).requires_grad_(), uniform_schedule(5), torch.arange(4)
     sampler, two, group = FlowSDE(noise_level), split("direction")["train"][:2], [0, 1, 1, 0]
     new, behaviour, unit = (
