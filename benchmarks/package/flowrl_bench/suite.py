@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ from flowrl_bench.verdicts import FEWEST
 
 Progress = Callable[[int, int, Mapping[str, Any]], None]
 """Called with (runs in the file, all runs, the line of the run that has just finished)."""
+BATCH = 8
+"""Runs of a process, which takes a second or two to warm up."""
 QUICK_QUESTIONS = ("random-points", "increments-alone", "point-density")
 """Open questions of the quick suite, which has all claims."""
 
@@ -104,27 +107,30 @@ class Suite:
                 return True
             in_file = len(self.runs) - len(missing)
 
-            def finished(key: str, line: dict[str, Any] | None) -> None:
+            def received(keys: tuple[str, ...], line: dict[str, Any]) -> None:
                 nonlocal in_file
-                if line is not None:
-                    self.file.append(line)
-                    in_file += 1
-                    if progress:
-                        progress(in_file, len(self.runs), line)
+                self.file.append(line)
+                in_file += 1
+                if progress:
+                    progress(in_file, len(self.runs), line)
 
-            made = stamp()
+            made, deadline = stamp(), time.monotonic() + 60 * minutes
+            ordered = sorted(missing, key=lambda key: missing[key].seed)
+            batches = [ordered[i : i + BATCH] for i in range(0, len(ordered), BATCH)]
             jobs = {
-                key: (config, key, self.redo_command(key), made)
-                for key, config in sorted(missing.items(), key=lambda item: item[1].seed)
+                tuple(keys): ([(missing[k], k, self.redo_command(k)) for k in keys], made, deadline)
+                for keys in batches
             }
-            return run_jobs(
+            run_jobs(
                 _run,
                 jobs,
                 workers,
-                finished=finished,
+                finished=lambda keys, _: None,
+                received=received,
                 seconds=60 * minutes,
-                describe=lambda key: describe(self.runs[key]),
+                describe=lambda keys: describe(self.runs[keys[0]]),
             )
+            return in_file == len(self.runs)
 
     def redo_command(self, key: str) -> str:
         """The command that repeats a run from its line, if the paths that it names lead to the same
@@ -136,14 +142,17 @@ class Suite:
 
 
 def _run(
-    worker: Worker, config: RunConfig, key: str, command: str, made: dict[str, Any]
-) -> dict[str, Any] | None:
-    """The line of one run; None if it was stopped."""
-    measured = measure(config, worker.stopped)
-    if measured is None:
-        return None
-    require_unchanged(config, key, made["code"])
-    return make_line(config, measured, command, key, made)
+    worker: Worker,
+    batch: Sequence[tuple[RunConfig, str, str]],
+    made: dict[str, Any],
+    deadline: float,
+) -> None:
+    """Send a line per run, given with its id and command, until the deadline or a pause."""
+    for config, key, command in batch:
+        if time.monotonic() >= deadline or (measured := measure(config, worker.stopped)) is None:
+            return
+        require_unchanged(config, key, made["code"])
+        worker.send(make_line(config, measured, command, key, made))
 
 
 def complete_samples(
