@@ -110,6 +110,7 @@ ARMS: dict[str, dict[str, dict[str, Any] | Arm]] = {
             )
         },
         "tempflow-grpo": {"method": "tempflow-grpo", **_OWN["tempflow-grpo"]},
+        **{f"uniform, {groups} groups": {"groups": groups} for groups in (10, 6)},
         "turning points, not the first": {"credit": "turning-point(first_step=false)"},
         **{
             name: {"credit": f"calibrated-gain({options})"}
@@ -130,6 +131,7 @@ ARMS["images"] = {
     for name, arm in ARMS["verdict"].items()
     if name
     not in (
+        "uniform, 10 groups",
         "granular-grpo",
         "calibrated values of the hidden state",
         "calibrated values, full weight",

@@ -79,6 +79,20 @@ QUESTIONS = (
 second: whether it pays. On images there is no arm with exact values.
 """
 
+CONTROLS = (
+    Question("branch-grpo", PER_SECOND, "uniform, 10 groups"),
+    Question("tree-grpo", PER_SECOND, "uniform, 10 groups"),
+    Question("tempflow-grpo", PER_SECOND, "uniform, 6 groups"),
+    Question("rsm", PER_SECOND, "uniform, 6 groups"),
+    Question("uniform, 10 groups"),
+    Question("uniform, 6 groups"),
+    Question(POINTS, PER_UPDATE, "turning points, not the first"),
+)
+"""Secondary, and asked after the first runs in two dimensions had been seen, but the last: are
+methods whose updates are cheap better than uniform credit with updates as cheap? 10 of 16 groups
+cost as much as BranchGRPO's and TreeGRPO's trees, 6 as much as TempFlow-GRPO's combs.
+"""
+
 
 @dataclass(frozen=True)
 class Campaign:
@@ -159,6 +173,11 @@ class Verdicts:
         """The questions whose arms have runs, with verdicts."""
         asked = [question for question in QUESTIONS if question.arm in self.arms]
         return [*zip(asked, judge_family([self._compare(q) for q in asked]), strict=True)]
+
+    def controls(self) -> list[tuple[Question, Comparison]]:
+        """The secondary questions, without verdicts."""
+        asked = (q for q in CONTROLS if {q.arm, q.than} <= set(self.arms))
+        return [(question, self._compare(question)) for question in asked]
 
     def _compare(self, question: Question) -> Comparison:
         values = self.differences(question.arm, question.than, question.budget)

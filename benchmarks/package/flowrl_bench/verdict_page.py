@@ -34,8 +34,10 @@ from flowrl_bench.verdicts import (
 TITLE = "Verdict: every number"
 NAMES = {
     UNIFORM: "Flow-GRPO",
+    "uniform, 10 groups": "Flow-GRPO, 10 groups",
+    "uniform, 6 groups": "Flow-GRPO, 6 groups",
     EXACT: "exact values",
-    "uniform, larger groups": "larger groups",
+    "uniform, larger groups": "Flow-GRPO, larger groups",
     "noise-weighted": "weights by noise",
     "stepwise gains": "Stepwise-Flow-GRPO",
     "turning points": "TP-GRPO",
@@ -139,6 +141,13 @@ def _question(budget: str, comparison: Comparison, arm: str, than: str) -> list[
     ]
 
 
+def controls_table(verdicts: Verdicts) -> Table:
+    """The secondary questions."""
+    head = ["question", "at equal", "lead, %", "seeds won"]
+    rows = [_question(q.budget, c, q.arm, q.than) for q, c in verdicts.controls()]
+    return Table(head, [[*row[:3], row[5]] for row in rows], ("question",))
+
+
 def answers_table(verdicts: Verdicts) -> Table:
     """The questions with a verdict."""
     head = ["question", "at equal", "lead, %", "p, difference", "p, margin", "seeds won", "verdict"]
@@ -194,6 +203,13 @@ def details(worlds: Mapping[str, tuple[Verdicts, HeadroomStudy]], command: str) 
         )
         page.heading("Questions", 3)
         page.blocks.append(answers_table(verdicts))
+        page.heading("Controls", 3)
+        page.text(
+            "Without verdicts; asked after the first runs in two dimensions had been seen."
+            " 10 groups of 16 cost as much per update as BranchGRPO and TreeGRPO, 6 as much as"
+            " TempFlow-GRPO and RSM."
+        )
+        page.blocks.append(controls_table(verdicts))
         page.heading("All arms, averaged over tasks", 3)
         page.blocks.append(arms_table(verdicts))
         for task in verdicts.pairs:
