@@ -131,7 +131,6 @@ ARMS["images"] = {
     for name, arm in ARMS["verdict"].items()
     if name
     not in (
-        "uniform, 10 groups",
         "granular-grpo",
         "calibrated values of the hidden state",
         "calibrated values, full weight",
