@@ -41,8 +41,10 @@ from reanalysis_statistics import (
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/verdict/details.md"
-UNIFORM, EXACT, LARGER = "Flow-GRPO", "exact values", "larger groups"
+UNIFORM, EXACT, LARGER = "Flow-GRPO", "exact values", "Flow-GRPO, larger groups"
 OURS, RANDOM_POINTS = "calibrated values (ours)", "TP-GRPO, random points"
+TEN, SIX = "Flow-GRPO, 10 groups", "Flow-GRPO, 6 groups"
+NOT_FIRST = "TP-GRPO, not the first step"
 BUDGETS = ("update", "forward equivalent", "second")
 PER_UPDATE, _, PER_SECOND = BUDGETS
 PER_UPDATE_ASKED = (
@@ -74,6 +76,16 @@ ASKED = (
     *((arm, PER_SECOND, UNIFORM) for arm in PER_SECOND_ASKED),
 )
 """The questions: arm, budget, and the arm that it is compared with."""
+CONTROLS = (
+    ("BranchGRPO", PER_SECOND, TEN),
+    ("TreeGRPO", PER_SECOND, TEN),
+    ("TempFlow-GRPO", PER_SECOND, SIX),
+    ("RSM", PER_SECOND, SIX),
+    (TEN, PER_SECOND, UNIFORM),
+    (SIX, PER_SECOND, UNIFORM),
+    ("TP-GRPO", PER_UPDATE, NOT_FIRST),
+)
+"""Likewise, without verdicts."""
 UNCHANGED: Settings = {
     "method": "flow-grpo",
     "credit": "",
@@ -107,11 +119,13 @@ def critic(options: str) -> Settings:
 
 IN_BOTH: dict[str, Settings] = {
     UNIFORM: {},
+    TEN: {"groups": 10},
+    SIX: {"groups": 6},
     LARGER: method("flow-grpo", group_size=29),
     "weights by noise": method("noise-weighted"),
     "Stepwise-Flow-GRPO": method("stepwise-flow-grpo"),
     "TP-GRPO": method("tp-grpo"),
-    "TP-GRPO, not the first step": {"credit": "turning-point(first_step=false)"},
+    NOT_FIRST: {"credit": "turning-point(first_step=false)"},
     RANDOM_POINTS: {"credit": "turning-point-variant(where=random)"},
     "DenseGRPO": {"credit": "turning-point-variant(where='none')"},
     "BranchGRPO": method("branch-grpo", sampler="flow-sde"),
@@ -298,6 +312,7 @@ class Campaign:
             for task, a in runs.items()
             if shared[task]
         }
+        self.arms = set.intersection(*(set(arms) for arms in self.runs.values()))
         self.seeds = sorted(set.intersection(*(shared[task] for task in self.runs)))
         self.gains = {
             task: max(np.mean([run.rewards[-1] for run in own.values()]) for own in arms.values())
@@ -319,21 +334,22 @@ class Campaign:
 
     def answers(self) -> Iterator[tuple[str, ...]]:
         """The rows of *Questions*."""
-        known = set.intersection(*(set(arms) for arms in self.runs.values()))
-        asked = [question for question in ASKED if question[0] in known]
+        asked = [question for question in ASKED if question[0] in self.arms]
         values = [self.leads(*question, list(self.runs)) for question in asked]
-        pairs = (
-            corrected(values) if len(self.seeds) >= FEWEST else [(math.nan, math.nan)] * len(asked)
-        )
-        for (arm, budget, than), leads, pair in zip(asked, values, pairs, strict=True):
-            yield (
-                f"{arm} against {than}",
-                budget,
-                percent(leads),
-                *(f"{p:.6f}" for p in pair),
-                f"{100 * won(leads):.0f}%",
-                verdict(leads.mean(), *pair),
-            )
+        pairs = [(math.nan, math.nan)] * len(asked)
+        if len(self.seeds) >= FEWEST:
+            pairs = corrected(values)
+        for (*words, percents, wins), leads, pair in zip(
+            self.asked(asked), values, pairs, strict=True
+        ):
+            printed = (f"{p:.6f}" for p in pair)
+            yield *words, percents, *printed, wins, verdict(leads.mean(), *pair)
+
+    def asked(self, questions: Sequence[tuple[str, str, str]]) -> Iterator[tuple[str, ...]]:
+        """Question, budget, lead and seeds won."""
+        for arm, budget, than in questions:
+            leads = self.leads(arm, budget, than, list(self.runs))
+            yield f"{arm} against {than}", budget, percent(leads), f"{100 * won(leads):.0f}%"
 
     def arm(self, name: str, tasks: Sequence[str]) -> tuple[str, ...]:
         """The row of an arm."""
@@ -392,6 +408,7 @@ def percent(leads: Values) -> str:
 QUESTIONS_HEAD = (
     *("question", "at equal", "lead, %", "p, difference", "p, margin", "seeds won", "verdict"),
 )
+CONTROLS_HEAD = (*QUESTIONS_HEAD[:3], "seeds won")
 ARMS_HEAD = (
     *("arm", "mean", "final", "collapsed", "cost", "cost as SD3.5-Medium"),
     *(f"lead per {budget}, %" for budget in BUDGETS),
@@ -425,6 +442,9 @@ def world_rows(title: str, text: str, results: Path) -> Iterator[Row]:
     yield Row(title, "seeds", stated[0] if stated else "", seeds)
     yield from table_rows(
         f"{title}, questions", parts["Questions"], QUESTIONS_HEAD, list(campaign.answers())
+    )
+    yield from table_rows(
+        f"{title}, controls", parts["Controls"], CONTROLS_HEAD, list(campaign.asked(CONTROLS))
     )
     groups = {"All arms, averaged over tasks": list(campaign.runs)}
     groups |= {f"Task {task}": [task] for task in campaign.runs}
