@@ -12,7 +12,7 @@ import torch
 from flowrl_compare.costs import COUNTS
 from torch import Tensor
 
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, RewardContractError, TrainingError
 from flowrl.core.protocols import FlowPolicy
 from flowrl.credit import turning_points
 from flowrl.policies import MixturePolicy
@@ -77,7 +77,9 @@ def reproducible(*key: Any) -> Iterator[None]:
             np.random.set_state(arrays)  # noqa: NPY002
 
 
-def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+def measure(
+    config: RunConfig, stop: Callable[[], bool] = lambda: False, lenient: bool = False
+) -> dict[str, Any] | None:
     """Train by `config` and return plain numbers; None if `stop` ended the run. On one machine, a
     config determines all but the seconds.
 
@@ -86,6 +88,9 @@ def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict
     between two samples of a prompt (likewise). gains: mean |g_k| per decision in the first and the
     last quarter of training, if the rule reads the values of all of them. seconds: processor time
     of one thread, so that other work on the machine does not count.
+
+    If numbers became infinite, a `lenient` measurement has rewards of 0, the lowest of the built-in
+    worlds, from there on, with the costs so far continued, and the message as `diverged`.
     """
     with reproducible("run", config.seed):
         trainer, world = make_trainer(config), make_world(config)
@@ -95,7 +100,12 @@ def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict
             if stop():
                 return None
             started = time.process_time()
-            row = trainer.iteration()
+            try:
+                row = trainer.iteration()
+            except (TrainingError, RewardContractError) as error:
+                if not lenient:
+                    raise
+                return _diverged(config, curve, str(error))
             seconds = time.process_time() - started
             for name in totals:
                 totals[name] += seconds if name == "seconds" else row[name]
@@ -106,7 +116,12 @@ def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict
                 trainer.done % config.evaluation.eval_every == 0
                 or trainer.done == config.iterations
             ):
-                curve.append(_evaluated(trainer, world, totals))
+                try:
+                    curve.append(_evaluated(trainer, world, totals))
+                except (TrainingError, RewardContractError) as error:
+                    if not lenient:
+                        raise
+                    return _diverged(config, curve, str(error))
     quarter = max(1, config.iterations // 4)
     scored = gains[0] is not None
     return {
@@ -118,6 +133,19 @@ def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict
         "phases": phases,
         "gains": [_mean(gains[:quarter]), _mean(gains[-quarter:])] if scored else None,
     }
+
+
+def _diverged(config: RunConfig, curve: list[list[float | None]], message: str) -> dict[str, Any]:
+    """The result of a run that diverged after the evaluations of `curve`."""
+    last, every = dict(zip(CURVE, curve[-1], strict=True)), config.evaluation.eval_every
+    done = int(last["iteration"] or 0)
+    iterations = sorted({*range(done + every, config.iterations, every), config.iterations})
+    for iteration in iterations:
+        counts = {name: (last[name] or 0.0) * iteration / max(done, 1) for name in TOTALS[:-1]}
+        row = {**dict.fromkeys(CURVE, 0.0), **counts, "iteration": float(iteration)}
+        curve.append([row[name] for name in CURVE])
+    empty: dict[str, Any] = {"totals": {}, "phases": {}, "gains": None}
+    return {"curve": curve, **empty, "diverged": message}
 
 
 def _mean(rows: list[list[float]]) -> list[float]:
