@@ -195,7 +195,7 @@ class Task:
             knobs = POLICY
         shared = {
             **dict(iterations=size.iterations, eval_every=2, eval_samples=384, eval_steps=20),
-            **dict(initial_noise="independent", method="flow-grpo"),
+            **dict(initial_noise="independent", method="flow-grpo", window="0:5"),
             **self.changes,
         }
         known = {"reward_noise": 0.0} if self.is_exact else {}

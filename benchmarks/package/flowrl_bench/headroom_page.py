@@ -17,7 +17,11 @@ from flowrl_bench.page import Document, Image, Table, dot_plot_axes
 TITLE = "Headroom of credit"
 SHADES = {TELLS: COLOURS["tp-grpo"], UNCLEAR: SOFT, CANNOT: COLOURS["stepwise-flow-grpo"]}
 ALT = "Per task the lead of the oracle over uniform credit, in percent of what can be gained"
-SETS = {"published": "published methods", "values": "cheap values"}
+SETS = {
+    "published": "published methods",
+    "values": "cheap values",
+    **dict.fromkeys(("verdict", "images"), "main comparison"),
+}
 """The sets of further arms in words."""
 COLUMNS = ("task", "uniform", "oracle", "start", "best", "margin", "headroom", "low", "high")
 

@@ -103,9 +103,9 @@ def measure(
             try:
                 row = trainer.iteration()
             except (TrainingError, RewardContractError) as error:
-                if not lenient:
+                if not (lenient and trainer.done):
                     raise
-                return _diverged(config, curve, str(error))
+                return _diverged(config, curve, totals, trainer.done, str(error))
             seconds = time.process_time() - started
             for name in totals:
                 totals[name] += seconds if name == "seconds" else row[name]
@@ -121,7 +121,7 @@ def measure(
                 except (TrainingError, RewardContractError) as error:
                     if not lenient:
                         raise
-                    return _diverged(config, curve, str(error))
+                    return _diverged(config, curve, totals, trainer.done, str(error))
     quarter = max(1, config.iterations // 4)
     scored = gains[0] is not None
     return {
@@ -135,17 +135,23 @@ def measure(
     }
 
 
-def _diverged(config: RunConfig, curve: list[list[float | None]], message: str) -> dict[str, Any]:
-    """The result of a run that diverged after the evaluations of `curve`."""
-    last, every = dict(zip(CURVE, curve[-1], strict=True)), config.evaluation.eval_every
-    done = int(last["iteration"] or 0)
-    iterations = sorted({*range(done + every, config.iterations, every), config.iterations})
-    for iteration in iterations:
-        counts = {name: (last[name] or 0.0) * iteration / max(done, 1) for name in TOTALS[:-1]}
-        row = {**dict.fromkeys(CURVE, 0.0), **counts, "iteration": float(iteration)}
+def _diverged(
+    config: RunConfig,
+    curve: list[list[float | None]],
+    totals: Mapping[str, float],
+    done: int,
+    message: str,
+) -> dict[str, Any]:
+    """The result of a run that diverged after `done` iterations, which cost `totals`, and the
+    evaluations of `curve`.
+    """
+    every, end = config.evaluation.eval_every, config.iterations
+    for iteration in sorted({*range(int(curve[-1][0] or 0) + every, end, every), end}):
+        counts = {name: total * iteration / done for name, total in totals.items()}
+        row: dict[str, float | None] = {**dict.fromkeys(CURVE, 0.0), **counts}
+        row |= {"iteration": float(iteration), "quality": None, "diversity": None}
         curve.append([row[name] for name in CURVE])
-    empty: dict[str, Any] = {"totals": {}, "phases": {}, "gains": None}
-    return {"curve": curve, **empty, "diverged": message}
+    return {"curve": curve, "totals": {}, "phases": {}, "gains": None, "diverged": message}
 
 
 def _mean(rows: list[list[float]]) -> list[float]:

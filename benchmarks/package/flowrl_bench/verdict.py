@@ -75,7 +75,7 @@ QUESTIONS = (
         ),
     ),
 )
-"""The questions with a verdict. Per update: what a rule of credit learns from the same samples. Per
+"""The questions with a verdict. Per update: what a rule of credit learns from as many samples. Per
 second: whether it pays. On images there is no arm with exact values.
 """
 
@@ -86,11 +86,13 @@ CONTROLS = (
     Question("rsm", PER_SECOND, "uniform, 6 groups"),
     Question("uniform, 10 groups"),
     Question("uniform, 6 groups"),
+    Question(POINTS, PER_SECOND, "uniform, larger groups"),
+    Question("increments alone", PER_SECOND, "uniform, larger groups"),
     Question(POINTS, PER_UPDATE, "turning points, not the first"),
 )
-"""Secondary, and asked after the first runs in two dimensions had been seen, but the last: are
-methods whose updates are cheap better than uniform credit with updates as cheap? 10 of 16 groups
-cost as much as BranchGRPO's and TreeGRPO's trees, 6 as much as TempFlow-GRPO's combs.
+"""Secondary, and asked after the first runs in two dimensions had been seen, but the last: is an arm
+better than uniform credit whose updates are about as cheap, or as dear? 10 of 16 groups cost as much
+as the trees of BranchGRPO and TreeGRPO, 6 as much as the combs of TempFlow-GRPO and RSM.
 """
 
 
@@ -203,13 +205,19 @@ class Verdicts:
             return fmean(a / b for a, b in zip(*spending, strict=True))
 
         return Arm(
-            mean=fmean(fmean(fmean(run[1:]) for run in runs) for runs in curves),
+            mean=fmean(fmean(over_training(pair[name]) for pair in lines) for lines in chosen),
             final=fmean(fmean(run[-1] for run in runs) for runs in curves),
             collapses=sum(collapsed(run) for runs in curves for run in runs),
             runs=sum(map(len, curves)),
             leads={budget: self.lead(name, UNIFORM, budget, tasks) for budget in MEASURED_AT},
             costs={budget: cost(budget) for budget in (PER_EVALUATION, PER_SECOND)},
         )
+
+
+def over_training(line: Line) -> float:
+    """The mean held-out reward over a run, by iterations."""
+    whole = curve(line, PER_UPDATE, FORM)
+    return mean_until(whole, whole.budgets[-1])
 
 
 def difference(line: Line, other: Line, budget: str) -> float:

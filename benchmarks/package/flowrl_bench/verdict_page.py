@@ -137,7 +137,7 @@ def _question(budget: str, comparison: Comparison, arm: str, than: str) -> list[
         f"{numbers[0]} [{numbers[1]}, {numbers[2]}]",
         *(f"{p:.4f}" for p in adjusted),
         f"{100 * (comparison.won or 0):.0f}%",
-        comparison.verdict,
+        comparison.verdict if lead.p == lead.p else "no verdict: too few seeds",
     ]
 
 
@@ -195,7 +195,7 @@ def details(worlds: Mapping[str, tuple[Verdicts, HeadroomStudy]], command: str) 
     )
     for name, (verdicts, study) in worlds.items():
         campaign = CAMPAIGNS[name]
-        page.heading(campaign.label.capitalize())
+        page.heading(campaign.label[0].upper() + campaign.label[1:])
         page.text(
             f"{verdicts.seeds} seeds from {campaign.size.first_seed}; tasks:"
             f" {', '.join(task.label for task in campaign.tasks.values())}. Every arm was tuned with"
@@ -205,9 +205,11 @@ def details(worlds: Mapping[str, tuple[Verdicts, HeadroomStudy]], command: str) 
         page.blocks.append(answers_table(verdicts))
         page.heading("Controls", 3)
         page.text(
-            "Without verdicts; asked after the first runs in two dimensions had been seen."
-            " 10 groups of 16 cost as much per update as BranchGRPO and TreeGRPO, 6 as much as"
-            " TempFlow-GRPO and RSM."
+            "Without verdicts; all but the last were asked after the first runs in two dimensions"
+            " had been seen. At equal seconds an arm with cheap updates makes more of them. Flow-GRPO"
+            " with 10 groups instead of 16 has updates about as cheap as BranchGRPO's and TreeGRPO's,"
+            " with 6 groups as TempFlow-GRPO's and RSM's; with larger groups they cost about as much"
+            " as TP-GRPO's."
         )
         page.blocks.append(controls_table(verdicts))
         page.heading("All arms, averaged over tasks", 3)
@@ -223,8 +225,9 @@ def details(worlds: Mapping[str, tuple[Verdicts, HeadroomStudy]], command: str) 
         f"A run collapsed if it ends more than {COLLAPSE} below its best reward, or more than"
         f" {BELOW_START} below its first. The cost of a run is in forward equivalents of its"
         f" network, and in those of {STATED_NAME} ({STATED.source}, PickScore), as a multiple of"
-        " that of Flow-GRPO. What the values of the arm with exact values cost counts in its row and"
-        " not in its question."
+        " that of Flow-GRPO. What exact values cost counts in their row and not in their question."
+        " With noise on the score, exact values are those of scores without noise, so their lead"
+        " includes what the noise costs. A run that diverged has rewards of 0 from there on."
     )
     page.text(f"Made by `{command}`.")
     return page
