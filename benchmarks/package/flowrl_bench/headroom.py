@@ -110,7 +110,7 @@ ARMS: dict[str, dict[str, dict[str, Any] | Arm]] = {
             )
         },
         "tempflow-grpo": {"method": "tempflow-grpo", **_OWN["tempflow-grpo"]},
-        **{f"uniform, {groups} groups": {"groups": groups} for groups in (10, 6)},
+        **{f"uniform, {groups} groups": {"groups": groups} for groups in (10, 8, 6)},
         "turning points, not the first": {"credit": "turning-point(first_step=false)"},
         **{
             name: {"credit": f"calibrated-gain({options})"}

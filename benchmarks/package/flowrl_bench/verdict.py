@@ -80,19 +80,21 @@ second: whether it pays. On images there is no arm with exact values.
 """
 
 CONTROLS = (
-    Question("branch-grpo", PER_SECOND, "uniform, 10 groups"),
+    Question("branch-grpo", PER_SECOND, "uniform, 8 groups"),
     Question("tree-grpo", PER_SECOND, "uniform, 10 groups"),
     Question("tempflow-grpo", PER_SECOND, "uniform, 6 groups"),
     Question("rsm", PER_SECOND, "uniform, 6 groups"),
     Question("uniform, 10 groups"),
+    Question("uniform, 8 groups"),
     Question("uniform, 6 groups"),
     Question(POINTS, PER_SECOND, "uniform, larger groups"),
     Question("increments alone", PER_SECOND, "uniform, larger groups"),
     Question(POINTS, PER_UPDATE, "turning points, not the first"),
 )
 """Secondary, and asked after the first runs in two dimensions had been seen, but the last: is an arm
-better than uniform credit whose updates are about as cheap, or as dear? 10 of 16 groups cost as much
-as the trees of BranchGRPO and TreeGRPO, 6 as much as the combs of TempFlow-GRPO and RSM.
+better than uniform credit whose updates are about as cheap, or as dear? Of 16
+groups, 8 cost as much as the trees of BranchGRPO, 10 as those of TreeGRPO, and 6 as the combs of
+TempFlow-GRPO and RSM.
 """
 
 

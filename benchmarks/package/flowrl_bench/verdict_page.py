@@ -35,6 +35,7 @@ TITLE = "Verdict: every number"
 NAMES = {
     UNIFORM: "Flow-GRPO",
     "uniform, 10 groups": "Flow-GRPO, 10 groups",
+    "uniform, 8 groups": "Flow-GRPO, 8 groups",
     "uniform, 6 groups": "Flow-GRPO, 6 groups",
     EXACT: "exact values",
     "uniform, larger groups": "Flow-GRPO, larger groups",
@@ -207,8 +208,8 @@ def details(worlds: Mapping[str, tuple[Verdicts, HeadroomStudy]], command: str) 
         page.text(
             "Without verdicts; all but the last were asked after the first runs in two dimensions"
             " had been seen. At equal seconds an arm with cheap updates makes more of them. Flow-GRPO"
-            " with 10 groups instead of 16 has updates about as cheap as BranchGRPO's and TreeGRPO's,"
-            " with 6 groups as TempFlow-GRPO's and RSM's; with larger groups they cost about as much"
+            " with 8 groups instead of 16 has updates about as cheap as BranchGRPO's, with 10 groups as"
+            " TreeGRPO's, with 6 groups as TempFlow-GRPO's and RSM's; with larger groups they cost about as much"
             " as TP-GRPO's."
         )
         page.blocks.append(controls_table(verdicts))
