@@ -8,6 +8,7 @@ import pickle
 import shutil
 import sys
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -329,13 +330,7 @@ def test_results_of_somebody_else_execute_nothing(setting, name, word, canary, t
 
 
 @pytest.mark.parametrize("name", ["own function", "file"])
-def test_with_trust_the_code_runs(
-    name,
-    finished,
-    canary,
-    tmp_path,
-    capsys,
-):
+def test_with_trust_the_code_runs(name, finished, canary, tmp_path, capsys):
     """Otherwise the refusals prove nothing. That none is a loss is found after the import."""
     spec, new = SPECS[name][0].format(folder=tmp_path), str(tmp_path / "new")
     run = write_hostile(finished, tmp_path / "hostile", "loss", spec)
@@ -353,12 +348,10 @@ def test_a_module_of_our_own_needs_trust_only_in_a_file(tmp_path):
     assert flowrl_(f"train --resume {out} --trust") == 0
 
 
-@pytest.mark.parametrize(("setting", "name"), [("reward", "file"), ("observe", "file")])
-def test_a_repeated_setting_is_in_the_users_own_words(
-    setting, name, finished, canary, tmp_path, capsys
-):
+@pytest.mark.parametrize("setting", ["reward", "observe"])
+def test_a_repeated_setting_is_in_the_users_own_words(setting, finished, canary, tmp_path, capsys):
     """Only the same text as the setting, and for that text alone."""
-    out, spec = tmp_path / "hostile", SPECS[name][0].format(folder=tmp_path)
+    out, spec = tmp_path / "hostile", f"{tmp_path}/evil.py:Evil"
     run = write_hostile(finished, out, setting, spec)
     for options in (f"train --resume {run}", f"compare --resume {out} --workers 1"):
         name = f"--from {spec}" if "train" in options else ""  # which is no setting
@@ -371,10 +364,8 @@ def test_a_repeated_setting_is_in_the_users_own_words(
     for path in (other / "config.json", tmp_path / "two" / "config.json"):
         path.write_text(path.read_text().replace('"reward": ""', f'"reward": "{spec}"', 1))
     for options in (f"train --resume {other}", f"compare --resume {tmp_path}/two"):
-        assert (
-            "loss names evil_module:Evil" in error_of(f"{options} --reward {spec}", capsys)
-            and not canary.exists()
-        )
+        error = error_of(f"{options} --reward {spec}", capsys)
+        assert "loss names evil_module:Evil" in error and not canary.exists()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -594,7 +585,7 @@ def code_in_a_component(folder):
 
 def set_component(folder, name, value):
     index = folder / "model_index.json"
-    write_json(index, {**json.loads(index.read_text()), name: value})
+    write_json(index, json.loads(index.read_text()) | {name: value})
 
 
 def pickle_weights(weights, pickled):
@@ -607,10 +598,8 @@ def pickle_weights(weights, pickled):
 
 def auto_map(folder):
     config = folder / "text_encoder" / "config.json"
-    values = json.loads(config.read_text())
-    config.write_text(
-        json.dumps({**values, "auto_map": {"AutoModel": "evil_part.Evil"}, "model_type": "evil"})
-    )
+    classes = {"auto_map": {"AutoModel": "evil_part.Evil"}, "model_type": "evil"}
+    write_json(config, json.loads(config.read_text()) | classes)
     (folder / "text_encoder" / "evil_part.py").write_text((folder.parent / "evil.py").read_text())
 
 
@@ -626,14 +615,19 @@ def auto_map(folder):
             folder / "text_encoder" / "model.safetensors", "pytorch_model.bin"
         ),
         auto_map,
-        lambda folder: set_component(folder, "vae", ["evil_module", "Evil"]),
-        lambda folder: set_component(folder, "scheduler", ["os", "system"]),
-        lambda folder: set_component(folder, "extra", ["evil_module", "Evil"]),
-        lambda folder: set_component(folder, "vae", ["diffusers", "DiffusionPipeline"]),
-        lambda folder: set_component(folder, "vae", ["transformers", "pipeline"]),
-        lambda folder: set_component(folder, "vae", ["diffusers.utils.nothing", "x"]),
-        lambda folder: set_component(folder, "_class_name", ["evil_module", "Evil"]),
-        lambda folder: set_component(folder, "_class_name", "evil_module.Evil"),
+        *[
+            partial(set_component, name=name, value=value)
+            for name, value in (
+                ("vae", ["evil_module", "Evil"]),
+                ("scheduler", ["os", "system"]),
+                ("extra", ["evil_module", "Evil"]),
+                ("vae", ["diffusers", "DiffusionPipeline"]),
+                ("vae", ["transformers", "pipeline"]),
+                ("vae", ["diffusers.utils.nothing", "x"]),
+                ("_class_name", ["evil_module", "Evil"]),
+                ("_class_name", "evil_module.Evil"),
+            )
+        ],
     ],
 )
 def test_a_hostile_pipeline_executes_nothing(change, model, canary, tmp_path):
@@ -681,10 +675,8 @@ def test_a_read_run_builds_nothing_that_needs_trust(setting, finished, canary, t
     """Whoever builds, also of a changed copy; settings in place of the file's are the user's own
     word.
     """
-    path = (
-        write_hostile(finished, tmp_path / "hostile", setting, f"{tmp_path}/evil.py:Evil")
-        / "config.json"
-    )
+    out, spec = tmp_path / "hostile", f"{tmp_path}/evil.py:Evil"
+    path = write_hostile(finished, out, setting, spec) / "config.json"
     config = load_config(path)
     copies = (
         config,

@@ -183,25 +183,12 @@ def test_full_fine_tuning_and_its_reference(pair, tmp_path):
         pass
 
 
-@pytest.mark.parametrize("train", ["lora", "full"])
-def test_narrow_networks_with_float32_around_them(pair, train):
-    policy = pair.policy(dtype="bfloat16", tuning=train)
+def test_narrow_networks_with_float32_around_them(pair):
+    policy = pair.policy(dtype="bfloat16", tuning="full")
     exact, narrow = velocity(pair.policy(tuning="nothing")), velocity(policy)
     assert narrow.dtype == torch.float32
     assert 0 < (narrow - exact).norm() / narrow.norm() < 0.05
-    assert all(p.dtype == torch.float32 for p in policy.trainable().values())
-    frozen = {p.dtype for p in policy.transformer.parameters() if not p.requires_grad}
-    assert frozen == ({torch.bfloat16} if train == "lora" else set())
-
-
-def test_the_same_weights_sample_and_train_in_a_narrow_network(case):
-    """In the same batch the ratio is exactly 1: sampling merges nothing into the rounded
-    weights.
-    """
-    policy = fill(case.policy(dtype="bfloat16"))
-    with policy.frozen():
-        sampled = velocity(policy)
-    assert torch.equal(sampled, velocity(policy).detach())
+    assert {p.dtype for p in policy.transformer.parameters()} == {torch.float32}
 
 
 def test_gradient_checkpointing_changes_nothing(case):

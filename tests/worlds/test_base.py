@@ -5,7 +5,6 @@ that others read.
 import json
 
 import torch
-from flowrl_compare.results import load_run
 from flowrl_testing.tiny import tiny_flux
 from safetensors.torch import load_file
 from small_run import model_files, words
@@ -20,8 +19,6 @@ def test_full_fine_tuning_of_flux_against_its_reference(tmp_path):
     options = model_files(tmp_path, pipe=tiny_flux()) | dict(preset="tiny", tuning="full")
     options |= dict(kl_weight=0.1, learning_rate=0.001, out=tmp_path / "run")
     assert main(["train", *words(**options)]) == 0
-    run = load_run(tmp_path / "run")
-    assert [row["kl"] >= 0 for row in run.rows[1:]] == [True, True]
     kind = type(tiny_flux().transformer)
     transformer = kind.from_pretrained(tmp_path / "run" / "full", subfolder="transformer")
     averaged = load_file(tmp_path / "run" / "weights.safetensors")

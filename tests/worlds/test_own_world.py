@@ -92,9 +92,10 @@ def test_a_python_object_is_the_same_world_as_its_name(how, tmp_path):
 
 
 def refused(capsys, options):
-    assert flowrl_(f"train {options} --out run") == 2 and not Path("run").exists()
-    error = capsys.readouterr().err
-    assert error.startswith("flowrl: error: ") and error.count("\n") == 1
+    error = error_of(f"train {options} --out run", capsys)
+    assert (
+        not Path("run").exists() and error.startswith("flowrl: error: ") and error.count("\n") == 1
+    )
     return error
 
 
