@@ -15,7 +15,6 @@ from flowrl_bench.headroom import (
     TELLS,
     UNCLEAR,
     HeadroomStudy,
-    Row,
     Size,
     row_of,
     verdict,
@@ -37,12 +36,12 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize("world", [Points(), Points(16), Points(nested=True)])
-def test_worlds_keep_their_promises(world: Points) -> None:
+def test_worlds_keep_their_promises(world):
     findings = check_world(world)
     assert findings.ok and not findings.marked("advice"), str(findings)
 
 
-def test_further_coordinates_are_independent_of_the_modes() -> None:
+def test_further_coordinates_are_independent_of_the_modes():
     """The base flow moves the plane as in two dimensions, and each other coordinate as N(0, s^2)
     alone.
     """
@@ -55,7 +54,7 @@ def test_further_coordinates_are_independent_of_the_modes() -> None:
 
 
 @pytest.mark.parametrize("form", Points().forms)
-def test_the_parts_of_a_nested_reward(form: mixture.Form) -> None:
+def test_the_parts_of_a_nested_reward(form):
     """On the target's ring both parts count; on the opposite ring only the fine part; with its
     inverted position only the coarse one.
     """
@@ -80,25 +79,25 @@ def test_the_parts_of_a_nested_reward(form: mixture.Form) -> None:
         (Estimate(0.08, -0.01, 0.17), UNCLEAR),
     ],
 )
-def test_verdicts(headroom: Estimate, expected: str) -> None:
+def test_verdicts(headroom, expected):
     """With a margin of 0.04."""
     assert verdict(headroom, 0.04, True) == expected
     assert verdict(headroom, 0.04, False) == (UNCLEAR if expected == CANNOT else expected)
 
 
-def closed_form(name: str) -> Row:
+def closed_form(name):
     """Uniform credit reaches 0.6 and 0.8, the oracle 1, after a start of 0.2."""
     return made(name, [0.2, 1.0, 1.0])
 
 
-def made(name: str, oracle_curve: list[float], spread: float = 0.1) -> Row:
+def made(name, oracle_curve, spread=0.1):
     """An oracle with these rewards; uniform credit ends `spread` below and above 0.7."""
     oracle, ends = fake_line(oracle_curve), (0.7 - spread, 0.7 + spread)
     pairs = [{"uniform": fake_line([0.2, 0.4, end]), "oracle": oracle} for end in ends]
     return row_of(name, TASKS[name], pairs, {"uniform": {}, "oracle": {}})
 
 
-def test_an_oracle_that_is_no_bound_rules_nothing_out() -> None:
+def test_an_oracle_that_is_no_bound_rules_nothing_out():
     """An oracle below uniform credit says that a task cannot tell rules apart only if its values
     are exact and it never collapsed.
     """
@@ -108,7 +107,7 @@ def test_an_oracle_that_is_no_bound_rules_nothing_out() -> None:
     assert made("16-dimensions", steady, 0.01).label == UNCLEAR
 
 
-def test_a_row_and_its_page(tmp_path: Path) -> None:
+def test_a_row_and_its_page(tmp_path):
     row = closed_form("default")
     assert (row.uniform, row.oracle, row.start, row.best) == pytest.approx((0.55, 1.0, 0.2, 1.0))
     assert row.headroom.value == pytest.approx(0.45) and row.margin == pytest.approx(0.04)
@@ -124,7 +123,7 @@ def test_a_row_and_its_page(tmp_path: Path) -> None:
     )
 
 
-def test_a_method_with_fewer_evaluations_is_found() -> None:
+def test_a_method_with_fewer_evaluations_is_found():
     """The same rewards as uniform credit at 90% of its evaluations: no lead, and a cost of 0.9. A
     run that falls by more than 0.1 collapsed.
     """
@@ -149,7 +148,7 @@ def test_a_method_with_fewer_evaluations_is_found() -> None:
     assert "cheaper | 0.775 | +0.000 [+0.000, +0.000] | 0.800" in text and "1 of 2 | 0.90" in text
 
 
-def test_arms_of_a_task_differ_in_credit_alone(tmp_path: Path) -> None:
+def test_arms_of_a_task_differ_in_credit_alone(tmp_path):
     """The oracle is trained without the noise that it knows to have mean 0, and shares its search
     with the task without noise.
     """
@@ -168,7 +167,7 @@ def test_arms_of_a_task_differ_in_credit_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", dict.fromkeys([CREDIT, *(task.oracle for task in TASKS.values())]))
-def test_oracles_give_all_decisions_the_same_scale(spec: str) -> None:
+def test_oracles_give_all_decisions_the_same_scale(spec):
     """Gains of the first decision 1,000 times as small as those of the second."""
     gains = torch.randn(3, 12, 2, dtype=torch.float64) * torch.tensor([1e-2, 10.0])
     values = torch.cat([torch.zeros(3, 12, 1), gains.cumsum(-1)], -1)
@@ -176,7 +175,7 @@ def test_oracles_give_all_decisions_the_same_scale(spec: str) -> None:
     torch.testing.assert_close(stds, torch.ones_like(stds), atol=0.05, rtol=0)
 
 
-def test_published_controls_at_tuned_settings() -> None:
+def test_published_controls_at_tuned_settings():
     """In a task with headroom and credit at all steps but the last, exact credit leads, random
     credit trails, and neither uniform credit nor the oracle collapses.
     """
@@ -189,7 +188,7 @@ def test_published_controls_at_tuned_settings() -> None:
 
 
 @pytest.mark.slow
-def test_controls_have_no_headroom(tmp_path: Path) -> None:
+def test_controls_have_no_headroom(tmp_path):
     """Uniform credit under another name cannot lead, random credit must trail; finished runs are
     not made again.
     """
@@ -206,7 +205,7 @@ def test_controls_have_no_headroom(tmp_path: Path) -> None:
     assert len(study.tuning.unchecked()) == len(study.results.unchecked()) == 3 * 3
 
 
-def test_an_unknown_task_is_refused_in_one_line(capsys, tmp_path: Path) -> None:
+def test_an_unknown_task_is_refused_in_one_line(capsys, tmp_path):
     out = ["--out", str(tmp_path / "runs.jsonl")]
     assert main(["bench", "headroom", "--tasks", "nothing", *out]) == 2
     assert "tasks = 'nothing' is not allowed; allowed: one of default, 9" in capsys.readouterr().err

@@ -18,9 +18,7 @@ from flowrl_bench.verdicts import BETTER, FEWEST, UNDECIDED, WORSE
 LINE = [i / 20 for i in range(11)]
 
 
-def made(
-    arms: dict[str, tuple[list[float], float]], seeds: int = 6, spread: float = 0.01
-) -> Verdicts:
+def made(arms, seeds=6, spread=0.01):
     """Two tasks whose arms have these rewards and costs, with noise by seed; half of the reward in
     the second.
     """
@@ -40,7 +38,7 @@ def made(
     )
 
 
-def test_outcomes_at_equal_budgets_in_closed_form() -> None:
+def test_outcomes_at_equal_budgets_in_closed_form():
     """Rewards 0 to .5 in a straight line. Twice as dear with the same curve: at equal updates no
     lead, at equal evaluations the mean over half of the run, .125 instead of .25, of .5.
     """
@@ -56,7 +54,7 @@ def test_outcomes_at_equal_budgets_in_closed_form() -> None:
     assert arm.final == pytest.approx(0.375)
 
 
-def test_verdicts_need_seeds_and_are_drawn() -> None:
+def test_verdicts_need_seeds_and_are_drawn():
     """Exact values gain a fifth of what can be gained, TempFlow loses as much; one seed fewer than
     allowed gives no verdict. Arms without runs are not asked about.
     """
@@ -76,7 +74,7 @@ def test_verdicts_need_seeds_and_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("name", CAMPAIGNS)
-def test_campaigns_have_the_arms_of_the_questions(name: str) -> None:
+def test_campaigns_have_the_arms_of_the_questions(name):
     campaign = CAMPAIGNS[name]
     arms = next(iter(campaign.tasks.values())).arms(campaign.size)
     asked = {arm for question in QUESTIONS for arm in (question.arm, question.than)}
