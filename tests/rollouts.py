@@ -6,11 +6,12 @@ import torch
 from all_but_last import AllButLast
 from seeded import seeded
 
+from flowrl.core.experience import Credit, Decisions
 from flowrl.core.types import Condition, Prompt
 from flowrl.flow import uniform_schedule
 from flowrl.probes import NoProbe
 from flowrl.rewards import FunctionReward
-from flowrl.rollout import Groups, Usage, rollout, score_rollout
+from flowrl.rollout import Groups, Usage, rollout, score_rollout, transition_weights
 from flowrl.samplers import FlowSDE
 from flowrl.training.trainer import Trainer
 from flowrl.worlds.base import world
@@ -67,6 +68,12 @@ def rolled(
 def valued(policy, probe, reward=SQUARES, **options):
     """The value table of a rollout."""
     return score_rollout(policy, reward, rolled(policy, probe, **options)[0], PROMPTS).total
+
+
+def tree_weights(tree, stds, valid):
+    """The weights of all transitions [prompt, member, decision], with equal factors."""
+    decisions = Decisions.of(uniform_schedule(len(stds)), stds, tree, valid)
+    return transition_weights(Credit(torch.ones(decisions.mask.shape)), decisions)
 
 
 def disturbed(policy):

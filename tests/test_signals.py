@@ -16,7 +16,7 @@ import pytest
 from flowrl_compare.arms import method_arms
 from flowrl_compare.comparison import CompareConfig
 from loading import ROOT
-from small_run import TINY_RUN
+from small_run import MIXTURE, TINY_RUN
 
 from flowrl.cli.main import main
 from flowrl.signals import STOPPING, ignore_stops, on_stop, same_handlers
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 CONFIG = TINY_RUN.replace(iterations=2)
-OPTIONS = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--iterations", "2"]
+OPTIONS = f"{MIXTURE} --iterations 2".split()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULE, _, FUNCTION = PROJECT["scripts"]["flowrl"].partition(":")
 CONSOLE = f"from {MODULE} import {FUNCTION}\nsys.exit({FUNCTION}())"

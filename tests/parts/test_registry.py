@@ -125,10 +125,8 @@ def test_options_reach_the_part():
         ("credit", "uniform(1)", "option=value is expected at character 9"),
         ("credit", "uniform(std=", "is not allowed|cannot be read"),
         ("credit", "uniform(std=open('x'))", "cannot be read"),
-        ("credit", "uniform(std=neither)", "Uniform.std"),
         ("credit", "none.py:Rule", "the file none.py does not exist"),
         ("credit", "stepwise-gain(probe=all)", "unknown probe 'all'; allowed: branch, .*, or path"),
-        ("loss", "clipped(clip_range=2)", "ClippedLoss.clip_range"),
         ("sampler", "euler", "unknown sampler 'euler'"),
         ("reward", "pretty", "unknown reward 'pretty'"),
         (
@@ -137,7 +135,6 @@ def test_options_reach_the_part():
             "unknown distribution of training times 'even'; allowed: logit",
         ),
         ("loss", "awm(times='uniform(lo=0.1)')", "times: uniform has no option lo; allowed: count"),
-        ("loss", "awm(times='uniform(low=2)')", "UniformTimes.low = 2 is not allowed"),
         ("loss", "awm(times=3)", "awm: times = 3 is not allowed; allowed: a part"),
     ],
 )
@@ -215,7 +212,6 @@ def test_probes_as_parts(tmp_path):
         ("substeps(solver=rk4)", r"Substeps.solver = 'rk4' .*one of euler, heun, dpm\+\+, unipc"),
         ("substeps(count=4, solver=heun)", "Substeps.count = 4 .*odd with solver heun"),
         ("substeps(count=2.5)", "Substeps.count = 2.5 is not allowed; allowed: a whole number"),
-        ("substeps:0", "Substeps.count = 0 is not allowed; allowed: .* 1 or more"),
         ("completion(dtype=float8)", "Completion.dtype = 'float8' .*one of own, bfloat16"),
         ("tweedie(every=2)", "tweedie has no option every; allowed: none"),
         ("os:system", "os:system is not a probe; it needs a class derived from flowrl.probes"),

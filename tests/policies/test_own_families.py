@@ -75,11 +75,6 @@ def test_padding_changes_nothing_and_is_masked():
     assert (second(mask=torch.ones_like(rows["mask"])) - alone).abs().max() > 1e-3
 
 
-def test_the_grid_of_qwen_image_ends_at_a_small_time():
-    policy = QWEN.policy(height=64, width=64)
-    assert policy.schedule(10).times[-2:].tolist() == pytest.approx([0.02, 0.0])
-
-
 def test_a_prompt_of_wan_has_zeros_up_to_its_full_length_which_is_part_of_the_model():
     """512 tokens by default, as the pipeline's call has, not the 226 of its `encode_prompt`."""
     policy = WAN.policy(max_sequence_length=0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from rollouts import Compared
+from rollouts import Compared, tree_weights
 from seeded import rand, randn
 from small_run import TINY_RUN, trainer_of
 from torch.testing import assert_close
@@ -16,7 +16,6 @@ from flowrl.core.errors import RewardError
 from flowrl.core.experience import Credit, Decisions
 from flowrl.core.types import Prompt
 from flowrl.credit import Uniform
-from flowrl.flow import uniform_schedule
 from flowrl.losses import ClippedLoss, PolicyGradientLoss
 from flowrl.methods import Method
 from flowrl.probes import Branch, Comb, NoProbe
@@ -135,8 +134,7 @@ def test_members_that_share_a_transition_share_its_weight_if_edges_count(weight,
     valid = torch.ones(2, 6, dtype=torch.bool)
     valid[1, [0, 3, 4]] = False
     tree = Branch((2, 3), weight=weight).tree(3, (0, 1), 6, False, torch.Generator())
-    decisions = Decisions.of(uniform_schedule(3), torch.tensor([0.5, 0.5, 0.0]), tree, valid)
-    weights = transition_weights(Credit(torch.ones(decisions.mask.shape)), decisions)
+    weights = tree_weights(tree, torch.tensor([0.5, 0.5, 0.0]), valid)
     assert_close(weights[..., 0], valid / torch.tensor(sharing))
     assert_close(weights[..., 1], valid.float())
 
@@ -146,9 +144,8 @@ def test_all_steps_of_a_comb_weigh_the_same_if_steps_count():
     assert sum(tree.counts[:-1]) == 2 * 222  # evaluations of two trunks
     valid = torch.ones(2, 60, dtype=torch.bool)
     valid[1, :7] = False
-    decisions = Decisions.of(uniform_schedule(10), torch.ones(10), tree, valid)
-    weights = transition_weights(Credit(torch.ones(decisions.mask.shape)), decisions)
-    assert len(decisions) == 4 and weights.sum() == pytest.approx(113)
+    weights = tree_weights(tree, torch.ones(10), valid)
+    assert weights.sum() == pytest.approx(113)
     assert_close(weights.sum((0, 1)), torch.full((4,), 113 / 4))
 
 

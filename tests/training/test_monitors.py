@@ -153,7 +153,8 @@ def test_half_precision_under_a_tiny_clip(dtype, fires):
     """The adapter's second matrices begin at 0: from the second iteration on bfloat16 shows."""
     run = trainer_of(preset("tiny").apply(dtype=dtype, clip_range=1e-5))
     made = [run.iteration(), run.iteration()]
-    assert made[0]["ratio_noise"] < 1e-6
+    assert made[0]["ratio_noise"] < 1e-6 < made[1]["grad_norm"]
+    assert {parameter.dtype for parameter in run.parameters} == {torch.float32}
     assert (made[1]["ratio_noise"] > 1e-5) == fires
     kinds = [notice.kind for notice in notices(made, limits_of(run))]
     assert kinds == ["ratio-noise"] * fires
