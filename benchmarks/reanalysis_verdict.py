@@ -5,8 +5,7 @@ the tables of arms and tasks below, computes all numbers of the page by the defi
 ``docs/verdicts.md``, and compares them to the printed precision. The exit status is 1 if a number
 differs. Two seconds; no network evaluations.
 
-Unlike the outcomes, the column *mean* is no mean over the piecewise linear curve: it is that of all
-evaluations but the one before training. Leads use the seeds that all arms of all tasks have, other
+The column *mean* is the mean of the piecewise linear curve over the whole run, by iterations. Leads use the seeds that all arms of all tasks have, other
 numbers those that all arms of the task have.
 
     python benchmarks/reanalysis_verdict.py --all
@@ -43,7 +42,7 @@ RESULTS = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/verdict/details.md"
 UNIFORM, EXACT, LARGER = "Flow-GRPO", "exact values", "Flow-GRPO, larger groups"
 OURS, RANDOM_POINTS = "calibrated values (ours)", "TP-GRPO, random points"
-TEN, SIX = "Flow-GRPO, 10 groups", "Flow-GRPO, 6 groups"
+TEN, EIGHT, SIX = (f"Flow-GRPO, {groups} groups" for groups in (10, 8, 6))
 NOT_FIRST = "TP-GRPO, not the first step"
 BUDGETS = ("update", "forward equivalent", "second")
 PER_UPDATE, _, PER_SECOND = BUDGETS
@@ -77,12 +76,15 @@ ASKED = (
 )
 """The questions: arm, budget, and the arm that it is compared with."""
 CONTROLS = (
-    ("BranchGRPO", PER_SECOND, TEN),
+    ("BranchGRPO", PER_SECOND, EIGHT),
     ("TreeGRPO", PER_SECOND, TEN),
     ("TempFlow-GRPO", PER_SECOND, SIX),
     ("RSM", PER_SECOND, SIX),
     (TEN, PER_SECOND, UNIFORM),
+    (EIGHT, PER_SECOND, UNIFORM),
     (SIX, PER_SECOND, UNIFORM),
+    ("TP-GRPO", PER_SECOND, LARGER),
+    ("DenseGRPO", PER_SECOND, LARGER),
     ("TP-GRPO", PER_UPDATE, NOT_FIRST),
 )
 """Likewise, without verdicts."""
@@ -120,6 +122,7 @@ def critic(options: str) -> Settings:
 IN_BOTH: dict[str, Settings] = {
     UNIFORM: {},
     TEN: {"groups": 10},
+    EIGHT: {"groups": 8},
     SIX: {"groups": 6},
     LARGER: method("flow-grpo", group_size=29),
     "weights by noise": method("noise-weighted"),
@@ -158,9 +161,6 @@ def exact(probe: str) -> Settings:
     return {"credit": f"stepwise-gain(normalise='step', probe='{probe}')"}
 
 
-OWN_WINDOW = {"window": ""}
-
-
 class World(NamedTuple):
     """`fixed`: settings of all runs; by task its settings, and those of single arms in it.
     `scored`: FLOPs of the decoder and of the reward for an image, in forward passes.
@@ -194,10 +194,7 @@ WORLDS = {
             "default": {EXACT: exact("exact(points=29, reach=4)")},
             "noise-0.3": {EXACT: exact("exact(points=29, reach=4)")},
             "strict": {EXACT: exact("exact(points=57, reach=5)")},
-            "16-dimensions": {
-                EXACT: exact("continuation:64"),
-                **dict.fromkeys(("BranchGRPO", "TreeGRPO", "Granular-GRPO"), OWN_WINDOW),
-            },
+            "16-dimensions": {EXACT: exact("continuation:64")},
         },
         (0.0, 0.0),
     ),
@@ -357,7 +354,7 @@ class Campaign:
         others = [list(self.runs[task][UNIFORM].values()) for task in tasks]
 
         def average(of: Any) -> str:
-            return f"{np.mean([np.mean([of(run.rewards) for run in runs]) for runs in own]):.6f}"
+            return f"{np.mean([np.mean([of(run) for run in runs]) for runs in own]):.6f}"
 
         def cost(budget: str) -> str:
             ratios = [
@@ -370,8 +367,8 @@ class Campaign:
         lost = sum(run.collapsed for runs in own for run in runs)
         return (
             name,
-            average(lambda rewards: rewards[1:].mean()),
-            average(lambda rewards: rewards[-1]),
+            average(lambda run: run.average(PER_UPDATE, run.spent[PER_UPDATE][-1])),
+            average(lambda run: run.rewards[-1]),
             f"{lost} of {sum(map(len, own))}",
             *(cost(budget) for budget in BUDGETS[1:]),
             *(
@@ -394,7 +391,7 @@ def corrected(values: Sequence[Values]) -> list[tuple[float, float]]:
 
 def verdict(lead: float, difference: float, margin: float) -> str:
     if math.isnan(difference):
-        return "no verdict"
+        return "no verdict: too few seeds"
     if difference >= LEVEL:
         return "no difference that matters" if margin < LEVEL else "undecided at this power"
     return ("better" if lead > 0 else "worse") + ", by less than matters" * (margin < LEVEL)

@@ -14,6 +14,7 @@ from flowrl_bench.headroom_page import chosen_settings
 from flowrl_bench.page import Document, Image, Table, dot_plot_axes
 from flowrl_bench.verdict import (
     CAMPAIGNS,
+    CONTROLS,
     EXACT,
     PER_EVALUATION,
     PER_SECOND,
@@ -89,12 +90,17 @@ def _draw(axes: Axes, verdicts: Verdicts, arms: Sequence[str], title: str) -> No
     for place, arm in enumerate(arms):
         budget = PER_UPDATE if arm == EXACT else PER_SECOND
         answer = answers.get((arm, budget, UNIFORM))
-        if answer is None:
+        shade, face = SOFT, "white"
+        lead = verdicts.lead(arm, UNIFORM, budget) if arm in verdicts.arms else None
+        if answer is not None:
+            shade = face = SHADES.get(answer.verdict, SOFT)
+        if lead is None:
             axes.text(0, place, " not run", va="center", fontsize=8, color=SOFT)
             continue
-        shade, lead = SHADES.get(answer.verdict, SOFT), answer.estimate
         axes.plot([100 * lead.low, 100 * lead.high], [place, place], color=shade, linewidth=2)
-        axes.plot(100 * lead.value, place, "D" if arm == EXACT else "o", color=shade)
+        marker = "D" if arm == EXACT else "o"
+        axes.plot(100 * lead.value, place, marker, color=shade, markerfacecolor=face)
+    axes.set_xlabel(f"Lead at equal seconds of {STATED_NAME}, %")
     dot_plot_axes(axes, [named(arm) for arm in arms], title)
 
 
@@ -104,6 +110,7 @@ def leads_figure(worlds: Mapping[str, Verdicts]) -> Figure:
     """
     first = next(iter(worlds.values()))
     arms = [q.arm for q in QUESTIONS if q.budget == PER_SECOND and q.arm in first.arms]
+    arms += [q.arm for q in CONTROLS if q.than == UNIFORM and q.arm in first.arms]
     arms.sort(key=lambda arm: -first.lead(arm, UNIFORM, PER_SECOND).value)
     rows = [EXACT, *arms]
     figure = Figure(figsize=(3.2 + 3.2 * len(worlds), 1.6 + 0.3 * len(rows)), layout="constrained")
@@ -112,10 +119,6 @@ def leads_figure(worlds: Mapping[str, Verdicts]) -> Figure:
         tasks = len(verdicts.pairs)
         title = f"{CAMPAIGNS[name].label}, {tasks} tasks, {verdicts.seeds} seeds"
         _draw(axes, verdicts, rows, title)
-    figure.supxlabel(
-        f"Lead over Flow-GRPO at equal seconds of {STATED_NAME}, % of what can be gained",
-        fontsize=10,
-    )
     marks = [
         *(
             Line2D([], [], color=shade, marker="o", linewidth=2, label=label)
@@ -123,6 +126,7 @@ def leads_figure(worlds: Mapping[str, Verdicts]) -> Figure:
         ),
         Line2D([], [], color=INK, marker="o", linewidth=2, label="no difference that matters"),
         Line2D([], [], color=SOFT, marker="o", linewidth=2, label="undecided"),
+        Line2D([], [], color=SOFT, marker="o", mfc="white", label="control, no verdict"),
         Line2D([], [], color=INK, marker="D", linestyle="", label="bound: at equal updates"),
     ]
     figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
