@@ -40,9 +40,9 @@ from reanalysis_statistics import (
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/verdict/details.md"
-UNIFORM, EXACT, LARGER = "Flow-GRPO", "exact values", "Flow-GRPO, larger groups"
+UNIFORM, EXACT, LARGER = "Flow-GRPO", "exact values", "Flow-GRPO, more samples"
 OURS, RANDOM_POINTS = "calibrated values (ours)", "TP-GRPO, random points"
-TEN, EIGHT, SIX = (f"Flow-GRPO, {groups} groups" for groups in (10, 8, 6))
+TEN, EIGHT, SIX = (f"Flow-GRPO, {groups} prompts" for groups in (10, 8, 6))
 NOT_FIRST = "TP-GRPO, not the first step"
 BUDGETS = ("update", "forward equivalent", "second")
 PER_UPDATE, _, PER_SECOND = BUDGETS

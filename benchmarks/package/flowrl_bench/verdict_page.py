@@ -35,11 +35,11 @@ from flowrl_bench.verdicts import (
 TITLE = "Verdict: every number"
 NAMES = {
     UNIFORM: "Flow-GRPO",
-    "uniform, 10 groups": "Flow-GRPO, 10 groups",
-    "uniform, 8 groups": "Flow-GRPO, 8 groups",
-    "uniform, 6 groups": "Flow-GRPO, 6 groups",
+    "uniform, 10 groups": "Flow-GRPO, 10 prompts",
+    "uniform, 8 groups": "Flow-GRPO, 8 prompts",
+    "uniform, 6 groups": "Flow-GRPO, 6 prompts",
     EXACT: "exact values",
-    "uniform, larger groups": "Flow-GRPO, larger groups",
+    "uniform, larger groups": "Flow-GRPO, more samples",
     "noise-weighted": "weights by noise",
     "stepwise gains": "Stepwise-Flow-GRPO",
     "turning points": "TP-GRPO",
@@ -100,7 +100,7 @@ def _draw(axes: Axes, verdicts: Verdicts, arms: Sequence[str], title: str) -> No
         axes.plot([100 * lead.low, 100 * lead.high], [place, place], color=shade, linewidth=2)
         marker = "D" if arm == EXACT else "o"
         axes.plot(100 * lead.value, place, marker, color=shade, markerfacecolor=face)
-    axes.set_xlabel(f"Lead at equal seconds of {STATED_NAME}, %")
+    axes.set_xlabel(f"Lead over Flow-GRPO at equal seconds of {STATED_NAME}, %")
     dot_plot_axes(axes, [named(arm) for arm in arms], title)
 
 
@@ -126,8 +126,15 @@ def leads_figure(worlds: Mapping[str, Verdicts]) -> Figure:
         ),
         Line2D([], [], color=INK, marker="o", linewidth=2, label="no difference that matters"),
         Line2D([], [], color=SOFT, marker="o", linewidth=2, label="undecided"),
-        Line2D([], [], color=SOFT, marker="o", mfc="white", label="control, no verdict"),
-        Line2D([], [], color=INK, marker="D", linestyle="", label="bound: at equal updates"),
+        Line2D([], [], color=SOFT, marker="o", mfc="white", label="control, added later"),
+        Line2D(
+            [],
+            [],
+            color=COLOURS["tp-grpo"],
+            marker="D",
+            linestyle="",
+            label="exact values: at equal updates",
+        ),
     ]
     figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
@@ -212,9 +219,9 @@ def details(worlds: Mapping[str, tuple[Verdicts, HeadroomStudy]], command: str) 
         page.text(
             "Without verdicts; all but the last were asked after the first runs in two dimensions"
             " had been seen. At equal seconds an arm with cheap updates makes more of them. Flow-GRPO"
-            " with 8 groups instead of 16 has updates about as cheap as BranchGRPO's, with 10 groups as"
-            " TreeGRPO's, with 6 groups as TempFlow-GRPO's and RSM's; with larger groups they cost about as much"
-            " as TP-GRPO's."
+            " with 8 prompts per update instead of 16 has updates about as cheap as BranchGRPO's, with"
+            " 10 as TreeGRPO's, with 6 as TempFlow-GRPO's and RSM's; with more samples per prompt they"
+            " cost about as much as TP-GRPO's."
         )
         page.blocks.append(controls_table(verdicts))
         page.heading("All arms, averaged over tasks", 3)
