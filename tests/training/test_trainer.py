@@ -130,8 +130,8 @@ def test_prompts_come_in_shuffled_passes():
 
 
 def test_upcoming_prompts_are_those_that_come():
-    stream = PromptStream([Prompt(str(i % 4)) for i in range(6)], seed=3)
-    stream.take(2)
+    stream = PromptStream([Prompt(str(i % 9)) for i in range(12)], seed=3)
+    stream.take(9)
     ahead = [p.text for p in stream.upcoming(9)]
     assert ahead == list(dict.fromkeys(p.text for p in stream.take(9)))
 
