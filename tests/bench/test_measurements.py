@@ -5,13 +5,16 @@ points are judged.
 import random
 
 import numpy as np
+import pytest
 import torch
 from bench_lines import small_run
 from flowrl_bench.measurements import CURVE, measure, observe, observe_run, reproducible
 from flowrl_bench.rules import RandomCredit
 from flowrl_testing import credit_contract
 
+from flowrl.core.errors import TrainingError
 from flowrl.training.build import make_trainer
+from flowrl.training.trainer import Trainer
 
 test_random_credit = credit_contract(
     RandomCredit(),
@@ -95,3 +98,24 @@ def test_an_observed_run_is_the_measured_one():
         "points",
         "null",
     }
+
+
+def test_a_run_that_diverges_has_rewards_of_0_from_there_on(monkeypatch):
+    """After the second of four iterations; its costs continue. Elsewhere the error is raised."""
+    config = small_run().replace(iterations=4)
+    whole, iteration = measure(config), Trainer.iteration
+
+    def diverging(trainer):
+        if trainer.done == 2:
+            raise TrainingError("not finite")
+        return iteration(trainer)
+
+    monkeypatch.setattr(Trainer, "iteration", diverging)
+    with pytest.raises(TrainingError):
+        measure(config)
+    line = measure(config, lenient=True)
+    assert line["diverged"] == "not finite" and len(line["curve"]) == 5
+    reward, nfe = CURVE.index("reward"), CURVE.index("nfe")
+    rewards = [row[reward] for row in line["curve"]]
+    assert rewards == [row[reward] for row in whole["curve"][:3]] + [0.0, 0.0]
+    assert [row[nfe] for row in line["curve"]] == [row[nfe] for row in whole["curve"]]

@@ -4,6 +4,7 @@ what the pages say.
 
 import json
 import lzma
+import re
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import reanalysis_verdict
 from reanalysis_robustness import cheaper, sign_flip
 from reanalysis_statistics import FORWARDS, Run
 
-RESULTS = reanalysis.ROOT / "benchmarks/results"
+RESULTS, DOCS = reanalysis.ROOT / "benchmarks/results", reanalysis.ROOT / "docs"
 DOCS = reanalysis.ROOT / "docs"
 
 
@@ -86,3 +87,13 @@ def test_robustness():
     )
     known = 45 + 4_511_744 / 8_396_800 + 5 * (4 + 1) / 2
     assert dearer.budgets(FORWARDS)[-1] == pytest.approx(known * 24)
+
+
+def test_the_front_page_has_the_numbers_of_the_details() -> None:
+    """Its leads, with or without signs."""
+    lead = re.compile(r"[-+]?\d+\.\d \[[-+]?\d+\.\d, [-+]?\d+\.\d\]")
+    shown, known = (
+        {found.replace("+", "") for found in lead.findall((DOCS / name).read_text())}
+        for name in ("verdict.md", "verdict/details.md")
+    )
+    assert len(shown) > 40 and shown <= known

@@ -124,7 +124,7 @@ class Measure:
     start: str = ""
 
 
-def _mean_reward(column_name: str, fraction: float = 1.0) -> Callable[[Line], float]:
+def mean_reward(column_name: str, fraction: float = 1.0) -> Callable[[Line], float]:
     """The mean of a column over the run, or its first part, as a piecewise linear function of
     updates.
     """
@@ -138,11 +138,11 @@ def _mean_reward(column_name: str, fraction: float = 1.0) -> Callable[[Line], fl
     return reward
 
 
-def _reward_at_equal(axis: str) -> Callable[[Line, Line], float]:
-    """The difference of mean rewards up to the budget that both runs have spent."""
+def reward_at_equal(axis: str, rewards: str = "soft") -> Callable[[Line, Line], float]:
+    """The difference of mean rewards (a column) up to the budget that both runs have spent."""
 
     def difference(line: Line, other: Line) -> float:
-        first, second = curve(line, axis), curve(other, axis)
+        first, second = curve(line, axis, rewards), curve(other, axis, rewards)
         common = min(first.budgets[-1], second.budgets[-1])
         return mean_until(first, common) - mean_until(second, common)
 
@@ -197,9 +197,9 @@ AXES = {
 """Budgets by name, in words."""
 
 MEASURES: dict[str, Measure] = {
-    "area": _reward("mean reward over training", _mean_reward("soft"), "soft"),
-    "strict area": _reward("mean strict success over training", _mean_reward("strict"), "strict"),
-    "early": _reward("mean reward over the first quarter", _mean_reward("soft", 0.25), "soft"),
+    "area": _reward("mean reward over training", mean_reward("soft"), "soft"),
+    "strict area": _reward("mean strict success over training", mean_reward("strict"), "strict"),
+    "early": _reward("mean reward over the first quarter", mean_reward("soft", 0.25), "soft"),
     "final": _reward("final reward", lambda line: column(line, "soft")[-1], "soft"),
     "final strict": _reward(
         "final strict success", lambda line: column(line, "strict")[-1], "strict"
@@ -240,7 +240,7 @@ MEASURES: dict[str, Measure] = {
     **{axis: _budget(axis, words) for axis, words in AXES.items()},
     **{
         f"reward at equal {axis}": Measure(
-            f"mean reward over equal {words}", REWARD, between=_reward_at_equal(axis)
+            f"mean reward over equal {words}", REWARD, between=reward_at_equal(axis)
         )
         for axis, words in AXES.items()
         if axis != "updates"

@@ -59,33 +59,34 @@ def _method_arm(name: str) -> Arm:
     return replace(arm, settings={**own, **arm.settings})
 
 
+_VALUES: dict[str, dict[str, Any] | Arm] = {
+    "larger groups": {"groups": 8, "group_size": 24},
+    **{
+        name: {"credit": f"calibrated-gain({options})"}
+        for name, options in {
+            "calibrated, Tweedie": "",
+            "calibrated, critic": "probe='critic(base=zero)'",
+            "calibrated, both": "probe=critic",
+            "calibrated, hidden": "probe='critic(reads=hidden, base=zero)'",
+            "calibrated, cross-fit": "cross_fit=true",
+            "weight 0": "gain_weight=0",
+            "weight 1": "gain_weight=1",
+        }.items()
+    },
+    "even weight": {"credit": "even-gain"},
+    "gains, Tweedie": {"credit": "stepwise-gain(probe=tweedie)"},
+    **{
+        f"GAE {lam:g}": {"credit": f"stepwise-gain(probe=critic, lam={lam:g})"}
+        for lam in (0, 0.8, 1)
+    },
+}
 ARMS: dict[str, dict[str, dict[str, Any] | Arm]] = {
     "published": {
         "stepwise gains": {"method": "stepwise-flow-grpo", "initial_noise": "auto"},
         "turning points": {"method": "tp-grpo", "initial_noise": "auto"},
         "random credit": {"credit": "random(seed=0)"},
     },
-    "values": {
-        "larger groups": {"groups": 8, "group_size": 24},
-        **{
-            name: {"credit": f"calibrated-gain({options})"}
-            for name, options in {
-                "calibrated, Tweedie": "",
-                "calibrated, critic": "probe='critic(base=zero)'",
-                "calibrated, both": "probe=critic",
-                "calibrated, hidden": "probe='critic(reads=hidden, base=zero)'",
-                "calibrated, cross-fit": "cross_fit=true",
-                "weight 0": "gain_weight=0",
-                "weight 1": "gain_weight=1",
-            }.items()
-        },
-        "even weight": {"credit": "even-gain"},
-        "gains, Tweedie": {"credit": "stepwise-gain(probe=tweedie)"},
-        **{
-            f"GAE {lam:g}": {"credit": f"stepwise-gain(probe=critic, lam={lam:g})"}
-            for lam in (0, 0.8, 1)
-        },
-    },
+    "values": _VALUES,
     "verdict": {
         **{
             name: _method_arm(name)
@@ -112,31 +113,14 @@ ARMS: dict[str, dict[str, dict[str, Any] | Arm]] = {
         "tempflow-grpo": {"method": "tempflow-grpo", **_OWN["tempflow-grpo"]},
         **{f"uniform, {groups} groups": {"groups": groups} for groups in (10, 8, 6)},
         "turning points, not the first": {"credit": "turning-point(first_step=false)"},
-        **{
-            name: {"credit": f"calibrated-gain({options})"}
-            for name, options in {
-                "calibrated values": "",
-                "calibrated values and critic": "probe=critic",
-                "calibrated values of the hidden state": "probe='critic(reads=hidden, base=zero)'",
-                "calibrated values as a baseline": "gain_weight=0",
-                "calibrated values, full weight": "gain_weight=1",
-            }.items()
-        },
-        "values, not calibrated": {"credit": "stepwise-gain(probe=tweedie)"},
+        "calibrated values": _VALUES["calibrated, Tweedie"],
+        "calibrated values and critic": _VALUES["calibrated, both"],
+        "calibrated values of the hidden state": _VALUES["calibrated, hidden"],
+        "calibrated values as a baseline": _VALUES["weight 0"],
+        "calibrated values, full weight": _VALUES["weight 1"],
+        "values, not calibrated": _VALUES["gains, Tweedie"],
         "random credit": {"credit": "random(seed=0)"},
     },
-}
-ARMS["images"] = {
-    name: arm
-    for name, arm in ARMS["verdict"].items()
-    if name
-    not in (
-        "granular-grpo",
-        "calibrated values of the hidden state",
-        "calibrated values, full weight",
-        "values, not calibrated",
-        "random credit",
-    )
 }
 """Further arms, in sets. Stepwise-Flow-GRPO has the shared initial noise of its paper. "larger
 groups" are half as many, for the same number of samples; "uniform, larger groups" cost as much per
@@ -149,6 +133,18 @@ noise-0.3-9-of-10 and 16-dimensions, one comparison each, with 15 seeds from 600
 and outcomes are secondary. On images the same question is asked in the three tasks with seeds 0 to
 4, both arms at the settings found for uniform credit, by `flowrl compare`.
 """
+ARMS["images"] = {
+    name: arm
+    for name, arm in ARMS["verdict"].items()
+    if name
+    not in (
+        "granular-grpo",
+        "calibrated values of the hidden state",
+        "calibrated values, full weight",
+        "values, not calibrated",
+        "random credit",
+    )
+}
 FORM = "reward"
 """The column of the primary outcome: the trained form of the score."""
 MARGIN = 0.05

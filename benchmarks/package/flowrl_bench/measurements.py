@@ -3,7 +3,7 @@
 import random
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,33 +95,32 @@ def measure(
     with reproducible("run", config.seed):
         trainer, world = make_trainer(config), make_world(config)
         totals: dict[str, float] = dict.fromkeys(TOTALS, 0.0)
+        diverged: dict[str, str] = {}
         phases, gains, curve = dict.fromkeys(PHASES, 0.0), [], [_evaluated(trainer, world, totals)]
-        while trainer.done < config.iterations:
-            if stop():
-                return None
-            started = time.process_time()
-            try:
+        try:
+            while trainer.done < config.iterations:
+                if stop():
+                    return None
+                started = time.process_time()
                 row = trainer.iteration()
-            except (TrainingError, RewardContractError) as error:
-                if not (lenient and trainer.done):
-                    raise
-                return _diverged(config, curve, totals, trainer.done, str(error))
-            seconds = time.process_time() - started
-            for name in totals:
-                totals[name] += seconds if name == "seconds" else row[name]
-            for name in PHASES:
-                phases[name] += row["phases"][name] / row["seconds"] * seconds / config.iterations
-            gains.append(row.get("mean_abs_gain"))
-            if (
-                trainer.done % config.evaluation.eval_every == 0
-                or trainer.done == config.iterations
-            ):
-                try:
+                seconds = time.process_time() - started
+                for name in totals:
+                    totals[name] += seconds if name == "seconds" else row[name]
+                for name in PHASES:
+                    phases[name] += (
+                        row["phases"][name] / row["seconds"] * seconds / config.iterations
+                    )
+                gains.append(row.get("mean_abs_gain"))
+                if (
+                    trainer.done % config.evaluation.eval_every == 0
+                    or trainer.done == config.iterations
+                ):
                     curve.append(_evaluated(trainer, world, totals))
-                except (TrainingError, RewardContractError) as error:
-                    if not lenient:
-                        raise
-                    return _diverged(config, curve, totals, trainer.done, str(error))
+        except (TrainingError, RewardContractError) as error:
+            if not (lenient and trainer.done):
+                raise
+            diverged = {"diverged": str(error)}
+            curve += _zeros(config, curve[-1], totals, trainer.done)
     quarter = max(1, config.iterations // 4)
     scored = gains[0] is not None
     return {
@@ -132,26 +131,22 @@ def measure(
         },
         "phases": phases,
         "gains": [_mean(gains[:quarter]), _mean(gains[-quarter:])] if scored else None,
+        **diverged,
     }
 
 
-def _diverged(
-    config: RunConfig,
-    curve: list[list[float | None]],
-    totals: Mapping[str, float],
-    done: int,
-    message: str,
-) -> dict[str, Any]:
-    """The result of a run that diverged after `done` iterations, which cost `totals`, and the
-    evaluations of `curve`.
+def _zeros(
+    config: RunConfig, last: Sequence[float | None], totals: Mapping[str, float], done: int
+) -> Iterator[list[float | None]]:
+    """The evaluations after the `last` one of a run that diverged after `done` iterations, which
+    cost `totals`.
     """
     every, end = config.evaluation.eval_every, config.iterations
-    for iteration in sorted({*range(int(curve[-1][0] or 0) + every, end, every), end}):
+    for iteration in sorted({*range(int(last[0] or 0) + every, end, every), end}):
         counts = {name: total * iteration / done for name, total in totals.items()}
         row: dict[str, float | None] = {**dict.fromkeys(CURVE, 0.0), **counts}
         row |= {"iteration": float(iteration), "quality": None, "diversity": None}
-        curve.append([row[name] for name in CURVE])
-    return {"curve": curve, "totals": {}, "phases": {}, "gains": None, "diverged": message}
+        yield [row[name] for name in CURVE]
 
 
 def _mean(rows: list[list[float]]) -> list[float]:

@@ -21,10 +21,10 @@ from statistics import fmean
 import numpy as np
 from flowrl_compare.statistics import Estimate, Values, collapsed, mean
 
-from flowrl_bench.evidence import Line, column, curve, spent
+from flowrl_bench.evidence import column, mean_reward, reward_at_equal, spent
 from flowrl_bench.headroom import FORM, IMAGES, MARGIN, TASKS, HeadroomStudy, Size, Task
 from flowrl_bench.results_file import Lines
-from flowrl_bench.statistics import mean_until, outside, wins
+from flowrl_bench.statistics import outside, wins
 from flowrl_bench.verdicts import FEWEST, Comparison, judge_family
 
 MEASURED_AT = {
@@ -92,9 +92,8 @@ CONTROLS = (
     Question(POINTS, PER_UPDATE, "turning points, not the first"),
 )
 """Secondary, and asked after the first runs in two dimensions had been seen, but the last: is an arm
-better than uniform credit whose updates are about as cheap, or as dear? Of 16
-groups, 8 cost as much as the trees of BranchGRPO, 10 as those of TreeGRPO, and 6 as the combs of
-TempFlow-GRPO and RSM.
+better than uniform credit whose updates are about as cheap, or as dear? Of 16 groups, 8 cost as much
+as the trees of BranchGRPO, 10 as those of TreeGRPO, and 6 as the combs of TempFlow-GRPO and RSM.
 """
 
 
@@ -129,7 +128,7 @@ CAMPAIGNS = {
 
 
 @dataclass(frozen=True)
-class Arm:
+class Summary:
     """An arm in one task or averaged over tasks: its mean held-out reward over training and its
     final one, the collapsed runs, its lead over uniform credit by budget, as fractions of what can
     be gained, and the cost of an update by budget as a multiple of that of uniform credit.
@@ -162,8 +161,9 @@ class Verdicts:
 
     def differences(self, arm: str, than: str, budget: str, tasks: Sequence[str] = ()) -> Values:
         """[seed]: `arm` minus `than`, averaged over tasks, in fractions of what can be gained."""
+        difference = reward_at_equal(budget, FORM)
         rows = [
-            [difference(pair[arm], pair[than], budget) / self.gains[task] for pair in lines]
+            [difference(pair[arm], pair[than]) / self.gains[task] for pair in lines]
             for task, lines in self.pairs.items()
             if not tasks or task in tasks
         ]
@@ -194,10 +194,11 @@ class Verdicts:
         label = f"{question.arm} minus {question.than}"
         return Comparison(label, MEASURED_AT[question.budget], estimate, out, None, won)
 
-    def arm(self, name: str, tasks: Sequence[str] = ()) -> Arm:
+    def arm(self, name: str, tasks: Sequence[str] = ()) -> Summary:
         """The numbers of an arm."""
         chosen = [lines for task, lines in self.pairs.items() if not tasks or task in tasks]
         curves = [[column(pair[name], FORM) for pair in lines] for lines in chosen]
+        over_training = mean_reward(FORM)
 
         def cost(budget: str) -> float:
             spending = (
@@ -206,7 +207,7 @@ class Verdicts:
             )
             return fmean(a / b for a, b in zip(*spending, strict=True))
 
-        return Arm(
+        return Summary(
             mean=fmean(fmean(over_training(pair[name]) for pair in lines) for lines in chosen),
             final=fmean(fmean(run[-1] for run in runs) for runs in curves),
             collapses=sum(collapsed(run) for runs in curves for run in runs),
@@ -214,16 +215,3 @@ class Verdicts:
             leads={budget: self.lead(name, UNIFORM, budget, tasks) for budget in MEASURED_AT},
             costs={budget: cost(budget) for budget in (PER_EVALUATION, PER_SECOND)},
         )
-
-
-def over_training(line: Line) -> float:
-    """The mean held-out reward over a run, by iterations."""
-    whole = curve(line, PER_UPDATE, FORM)
-    return mean_until(whole, whole.budgets[-1])
-
-
-def difference(line: Line, other: Line, budget: str) -> float:
-    """The difference of mean held-out rewards up to the budget that both runs have spent."""
-    first, second = (curve(run, budget, FORM) for run in (line, other))
-    common = min(first.budgets[-1], second.budgets[-1])
-    return mean_until(first, common) - mean_until(second, common)
