@@ -21,8 +21,18 @@ from filelock import FileLock, Timeout
 from flowrl.core.errors import FULL, ConfigError, DiskError, FlowrlError, require
 from flowrl.reading import read_bytes
 
+CACHE = "FLOWRL_CACHE"
+"""The environment variable with the folder of `cache_folder`."""
 LOCK = ".lock"
 """The lock of a folder."""
+
+
+def cache_folder() -> Path:
+    """The folder of what runs share: `FLOWRL_CACHE`, or flowrl in `XDG_CACHE_HOME` (~/.cache); it
+    may not exist yet.
+    """
+    usual = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get(CACHE) or Path(usual, "flowrl")).absolute()
 
 
 def write_json(path: Path, values: Any) -> None:

@@ -3,7 +3,11 @@
 import os
 import signal
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+CACHE = TemporaryDirectory(prefix="flowrl-cache-", ignore_cleanup_errors=True)
+"""Of all tests and of the commands that they start."""
+os.environ["FLOWRL_CACHE"] = CACHE.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
