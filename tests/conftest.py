@@ -5,15 +5,15 @@ import signal
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-CACHE = TemporaryDirectory(prefix="flowrl-cache-", ignore_cleanup_errors=True)
-"""Of all tests and of the commands that they start."""
-os.environ["FLOWRL_CACHE"] = CACHE.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
 from hypothesis import settings
 
+CACHE = TemporaryDirectory(prefix="flowrl-cache-", ignore_cleanup_errors=True)
+"""Of all tests and of the commands that they start."""
+os.environ["FLOWRL_CACHE"] = CACHE.name
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores Ctrl-C, and so would the commands that the tests interrupt.
