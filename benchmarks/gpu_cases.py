@@ -117,16 +117,16 @@ class RandomEmbeddings(Family):
                 setattr(self, name, getattr(family, name))
 
     def encode(
-        self, pipe: Any, text: str, tokens: int, device: torch.device
-    ) -> Mapping[str, Tensor]:
-        """The embeddings of one prompt; `tokens` (of T5 alone) is not used."""
-        config = pipe.transformer.config
-        generator = torch.Generator().manual_seed(int.from_bytes(text.encode()[-7:], "big"))
-        words = torch.randn(self.tokens, config.joint_attention_dim, generator=generator)
-        return {
-            "words": words,
-            "pooled": torch.randn(config.pooled_projection_dim, generator=generator),
-        }
+        self, pipe: Any, texts: Sequence[str], tokens: int, device: torch.device
+    ) -> list[Mapping[str, Tensor]]:
+        """The embeddings of each prompt; `tokens` (of T5 alone) is not used."""
+        config, rows = pipe.transformer.config, []
+        for text in texts:
+            generator = torch.Generator().manual_seed(int.from_bytes(text.encode()[-7:], "big"))
+            words = torch.randn(self.tokens, config.joint_attention_dim, generator=generator)
+            pooled = torch.randn(config.pooled_projection_dim, generator=generator)
+            rows.append({"words": words, "pooled": pooled})
+        return rows
 
 
 SMALL = Setting(

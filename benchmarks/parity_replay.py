@@ -424,8 +424,8 @@ def give_embeddings(pipe: Any, inputs: Tensors, prompts: Sequence[Prompt]) -> No
     }
     embeddings[""] = [inputs[f"negative_{name}"] for name in names]
 
-    def encode_prompt(text: str, *_: Any, **__: Any) -> tuple[Tensor, None, Tensor, None]:
-        words, pooled = embeddings[text]
+    def encode_prompt(texts: Sequence[str], *_: Any, **__: Any) -> tuple[Any, None, Any, None]:
+        words, pooled = map(torch.cat, zip(*(embeddings[text] for text in texts), strict=True))
         return words, None, pooled, None
 
     pipe.encode_prompt = encode_prompt

@@ -24,12 +24,16 @@ def warning_text(warnings: str, run: str = "") -> str:
 
 
 def train_line(out: Path, config: "RunConfig") -> Callable[[dict[str, Any]], None]:
-    """Progress of a single run: one line per iteration, with its evaluation if there is one."""
+    """Progress of a single run: lines while prompts are embedded, then one per iteration, with its
+    evaluation if there is one.
+    """
     from flowrl.training.results import short
 
     def show(state: dict[str, Any]) -> None:
         if "warning" in state:
             print(warning_text(state["warning"]), flush=True)
+        if "prompts" in state:
+            print(f"  {state['prompts']}", flush=True)
         if "iteration" not in state:
             return
         row = json.loads(read_text(out / "metrics.jsonl").splitlines()[-1])

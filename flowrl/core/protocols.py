@@ -65,8 +65,9 @@ class FlowPolicy(Protocol):
     sharded over processes, in place, after which `trainable` returns its new parameters.
     `hidden_layer`, the layer whose input [row, ..., feature] is the last hidden state, for critics.
     `guidance_scale`, the scale of classifier-free guidance (1: off, one forward pass instead of
-    two), and `guided(scale)`, a context with another scale. `warm(prompts)` embeds prompts now, up
-    to the size of the cache, so that separate text encoders move to the device only once.
+    two), and `guided(scale)`, a context with another scale. `warm(prompts, distributed, report)`
+    embeds prompts now, so that separate text encoders move to the device only once; the processes
+    `distributed` share the work, and `report` is called with its progress (both have defaults).
     `checkpoint_gradients(on)` sets whether the backward pass recomputes activations.
     `save(folder)` writes the trained weights in the format of other programs; an older folder is
     replaced when the new one is complete.

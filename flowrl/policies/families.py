@@ -2,7 +2,7 @@
 Qwen-Image and Wan 2.1; docs/model-families.md explains how to add another.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -56,8 +56,11 @@ class Family:
         """
         raise NotImplementedError
 
-    def encode(self, pipe: Any, text: str, tokens: int, device: torch.device) -> Embeddings:
-        """The embeddings of one prompt, without a prompt axis.
+    def encode(
+        self, pipe: Any, texts: Sequence[str], tokens: int, device: torch.device
+    ) -> Sequence[Embeddings]:
+        """The embeddings of each prompt, without a prompt axis and independent of the others but
+        for rounding.
 
         If prompts differ in shape, they are padded with zeros at the end to a common shape. A mask
         of ones among the tensors marks the entries that are not padding.
@@ -210,17 +213,17 @@ class SD3(Family):
         tokens = (height // patch) * (width // patch)
         scheduler.set_timesteps(steps, mu=resolution_shift(scheduler, tokens, 1.16))
 
-    def encode(self, pipe, text, tokens, device):
+    def encode(self, pipe, texts, tokens, device):
         """Concatenated CLIP and T5 tokens [token, dim], and the pooled CLIP embeddings [dim]."""
         words, _, pooled, _ = pipe.encode_prompt(
-            text,
+            list(texts),
             None,
             None,
             device=device,
             do_classifier_free_guidance=False,
             max_sequence_length=tokens,
         )
-        return {"words": words[0], "pooled": pooled[0]}
+        return [{"words": w, "pooled": p} for w, p in zip(words, pooled, strict=True)]
 
     def velocity(self, transformer, latent, timestep, rows, size):
         """`SD3Transformer2DModel` with 1000 t."""
@@ -267,10 +270,11 @@ class Flux(Family):
         """The even grid 1, ..., 1/T, shifted by the number of image tokens."""
         _set_even_grid(scheduler, steps, latent_shape[0])
 
-    def encode(self, pipe, text, tokens, device):
+    def encode(self, pipe, texts, tokens, device):
         """T5 tokens [token, dim], and the pooled CLIP embedding [dim]."""
-        words, pooled, _ = pipe.encode_prompt(text, device=device, max_sequence_length=tokens)
-        return {"words": words[0], "pooled": pooled[0]}
+        given = dict(device=device, max_sequence_length=tokens)
+        words, pooled, _ = pipe.encode_prompt(list(texts), **given)
+        return [{"words": w, "pooled": p} for w, p in zip(words, pooled, strict=True)]
 
     def velocity(self, transformer, latent, timestep, rows, size):
         """`FluxTransformer2DModel` with t (it multiplies by 1000), positions, and the distilled
@@ -341,12 +345,15 @@ class QwenImage(Family):
         _set_even_grid(scheduler, steps, latent_shape[0])
         scheduler.register_to_config(shift_terminal=terminal)
 
-    def encode(self, pipe, text, tokens, device):
+    def encode(self, pipe, texts, tokens, device):
         """The prompt's tokens [token, dim], at most `tokens` of them, and a mask of ones; padding
         adds zeros to both.
         """
-        words, _ = pipe.encode_prompt(text, device=device, max_sequence_length=tokens)
-        return {"words": words[0], "mask": words.new_ones(words.shape[1], dtype=torch.bool)}
+        given = dict(device=device, max_sequence_length=tokens)
+        words, mask = pipe.encode_prompt(list(texts), **given)
+        # no mask: equal lengths
+        kept = words.new_ones(words.shape[:2]).bool() if mask is None else mask.bool()
+        return [{"words": w[k], "mask": k[k]} for w, k in zip(words, kept, strict=True)]
 
     def velocity(self, transformer, latent, timestep, rows, size):
         """`QwenImageTransformer2DModel` with t (it multiplies by 1000) and the mask of the prompts'
@@ -411,12 +418,11 @@ class Wan(Family):
         """The scheduler's grid."""
         scheduler.set_timesteps(steps)
 
-    def encode(self, pipe, text, tokens, device):
+    def encode(self, pipe, texts, tokens, device):
         """The prompt's embeddings [tokens, dim], padded with zeros."""
-        words, _ = pipe.encode_prompt(
-            text, do_classifier_free_guidance=False, max_sequence_length=tokens, device=device
-        )
-        return {"words": words[0]}
+        given = dict(max_sequence_length=tokens, device=device)
+        words, _ = pipe.encode_prompt(list(texts), do_classifier_free_guidance=False, **given)
+        return [{"words": w} for w in words]
 
     def velocity(self, transformer, latent, timestep, rows, size):
         """`WanTransformer3DModel` with 1000 t."""

@@ -1,5 +1,7 @@
 """Loading a policy from a model's folder, or from its name on the Hugging Face Hub."""
 
+import hashlib
+import inspect
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 
 from flowrl.core.errors import ConfigError, require
+from flowrl.io import cache_folder
 from flowrl.policies.families import Family, family_of
 from flowrl.policies.pipeline import DTYPES, ModelOptions, PipelinePolicy
 from flowrl.reading import reading
@@ -42,19 +45,70 @@ def load_policy(
             f"model: {model!r} is no folder with a model_index.json, and the Hub has no such model"
             f" ({error}); HF_HUB_OFFLINE=0 allows downloads"
         ) from error
-    family = family or family_of(name)
+    family, kind = family or family_of(name), getattr(diffusers, name)
     _require_data_only(model, index, type(family).__module__.partition(".")[0])
-    with reading(f"model: the {name} in {model!r}"):
-        dtypes = {"default": DTYPES[options.dtype], "vae": torch.float32}
-        dtypes["transformer"] = torch.float32 if options.tuning == "full" else dtypes["default"]
+    subject = f"model: the {name} in {model!r}"
+    dtypes = {"default": DTYPES[options.dtype], "vae": torch.float32}
+    dtypes["transformer"] = torch.float32 if options.tuning == "full" else dtypes["default"]
+    settings = {"use_safetensors": True, "dtype": dtypes}
+    with reading(subject):
+        folder = model if Path(model).is_dir() else kind.download(model, use_safetensors=True)
+        others = set(index) - {"transformer", "vae", "scheduler"}
+        embeddings = _embeddings(Path(folder), sorted(others), kind, family, options)
         networks = {
-            part: _complete(model, part, index[part], dtypes[part])
+            part: _complete(folder, part, index[part], dtypes[part])
             for part in ("transformer", "vae")
         }
-        pipe = getattr(diffusers, name).from_pretrained(
-            model, use_safetensors=True, dtype=dtypes, **networks
+        pipe = kind.from_pretrained(
+            folder, **settings, **networks, **dict.fromkeys(family.encoders)
         )
-    return PipelinePolicy(pipe, family, options)
+
+    def load_encoders() -> dict[str, Any]:
+        parts = {part: value for part, value in pipe.components.items() if part not in absent}
+        with reading(subject):
+            loaded = kind.from_pretrained(folder, **settings, **parts).components
+        return {part: loaded[part] for part in absent}
+
+    absent = [part for part in family.encoders if index.get(part, [None])[0]]
+    return PipelinePolicy(pipe, family, options, load_encoders, embeddings)
+
+
+SAMPLED, BLOCK = 256, 2**16
+"""Blocks of a file that its digest reads, if it has more, and bytes of a block."""
+
+
+def _embeddings(
+    folder: Path, parts: Sequence[str], kind: Any, family: Family, options: ModelOptions
+) -> Path | None:
+    """The folder of the embeddings of a pipeline's prompts, named by a digest of all that
+    determines them: text encoders and tokenizers (`parts`), versions, code, precision and length.
+
+    Of a file above 16 MB the digest has the size and 256 blocks of 64 KiB at equal distances, which
+    takes milliseconds and differs for any other training of the weights. None for a family whose
+    code has no file.
+    """
+    tokens = options.max_sequence_length or family.text_tokens
+    try:
+        code = inspect.getsource(type(family).encode)
+    except OSError:
+        return None
+    libraries = [import_module(name).__version__ for name in ("diffusers", "transformers")]
+    known = [*libraries, kind.__name__, code, sorted(vars(family).items()), options.dtype, tokens]
+    digest = hashlib.sha256(repr(known).encode())
+    for part in parts:
+        files = sorted(path for path in (folder / part).glob("**/*") if path.is_file())
+        if part in family.encoders and files:
+            weights = any(path.suffix == ".safetensors" for path in files)
+            require(weights, f"model: {part}", [path.name for path in files], "safetensors")
+        for path in files:
+            size = path.stat().st_size
+            digest.update(f"{path.relative_to(folder)} {size}\n".encode())
+            with open(path, "rb") as file:
+                for start in range(0, size, max(BLOCK, size // SAMPLED)):
+                    file.seek(start)
+                    digest.update(file.read(BLOCK))
+    name = f"{kind.__name__}-{options.dtype}-{tokens}-{digest.hexdigest()[:16]}"
+    return cache_folder() / "prompts" / name
 
 
 def _complete(model: str, part: str, entry: Sequence[str], dtype: torch.dtype) -> Any:

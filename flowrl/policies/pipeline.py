@@ -4,7 +4,7 @@ import copy
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from itertools import chain
@@ -19,12 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flowrl.core.errors import require
 from flowrl.core.options import Count
 from flowrl.core.types import Condition, Prompt, Schedule
-from flowrl.distributed import full_tensors, is_sharded_network
+from flowrl.distributed import Distributed, full_tensors, is_sharded_network
 from flowrl.parts.settings import settings_group
 from flowrl.policies.families import Family, linear_guidance, shape_of, size_of
 from flowrl.policies.lora import Adapters, load_frozen_adapters
 from flowrl.policies.prompt_cache import PromptCache
 
+EMBEDDED_TOGETHER = 8
+"""Prompts per call of the text encoders: their activations take less memory than their weights."""
 COMPILED_VERSIONS = 64
 """Compiled versions of a block: kinds of blocks x sampling and training x with and without adapters
 x batch sizes.
@@ -110,8 +112,7 @@ class ModelOptions:
     """
     prompt_cache: Count = 2048
     """Number of prompts whose embeddings are kept in main memory (SD3.5: 2.7 MB each in bfloat16 at
-    256 T5 tokens; FLUX and Wan: 4 MB at 512). Those of further prompts are kept in a temporary
-    folder.
+    256 T5 tokens; FLUX and Wan: 4 MB at 512). Those of further prompts are read from disk.
     """
     seed: int = 0
     """Seed of the LoRA's initial matrices."""
@@ -141,8 +142,9 @@ def schedule_of(scheduler: Any, device: torch.device) -> Schedule:
 class PipelinePolicy:
     """`FlowPolicy` over the transformer of a diffusers pipeline.
 
-    The transformer and the image decoder move to `options.device`. The text encoders stay in main
-    memory and move to the device only to embed new prompts. The reference is the network with its
+    The transformer and the image decoder move to `options.device`. The text encoders move to the
+    device only to embed new prompts; afterwards they are in main memory or, with `load_encoders`,
+    deleted. The reference is the network with its
     adapter disabled, or a frozen copy. `adapters` (None unless a LoRA is trained) adds further
     adapters and selects which are trained and active. `latent_shape` is [channel, height, width]
     (SD3), [token, channel] of 2 x 2 patches (FLUX, Qwen-Image) or [channel, frame, height, width]
@@ -154,9 +156,19 @@ class PipelinePolicy:
             the current weights.
         family: the model family.
         options: sizes, device, dtype, guidance, adapter and memory settings.
+        load_encoders: loads the text encoders of a `pipe` without them, by name.
+        embeddings: the folder of the prompts' embeddings, which other processes and runs use too;
+            None for main memory and a temporary folder.
     """
 
-    def __init__(self, pipe: Any, family: Family, options: ModelOptions = ModelOptions()) -> None:
+    def __init__(
+        self,
+        pipe: Any,
+        family: Family,
+        options: ModelOptions = ModelOptions(),
+        load_encoders: Callable[[], Mapping[str, nn.Module]] | None = None,
+        embeddings: Path | None = None,
+    ) -> None:
         kind = type(pipe).__name__
         require(kind == family.pipeline, "pipeline", kind, family.pipeline)
         self.pipe, self.family, self.options = pipe, family, options
@@ -177,7 +189,9 @@ class PipelinePolicy:
         channels = getattr(getattr(pipe.vae, "config", None), "out_channels", 3)
         require(channels == 3, "channels of the image decoder", channels, "3, red, green and blue")
         self._scheduler = _euler_scheduler(pipe)
-        self.prompts = PromptCache(self._embed, self.device, options.prompt_cache, self.dtype)
+        self._load_encoders = load_encoders
+        limit = options.prompt_cache
+        self.prompts = PromptCache(self._embed, self.device, limit, self.dtype, embeddings)
         self.guidance_scale = options.guidance_scale
         self.adapters: Adapters | None = None
         self._active = self._reference = self.transformer
@@ -227,27 +241,51 @@ class PipelinePolicy:
         negative = numbers[-1:].expand(len(prompts))
         return Condition({"prompt": numbers[:-1], "negative": negative}, frozenset(known))
 
-    def warm(self, prompts: Sequence[Prompt]) -> None:
+    def warm(
+        self,
+        prompts: Sequence[Prompt],
+        distributed: Distributed = Distributed(),
+        report: Callable[[dict[str, Any]], None] = lambda state: None,
+    ) -> None:
         """Embed all `prompts` and the negative prompt now, so that the text encoders move to the
-        device only once.
+        device only once; the processes divide them (`PromptCache.warm`).
         """
-        self.prompts.warm([self.options.negative_prompt, *(prompt.text for prompt in prompts)])
+        texts = [self.options.negative_prompt, *(prompt.text for prompt in prompts)]
+        self.prompts.warm(texts, distributed, report)
 
     def _embed(self, texts: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
-        """Embed on the device one by one, then send the encoders back to main memory."""
+        """Embed on the device, always the same number at a time, so that the rounding of an
+        embedding does not depend on the other texts.
+        """
+        tokens = self.options.max_sequence_length or self.family.text_tokens
+        with self._text_encoders():
+            for first in range(0, len(texts), EMBEDDED_TOGETHER):
+                some = list(texts[first : first + EMBEDDED_TOGETHER])
+                filled = some + some[-1:] * (EMBEDDED_TOGETHER - len(some))
+                with torch.no_grad():
+                    rows = self.family.encode(self.pipe, filled, tokens, self.device)
+                kind = f"encode of family {type(self.family).__name__}"
+                fits = isinstance(rows, Sequence) and len(rows) == len(filled)
+                require(fits, kind, type(rows).__name__, "a list with a mapping per text")
+                yield from rows[: len(some)]
+
+    @contextmanager
+    def _text_encoders(self) -> Iterator[None]:
+        """Within this context the text encoders are on the device."""
+        for name, encoder in (self._load_encoders or dict)().items():
+            setattr(self.pipe, name, encoder)
         # SD3 may have no T5
         encoders = list(filter(None, map(self.pipe.components.get, self.family.encoders)))
-        tokens = self.options.max_sequence_length or self.family.text_tokens
         try:
             for encoder in encoders:
                 encoder.eval().requires_grad_(False).to(self.device)
-            for text in texts:
-                with torch.no_grad():
-                    row = self.family.encode(self.pipe, text, tokens, self.device)
-                yield row
+            yield
         finally:
             for encoder in encoders:
                 encoder.to("cpu")
+            if self._load_encoders:
+                for name in self.family.encoders:
+                    setattr(self.pipe, name, None)
 
     def velocity(self, latent: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
         """The network's estimate of v = eps - x_0, float32; with classifier-free guidance (two

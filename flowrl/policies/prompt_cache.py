@@ -1,24 +1,36 @@
-"""Prompt embeddings: computed once, stored in main memory or on disk, and moved to the device when
+"""Prompt embeddings: computed once, stored in main memory and on disk, and moved to the device when
 a network call needs them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import hashlib
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import DiskError
+from flowrl.distributed import Distributed
+from flowrl.io import CACHE, refused
+from flowrl.reading import read_bytes
 
-Encode = Callable[[Sequence[str]], Iterable[Mapping[str, Tensor]]]
+Row = Mapping[str, Tensor]
+Encode = Callable[[Sequence[str]], Iterable[Row]]
 """From texts to one mapping of named tensors per text, without a prompt axis; an iterator that
-embeds one text at a time.
+embeds a few texts at a time.
 """
+REPORT_EVERY = 10.0
+"""Seconds between two reports of progress."""
 
 
 @dataclass
@@ -26,36 +38,64 @@ class PromptCache:
     """Embeddings by integer number, so that a `Condition` carries a number per sample instead of
     megabytes.
 
-    `encode` embeds new texts; no text is embedded twice. The first `limit` embeddings are stored in
-    main memory, later ones in a temporary folder (`TMPDIR`), which is deleted at the end. Those of
-    the latest call are also on `device`, padded with zeros at the end of their first axis to a
-    common length, floating-point tensors in `dtype`. Raises `ConfigError` if the folder cannot be
-    written.
+    `encode` embeds new texts. Embeddings in `folder`, one file per text, are found again by other
+    processes and later runs; a damaged or deleted file is made again. Without a `folder`, those
+    that exceed `limit` are in a temporary folder (`TMPDIR`), which is deleted at the end. At most
+    `limit` are in main memory. Those of the latest call are also on `device`, padded with zeros at
+    the end of their first axis to a common length. Floating-point tensors have `dtype`. Raises
+    `DiskError` if the disk is full, `ConfigError` if the folder cannot be written.
     """
 
     encode: Encode
     device: torch.device
     limit: int
     dtype: torch.dtype
-    _stored: dict[str, dict[str, Tensor] | Path] = field(default_factory=dict)
-    _folder: TemporaryDirectory[str] | None = None
+    folder: Path | None = None
+    _numbers: dict[str, int] = field(default_factory=dict)
+    _memory: dict[str, Row] = field(default_factory=dict)
+    _temporary: TemporaryDirectory[str] | None = None
     _on_device: frozenset[int] = frozenset()
 
     def numbers(self, texts: Sequence[str]) -> list[int]:
         """The numbers of `texts`; new texts are embedded."""
         self.warm(texts)
-        order = {text: number for number, text in enumerate(self._stored)}
-        numbers = [order[text] for text in texts]
+        numbers = [self._numbers[text] for text in texts]
         self._bring(frozenset(numbers))
         return numbers
 
-    def warm(self, texts: Sequence[str]) -> None:
-        """Embed those of `texts` that are new, in one call of `encode`."""
-        new = [text for text in dict.fromkeys(texts) if text not in self._stored]
-        for text, row in zip(new, self.encode(new) if new else (), strict=True):
-            tensors = {name: tensor.detach().cpu() for name, tensor in row.items()}
-            full = len(self._stored) >= self.limit
-            self._stored[text] = self._on_disk(tensors) if full else tensors
+    def warm(
+        self,
+        texts: Sequence[str],
+        distributed: Distributed = Distributed(),
+        report: Callable[[dict[str, Any]], None] = lambda state: None,
+    ) -> None:
+        """Embed those of `texts` that are neither in main memory nor on disk. Processes that lack
+        the same texts divide them, so all of `distributed` must call this with the same texts.
+
+        `report` is called with {"phase": "prompts", "prompts": a line of progress}.
+        """
+        new = [text for text in dict.fromkeys(texts) if text not in self._numbers]
+        missing = self._missing(new)
+        # again if processes do not see each other's files
+        while any(lacking := distributed.gather(missing)):
+            peers = [rank for rank, other in enumerate(lacking) if other == missing]
+            share = missing[peers.index(distributed.rank) :: len(peers)]
+            with distributed.shared_errors():
+                reported = -REPORT_EVERY
+                for done, row in enumerate(self._embedded(share), 1):
+                    size = sum(tensor.nbytes for tensor in row.values()) * len(missing)
+                    if done == 1:
+                        self._require_room(size)
+                    if done == len(share) or time.monotonic() - reported >= REPORT_EVERY:
+                        reported = time.monotonic()
+                        line = f"{done:,} of {len(share):,} prompts embedded"
+                        if len(peers) > 1:
+                            line += f" by each of {len(peers)} processes"
+                        place = f" in {self.folder}" if self.folder else ""
+                        line = f"{line} ({len(missing):,} new ones, {size / 1e9:.2g} GB{place})"
+                        report({"phase": "prompts", "prompts": line})
+            missing = self._missing(missing)
+        self._numbers |= {text: n for n, text in enumerate(new, len(self._numbers))}
 
     def rows(self, numbers: Tensor, among: frozenset[int] = frozenset()) -> dict[str, Tensor]:
         """The embeddings under `numbers` [sample], a tensor on the device; every result has
@@ -72,31 +112,87 @@ class PromptCache:
 
     def _bring(self, numbers: frozenset[int]) -> None:
         """Fill the tables on the device."""
-        stored = list(self._stored.values())
-        chosen = [stored[number] for number in numbers]
-        rows = [load_file(row) if isinstance(row, Path) else row for row in chosen]
+        known = list(self._numbers)
+        texts = [known[number] for number in numbers]
+        stored = {text: self._stored(text) for text in texts}
+        lost = [text for text, row in stored.items() if row is None]
+        stored |= dict(zip(lost, self._embedded(lost), strict=True))
+        rows: list[Any] = [stored[text] for text in texts]
         self._table = {}
         for name in rows[0]:
             table = pad_sequence([row[name] for row in rows], batch_first=True)
-            dtype = self.dtype if table.is_floating_point() else None
-            self._table[name] = table.to(self.device, dtype)
-        places = torch.zeros(len(stored), dtype=torch.int64)
+            self._table[name] = table.to(self.device)
+        places = torch.zeros(len(known), dtype=torch.int64)
         places[list(numbers)] = torch.arange(len(numbers))
         self._places, self._on_device = places.to(self.device), numbers
 
-    def _on_disk(self, tensors: Mapping[str, Tensor]) -> Path:
-        """Write an embedding, and return its file."""
-        self._folder = self._folder or TemporaryDirectory(
-            prefix="flowrl-prompts-", ignore_cleanup_errors=True
-        )
-        path = Path(self._folder.name, f"{len(self._stored)}.safetensors")
+    def _missing(self, texts: Sequence[str]) -> list[str]:
+        return [t for t in texts if t not in self._memory and not self._path(t).exists()]
+
+    def _embedded(self, texts: Sequence[str]) -> Iterator[Row]:
+        """Embed and store `texts`, one after the other."""
+        for text, given in zip(texts, self.encode(texts) if texts else (), strict=True):
+            # a copy, not a view of a batch
+            row = {
+                name: tensor.detach()
+                .to("cpu", self.dtype if tensor.is_floating_point() else None)
+                .clone(memory_format=torch.contiguous_format)
+                for name, tensor in given.items()
+            }
+            full = len(self._memory) >= self.limit
+            if self.folder or full:
+                self._write(text, row)
+            if not full:
+                self._memory[text] = row
+            yield row
+
+    def _path(self, text: str) -> Path:
+        folder = self.folder or Path(self._temporary.name if self._temporary else os.devnull)
+        return folder / f"{hashlib.sha256(text.encode()).hexdigest()}.embedding"
+
+    def _write(self, text: str, row: Row) -> None:
+        """Write safetensors after their hash, which shows a file that is damaged; without a flush
+        to the disk, atomically.
+        """
         try:
-            # safetensors refuses views of a larger storage
-            copies = {n: t.clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
-            save_file(copies, path)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(
-                f"prompt_cache = {self.limit}: further prompts cannot be written to {path.parent}"
-                f" ({error}); set TMPDIR to a folder with more room, or a larger prompt_cache"
-            ) from error
-        return path
+            if self.folder:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            else:
+                self._temporary = self._temporary or TemporaryDirectory(
+                    prefix="flowrl-prompts-", ignore_cleanup_errors=True
+                )
+            path, data = self._path(text), save(dict(row))
+            half = path.with_suffix(f".{platform.node()}-{os.getpid()}.tmp")
+            try:
+                half.write_bytes(hashlib.sha256(data).digest() + data)
+                os.replace(half, path)
+            except OSError:
+                with suppress(OSError):
+                    half.unlink()
+                raise
+        except OSError as error:
+            raise refused(error, self._no_room(error.strerror or str(error))) from error
+
+    def _require_room(self, size: int) -> None:
+        free = shutil.disk_usage(self.folder).free if self.folder else size
+        if size > free:
+            raise DiskError(self._no_room(f"{size / 1e9:.2g} GB do not fit in {free / 1e9:.2g} GB"))
+
+    def _no_room(self, reason: str) -> str:
+        name, place = (CACHE, self.folder) if self.folder else ("TMPDIR", "a temporary folder")
+        return f"prompts cannot be stored in {place}: {reason}; set {name} to a folder with room"
+
+    def _stored(self, text: str) -> Row | None:
+        """The embedding of `text` from main memory or disk; None if its file is damaged or
+        deleted.
+        """
+        if text in self._memory:
+            return self._memory[text]
+        with suppress(OSError):
+            data = read_bytes(self._path(text))
+            if hashlib.sha256(data[32:]).digest() == data[:32]:
+                row = load(data[32:])
+                if len(self._memory) < self.limit:
+                    self._memory[text] = row
+                return row
+        return None

@@ -40,12 +40,14 @@ from flowrl.training.monitors import limits_of, notices
 from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.observers import Observers
 from flowrl.training.results import MetricsRow, has_progress, holds
+from flowrl.worlds.base import prompts_of
 
 Row = dict[str, Any]
 TOTALS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls", "seconds")
 Report = Callable[[dict[str, Any]], None]
 """Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes,
-and with {"warning"}, whose "kinds" are those of its lines (`flowrl.training.monitors.Notice`).
+with {"phase", "prompts"}, a line on the progress of embedding, and with {"warning"}, whose "kinds"
+are those of its lines (`flowrl.training.monitors.Notice`).
 """
 
 
@@ -173,13 +175,20 @@ class Run:
         self._journal = Journal(self.config, self.folder, trainer.done, is_main)
         if is_main:
             self._write_settings()
+        self._embed_prompts()
         if not self._rows:
             self._write_untrained()
-        if (embedding := extras(trainer.policy, "warm")) is not None:
-            self._tell({"phase": "prompts"})
-            remaining = (self.config.iterations - trainer.done) * self.config.rollout.groups
-            embedding.warm(trainer.prompts.upcoming(remaining))
         self._limits = limits_of(trainer)
+
+    def _embed_prompts(self) -> None:
+        """Embed the held-out prompts and those of all coming iterations."""
+        if (embedding := extras(self._trainer.policy, "warm")) is not None:
+            evaluation, task = self.config.evaluation, self.config.environment.task
+            count = max(evaluation.eval_samples, evaluation.diversity_prompts)
+            heldout = prompts_of(self._world, task, "heldout")[:count]
+            remaining = self.config.iterations - self._trainer.done
+            coming = self._trainer.prompts.upcoming(remaining * self.config.rollout.groups)
+            embedding.warm([*heldout, *coming], self.distributed, self._tell)
 
     def _measured_sizes(self) -> dict[str, Any]:
         """The auto sizes in the config.json of a run that is resumed, so that it uses the same;

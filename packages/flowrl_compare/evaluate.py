@@ -127,8 +127,6 @@ class Evaluate:
             )
             for spec in specs
         } or {form: world.reward(form) for form in world.forms}
-        # The embeddings of all prompts and of the negative one are computed once, for both weights.
-        config = config.replace(prompt_cache=len(prompts) + 1) if options.model else config
         if self.model:
             bare = replace(model_options(config), tuning="nothing", gradient_checkpointing=False)
             policy = load_policy(self.model, bare)

@@ -105,22 +105,24 @@ def test_whole_transformers_can_be_compared_too(folder, tmp_path):
 
 
 def test_every_prompt_is_embedded_once_for_both_weights(folder, tmp_path, monkeypatch):
-    """However many prompts the run kept in training: here fewer than it has."""
-    from flowrl.policies.families import SD3
+    """However many prompts the run kept in training: here fewer than it has. Other weights of the
+    same model need no further embeddings.
+    """
+    from flowrl.policies.pipeline import PipelinePolicy
 
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
     shutil.copytree(folder / "run", tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     config["policy"]["prompt_cache"] = 2
     write_json(tmp_path / "run" / "config.json", config)
-    texts, encode = [], SD3.encode
-    watched = lambda self, pipe, text, *more: texts.append(text) or encode(self, pipe, text, *more)  # noqa: E731
-    monkeypatch.setattr(SD3, "encode", watched)
+    texts, embed = [], PipelinePolicy._embed
+    watched = lambda self, some: texts.extend(some) or embed(self, some)  # noqa: E731
+    monkeypatch.setattr(PipelinePolicy, "_embed", watched)
     common = {"reward": redness(folder), "num_steps": 1, "count": 2, "batch": 2}
     run, lora = tmp_path / "run", folder / "run" / "lora"
     for sources in ({"weights": run, "trust": True}, {"weights": lora, **base(folder)}):
         evaluated(tmp_path / "out", **sources, **common)
         assert sorted(texts) == ["", *sorted(PROMPTS)]
-        texts.clear()
 
 
 def test_the_interval_is_students_over_prompts():

@@ -1,6 +1,8 @@
 """What every model family promises, on tiny random pipelines of the real classes."""
 
 import gc
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from seeded import seeded
 from torch.testing import assert_close
 
 from flowrl.cli.main import main
-from flowrl.core.errors import CheckpointError, ConfigError
+from flowrl.core.errors import CheckpointError, ConfigError, DiskError
 from flowrl.core.types import Prompt
 from flowrl.methods import METHODS
 from flowrl.policies import (
@@ -240,15 +242,67 @@ def test_more_prompts_than_the_cache_holds_cost_one_pass(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_one_clear_line(monkeypatch):
-    def full(tensors, path):
+def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
+    def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("flowrl.policies.prompt_cache.save_file", full)
-    with pytest.raises(
-        ConfigError, match=r"prompt_cache = 2: .* No space left on device\); set TMPDIR"
-    ):
-        CASES["sd3"].policy(prompt_cache=2).warm([Prompt(str(n)) for n in range(3)])
+    policy = CASES["sd3"].policy(prompt_cache=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.write_bytes", full)
+        with pytest.raises(DiskError, match=r"temporary .*: No space left on device; set TMPDIR"):
+            policy.warm([Prompt(str(n)) for n in range(3)])
+    policy.prompts.folder = tmp_path
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=9999))
+    with pytest.raises(DiskError, match=r"in /.*: 6\.7e-05 GB do not fit in 1e-05 .* FLOWRL_CACHE"):
+        policy.warm([Prompt(str(n)) for n in range(5)])
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_embeddings_on_disk_are_found_again(case, tmp_path, monkeypatch):
+    """By a policy of the same text encoders, precision and length, whatever its transformer; it
+    does not load its encoders unless a file is damaged or deleted. Embeddings do not depend on the
+    other texts.
+    """
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
+    pipe, texts, loads = case.make(), ["", *TEXTS], []
+    pipe.save_pretrained(tmp_path / "model")
+    embed = PipelinePolicy._embed
+    monkeypatch.setattr(
+        PipelinePolicy, "_embed", lambda self, some: loads.append(some) or embed(self, some)
+    )
+
+    def table(**changes):
+        policy = load_policy(str(tmp_path / "model"), replace(case.options, **changes))
+        assert "diffusers" in type(policy.transformer).__module__
+        found = policy.prompts.rows(torch.tensor(policy.prompts.numbers(texts)))
+        assert all(getattr(policy.pipe, name) is None for name in case.family.encoders)
+        return found
+
+    first = table()
+    for number, text in enumerate(texts):
+        (alone,) = case.family.encode(pipe, [text], 24, torch.device("cpu"))
+        for name, tensor in alone.items():
+            assert_close(first[name][number, : len(tensor)], tensor, atol=2e-6, rtol=0)
+            assert not first[name][number, len(tensor) :].any()
+    files = sorted(tmp_path.glob("cache/prompts/*/*"))
+    assert len(files) == 3 and loads == [texts]
+    pipe.transformer.requires_grad_(False)
+    next(pipe.transformer.parameters()).add_(1)
+    pipe.transformer.save_pretrained(tmp_path / "model" / "transformer")
+    for embedded in (0, 2):
+        loads.clear()
+        for name, tensor in table().items():
+            assert_close(tensor, first[name], atol=1e-6 * embedded, rtol=0)
+        assert [len(some) for some in loads if some] == [1] * embedded
+        files[0].write_bytes(files[0].read_bytes()[:-1] + b"!")
+        files[1].unlink()
+    encoder = getattr(pipe, case.family.encoders[-1]).requires_grad_(False)
+    next(encoder.parameters()).add_(1)
+    encoder.save_pretrained(tmp_path / "model" / case.family.encoders[-1])
+    loads.clear()
+    for changes in ({"max_sequence_length": 20}, {"dtype": "bfloat16"}, {"dtype": "float32"}):
+        table(**changes)
+    assert loads == [texts] * 3
 
 
 def test_encoders_wait_in_main_memory_also_after_a_failure(pair, monkeypatch):

@@ -231,6 +231,26 @@ def narrow(distributed):
     }
 
 
+def embedded(distributed, folder):
+    """How many of 11 texts this process embeds: together with the other one, in a second run, and
+    if it does not see the other's files.
+    """
+    from flowrl_testing.tiny import tiny_sd3_policy
+
+    counts = []
+    for name in ("shared", "shared", f"own-{distributed.rank}"):
+        policy, done = tiny_sd3_policy(), []
+        embed = policy.prompts.encode
+        policy.prompts.encode = lambda texts, add=done.extend, embed=embed: (
+            add(texts) or embed(texts)
+        )
+        policy.prompts.folder = folder / name
+        policy.warm([Prompt(f"number {n}") for n in range(10)], distributed)
+        assert len(list(policy.prompts.folder.iterdir())) == 11
+        counts.append(len(done))
+    return counts
+
+
 def failing(distributed, part):
     """The error in each process if the reward or a backward pass fails in process 1."""
     broken = distributed.rank == 1
@@ -277,6 +297,7 @@ def everything(distributed, tell, folder):
         tell(part, failing(distributed, part))
     devices = ({}, dict(peaks=(1.0, 2.0)), dict(speed=(1e3, 0.0)), dict(fails=True))
     tell("batches", [found_batches(distributed, **device) for device in devices])
+    tell("embedded", embedded(distributed, folder / "prompts"))
     tell("sharded", sharded(distributed))
     tell("narrow", narrow(distributed))
     tell("any", [distributed.any(distributed.rank == 1), distributed.any(False)])
@@ -377,6 +398,10 @@ def test_two_processes_train_what_one_does(two):
         assert set(TOGETHER) < set(report["compared"])
         assert above(report["compared"], 1e-6) == {}
         assert report["any"] == [True, False]
+
+
+def test_processes_divide_the_prompts(two):
+    assert [report["embedded"] for report in two] == [[6, 0, 11], [5, 0, 11]]
 
 
 def test_sharded_weights_train_as_replicated_ones_do(two):

@@ -46,9 +46,9 @@ def trusted_config(folder):
     return load_config(folder / "run" / "config.json", trust=True)
 
 
-def test_text_encoders_visit_the_device_twice(folder, tmp_path, monkeypatch):
-    """For the held-out prompts, and for all prompts of the coming iterations; not at every
-    iteration.
+def test_text_encoders_visit_the_device_once(folder, tmp_path, monkeypatch):
+    """For the held-out prompts and all prompts of the coming iterations; a repeated run embeds
+    nothing.
     """
     from flowrl.policies.pipeline import PipelinePolicy
 
@@ -58,9 +58,15 @@ def test_text_encoders_visit_the_device_twice(folder, tmp_path, monkeypatch):
     )
     (tmp_path / "held.txt").write_text("a blue dog\n")
     changes = {"heldout_prompts": str(tmp_path / "held.txt"), "iterations": 3, "tracker": "none"}
-    Run(trusted_config(folder).replace(**changes), tmp_path / "run").execute()
-    prompts = ["a red car", "a red fox", "a red hat"]
-    assert [sorted(texts) for texts in visits] == [["", "a blue dog"], prompts]
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
+    states = []
+    for name in ("run", "again"):
+        Run(trusted_config(folder).replace(**changes), tmp_path / name, states.append).execute()
+    prompts = ["", "a blue dog", "a red car", "a red fox", "a red hat"]
+    assert [sorted(texts) for texts in visits] == [prompts]
+    *_, line = [state["prompts"] for state in states if "prompts" in state]
+    assert line.startswith("5 of 5 prompts embedded (5 new ones, ") and "/cache/prompts/" in line
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "again")
 
 
 def events(folder):
