@@ -143,7 +143,8 @@ def run_jobs(
     # not forks of this process: they would inherit locked locks of its other threads
     context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
     if sys.platform == "linux":
-        context.set_forkserver_preload([function.__module__, *preload])
+        # torch.optim imports torch._dynamo at its first use, which takes a second
+        context.set_forkserver_preload([function.__module__, "torch._dynamo", *preload])
     with _signals_blocked():  # multiprocessing starts a further process here
         stop = context.Event()
     waiting, running = list(jobs.items())[::-1], dict[Any, tuple[Any, Any]]()

@@ -2,6 +2,7 @@
 commands).
 """
 
+import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 
@@ -14,6 +15,9 @@ def plugin(group: str, name: str, noun: str) -> EntryPoint | None:
     Raises `ConfigError` with the packages if several declare different objects; its message
     describes the name as a `noun`.
     """
+    key = (group, name, *sys.path)
+    if key in _found:
+        return _found[key]
     points = list(entry_points(group=group, name=name))
     if len({point.value for point in points}) > 1:
         owners = ", ".join(sorted(package_of(point) for point in points))
@@ -21,7 +25,13 @@ def plugin(group: str, name: str, noun: str) -> EntryPoint | None:
             f"{noun} {name!r} is offered by several installed packages: {owners}; remove all"
             " but one"
         )
+    if points:
+        _found[key] = points[0]
     return points[0] if points else None
+
+
+_found: dict[tuple[str, ...], EntryPoint] = {}
+"""By group, name and search path: a lookup reads the files of all installed packages."""
 
 
 def package_of(point: EntryPoint) -> str:

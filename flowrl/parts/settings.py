@@ -9,6 +9,7 @@ be given without its group (`flat`, `replaced`).
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast, dataclass_transform, get_origin
 
@@ -79,8 +80,9 @@ def fields_of(settings: Any) -> list[Field[Any]]:
     return [item for item in fields(settings) if item.compare]
 
 
-def groups_of(settings: Any) -> dict[str, type]:
-    """The groups of a settings class (or value) by the name of their field."""
+@cache
+def groups_of(settings: Any) -> Mapping[str, type]:
+    """The groups of a settings class by the name of their field."""
     return {
         item.name: cast(type, item.type)
         for item in fields(settings)
@@ -88,7 +90,8 @@ def groups_of(settings: Any) -> dict[str, type]:
     }
 
 
-def owners(settings: Any) -> dict[str, str]:
+@cache
+def owners(settings: Any) -> Mapping[str, str]:
     """Every setting's name and the field of its group; "" for a setting of no group."""
     groups = groups_of(settings)
     home = {item.name: "" for item in fields_of(settings) if item.name not in groups}
@@ -125,7 +128,7 @@ def grouped(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def replaced(settings: T, values: Mapping[str, Any]) -> T:
     """`settings` changed by `values`, named without their groups. Raises `ConfigError`."""
-    changed, groups = grouped(type(settings), values), groups_of(settings)
+    changed, groups = grouped(type(settings), values), groups_of(type(settings))
     inside = {
         name: replace(getattr(settings, name), **changed[name])
         for name in changed
