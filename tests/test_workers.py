@@ -105,11 +105,10 @@ def test_an_interrupt_in_a_callback_pauses_and_keeps_results():
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
 def test_an_interrupt_while_workers_start_is_a_pause():
-    """0.2 s after the process exists, the worker is importing torch; the job then never starts."""
-    done = outcome("interrupt", "0.2")
-    assert done.stdout.startswith("False {}") and "Traceback" not in done.stderr, done.stderr[
-        -2000:
-    ]
+    """Its job starts and is stopped at once, or does not start."""
+    done = outcome("interrupt", "0.01")
+    assert done.stdout.strip() in ("False {}", "False {'a': 'stopped'}"), done.stdout
+    assert "Traceback" not in done.stderr, done.stderr[-2000:]
 
 
 def test_no_job_starts_after_the_time_is_up():

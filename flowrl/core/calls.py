@@ -8,6 +8,7 @@ flowrl, .3 microseconds. Properties and values that are assigned to attributes a
 ``FLOWRL_TYPECHECK=0`` (or jaxtyping's ``JAXTYPING_DISABLE=1``) in the environment leaves it out.
 """
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -83,6 +84,8 @@ def checked_call(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **options: Any) -> Any:
         nonlocal checked
         caller = sys._getframe().f_back
+        if caller is not None and caller.f_code is _REPLACE:  # the caller of `replace` counts
+            caller = caller.f_back
         if caller is None or _package(caller) in OWN_PACKAGES:
             return function(*arguments, **options)
         # At the first call, since annotations may name what is defined later. Commands without
@@ -100,6 +103,9 @@ def checked_call(function: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return call
+
+
+_REPLACE = dataclasses.replace.__code__
 
 
 def _package(frame: FrameType) -> str:

@@ -43,20 +43,19 @@ class GaussianMixture:
         variance = (keep.square() * self.std**2 + t.square())[:, None]
         return x[:, None] - keep[:, None, None] * self.means, variance
 
-    def _log_joint(self, x: Tensor, t: Tensor) -> Tensor:
+    def _log_joint(self, gap: Tensor, variance: Tensor) -> Tensor:
         """log (w_k p_t(x | k)) [sample, mode]."""
-        gap, variance = self._gap_and_variance(x, t)
-        normaliser = 0.5 * x.shape[1] * (2 * torch.pi * variance).log()
+        normaliser = 0.5 * gap.shape[2] * (2 * torch.pi * variance).log()
         return self.weights.log() - gap.square().sum(-1) / (2 * variance) - normaliser
 
     def log_marginal(self, x: Points, t: PerSample) -> PerSample:
         """log p_t(x)."""
-        return torch.logsumexp(self._log_joint(x, t), dim=1)
+        return torch.logsumexp(self._log_joint(*self._gap_and_variance(x, t)), dim=1)
 
     def clean_and_noise(self, x: Points, t: PerSample) -> tuple[Tensor, Tensor]:
         """E[x_0 | x_t = x] (the Tweedie estimate) and E[eps | x_t = x], both [sample, dim]."""
-        posterior = torch.softmax(self._log_joint(x, t), dim=1)[..., None]
         gap, variance = self._gap_and_variance(x, t)
+        posterior = torch.softmax(self._log_joint(gap, variance), dim=1)[..., None]
         gap, time = gap / variance[..., None], t[:, None, None]
         clean = self.means + (1 - time) * self.std**2 * gap
         return (posterior * clean).sum(1), (posterior * (time * gap)).sum(1)

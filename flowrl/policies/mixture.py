@@ -72,8 +72,10 @@ class MixturePolicy:
 
     def encode(self, prompts: Sequence[Prompt]) -> Condition:
         """(cos, sin) of each prompt's direction."""
-        angles = [math.radians(self.direction(prompt.text)) for prompt in prompts]
-        rows = [[math.cos(a), math.sin(a)] for a in angles]
+        texts = [prompt.text for prompt in prompts]  # many are the same
+        angles = {text: math.radians(self.direction(text)) for text in {*texts}}
+        known = {text: (math.cos(a), math.sin(a)) for text, a in angles.items()}
+        rows = [known[text] for text in texts]
         return Condition({"direction": torch.tensor(rows, device=self.device)})
 
     def velocity(self, latent: Tensor, timestep: Tensor, condition: Condition) -> Tensor:

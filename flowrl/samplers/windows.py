@@ -53,10 +53,11 @@ class Windowed:
         require(fits, "Windowed.steps", self.steps, f"within the schedule's {schedule.steps} steps")
         stochastic = checked_transition(self.sampler, latent, velocity, schedule, step)
         deterministic = ODE().transition(latent, velocity, schedule, step)
-        inside = torch.zeros_like(step, dtype=torch.bool)
         # without a tensor of the steps, whose copy to a GPU would wait for it
-        for chosen in self.steps:
-            inside |= step == chosen
+        first, last = min(self.steps), max(self.steps)
+        inside = (step >= first) & (step <= last)
+        for left_out in {*range(first, last)} - {*self.steps}:
+            inside &= step != left_out
         inside = inside.to(stochastic.std.device)
         mean = torch.where(expand(inside, stochastic.mean), stochastic.mean, deterministic.mean)
         return Gaussian(mean=mean, std=torch.where(inside, stochastic.std, deterministic.std))

@@ -22,7 +22,8 @@ from flowrl.parts.trust import trust_option
 from flowrl.reading import read_bytes, reading
 from flowrl.training.config import load_config
 
-FORMAT = "flowrl-checkpoint-4"
+FORMAT, EARLIER = "flowrl-checkpoint-5", "flowrl-checkpoint-4"
+"""The format that is written, and an earlier one that can be read: it holds the rows of metrics."""
 
 
 def to_resume(run: Path) -> str:
@@ -71,15 +72,16 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     return _read(path)[0]
 
 
-def _read(path: Path, written: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the metadata of a file in the format `written`."""
+def _read(path: Path, *formats: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a file in one of `formats`; none: without a format."""
     with reading(path, CheckpointError):
         data = read_bytes(path, None)
         tensors = load(data)
         # the header: its length in 8 bytes, then JSON
         card = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-        if card.get("format", "") != written:
-            raise CheckpointError(f"format {card.get('format')!r}; this version reads {written!r}")
+        if card.get("format", "") not in (formats or ("",)):
+            known = " and ".join(formats) or "files without a format"
+            raise CheckpointError(f"format {card.get('format')!r}; this version reads {known}")
         if card["sha256"] != _hash(tensors, card.get("values", "")):
             raise CheckpointError("it does not match its own hash: changed after it was written")
     return tensors, card
@@ -97,7 +99,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """Read the checkpoint in the file `path`. Raises `CheckpointError` with the reason if it cannot
     be used.
     """
-    tensors, card = _read(path, FORMAT)
+    tensors, card = _read(path, FORMAT, EARLIER)
     return Checkpoint(tensors, json.loads(card["values"]))
 
 

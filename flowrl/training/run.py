@@ -2,9 +2,11 @@
 trajectory.
 """
 
+import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import entry_points
@@ -22,7 +24,7 @@ from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_j
 from flowrl.parts.plugins import versions
 from flowrl.parts.settings import settings_text
 from flowrl.parts.trust import check_code, record_code
-from flowrl.reading import as_kind, read_tensors, reading
+from flowrl.reading import as_kind, read_bytes, read_tensors, reading
 from flowrl.rewards import evaluation_reward
 from flowrl.training.build import make_reward, make_trainer, make_world
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
@@ -54,6 +56,16 @@ are those of its lines (`flowrl.training.monitors.Notice`).
 def trials() -> list[Any]:
     """The modules that try the user's parts before a run (entry points `flowrl.trial`)."""
     return [point.load() for point in sorted(entry_points(group="flowrl.trial"))]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """How much of metrics.jsonl a checkpoint belongs to: the first `length` bytes, and their
+    hash.
+    """
+
+    length: int
+    sha256: str
 
 
 @dataclass
@@ -95,6 +107,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._metrics = self.folder / "metrics.jsonl"
+        self._digest, self._length = hashlib.sha256(), 0
         self._checkpoints = Checkpoints(self.folder, self.config.logging.keep_checkpoints)
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
@@ -217,13 +230,13 @@ class Run:
         """Rows up to the last checkpoint (or `start`); later rows will be computed again. Without a
         checkpoint the run starts anew.
         """
-        trainer, checkpoint = self._trainer, Checkpoint({}, {})
+        trainer, checkpoint, rows = self._trainer, Checkpoint({}, {}), list[Row]()
         name = start or self._checkpoints.newest
         with reading(self._checkpoints.path(name), CheckpointError):
             with self.distributed.shared_errors():
                 if self.distributed.is_main and name:
                     checkpoint = self._checkpoints.load(name)
-                    as_kind(checkpoint.values.get("rows"), list[MetricsRow])
+                    rows = self._rows_until(checkpoint)
             if self.distributed.any(bool(checkpoint.values)):
                 trainer.restore(checkpoint)
 
@@ -234,12 +247,38 @@ class Run:
             if start:
                 (self.folder / "done.json").unlink(missing_ok=True)
                 self._checkpoints.forget_after(start)
-            rows = checkpoint.values.get("rows", [])
             if rows:  # a crash leaves metrics with later rows, or a line that is cut
-                write_bytes(self._metrics, "".join(map(_line, rows)).encode())
+                lines = b"".join(map(_line, rows))
+                write_bytes(self._metrics, lines)
+                self._count(lines)
             return rows
 
         return self._in_main(rewind)
+
+    def _rows_until(self, checkpoint: Checkpoint) -> list[Row]:
+        """The rows at the time of `checkpoint`. Raises `CheckpointError` if metrics.jsonl has
+        others.
+        """
+        rows = checkpoint.values.get("rows")  # of an earlier version
+        if rows is None:
+            written = as_kind(checkpoint.values.get("metrics"), _Written)
+            with suppress(FileNotFoundError):
+                lines = read_bytes(self._metrics, None)[: written.length]
+                if hashlib.sha256(lines).hexdigest() == written.sha256:
+                    rows = [json.loads(line) for line in lines.splitlines()]
+        if rows is None:
+            raise CheckpointError(
+                f"{self._metrics} is missing or was changed: resuming needs its first"
+                f" {written.length} bytes as they were at this checkpoint; restore the file, or"
+                " start a new run"
+            )
+        as_kind(rows, list[MetricsRow])
+        return rows
+
+    def _count(self, lines: bytes) -> None:
+        """Count `lines` of metrics.jsonl."""
+        self._digest.update(lines)
+        self._length += len(lines)
 
     def _write_untrained(self) -> None:
         """Row 0 and the samples of the untrained model."""
@@ -326,8 +365,10 @@ class Run:
     def _append(self, row: Row) -> None:
         self._rows.append(row)
         if self.distributed.is_main:
-            with open(self._metrics, "a") as file:
-                file.write(_line(row))
+            line = _line(row)
+            with open(self._metrics, "ab") as file:
+                file.write(line)
+            self._count(line)
         self._journal.row(row, self._evaluation)
 
     def _tell(self, state: dict[str, Any]) -> None:
@@ -343,11 +384,16 @@ class Run:
         self._warn([{"kind": "trial", "text": text}])
 
     def _save(self, state: Checkpoint) -> None:
-        """Write `state`, the rows and the observers' state as the checkpoint of this iteration."""
+        """Write `state` and the observers' state as the checkpoint of this iteration, after the
+        rows, of which it has the length and a hash.
+        """
         if self.distributed.is_main:
+            with open(self._metrics, "rb") as file:
+                os.fsync(file.fileno())
+            metrics = asdict(_Written(self._length, self._digest.hexdigest()))
             tensors = {**state.tensors, **self._observers.state()}
             kept = {row["iteration"] for row in self._rows if "kept" in row}
-            checkpoint = Checkpoint(tensors, {**state.values, "rows": self._rows})
+            checkpoint = Checkpoint(tensors, {**state.values, "metrics": metrics})
             self._checkpoints.save(checkpoint, self._trainer.done, kept)
 
     def _save_before(self, before: Checkpoint) -> None:
@@ -398,5 +444,5 @@ class Run:
             save_weights(folder / "weights.safetensors", average)
 
 
-def _line(row: Row) -> str:
-    return json.dumps(row) + "\n"
+def _line(row: Row) -> bytes:
+    return (json.dumps(row) + "\n").encode()

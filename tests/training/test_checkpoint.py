@@ -14,6 +14,7 @@ from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.distributed import Distributed
 from flowrl.training.build import trained_policy
 from flowrl.training.checkpoint import (
+    EARLIER,
     Checkpoint,
     Checkpoints,
     restore_training_state,
@@ -66,7 +67,7 @@ DAMAGE = {
     "another position": lambda file: edit(file, rb"\"done\": 20", rb"\"done\": 21"),
     "another name": lambda file: edit(file, b'"weight"', b'"height"'),
     "a folder": lambda file: (file.unlink(), file.mkdir()),
-    "another version": lambda file: edit(file, b"checkpoint-4", b"checkpoint-5"),
+    "another version": lambda file: edit(file, b"checkpoint-5", b"checkpoint-3"),
 }
 
 
@@ -200,30 +201,49 @@ def test_a_run_resumes_from_the_previous_checkpoint_if_the_last_is_damaged(tmp_p
         assert numbers(out) == expected and Checkpoints(out).names() == names
 
 
-CHANGES = {
-    "later rows": lambda text: text + '{"iteration": 2}\n{"iteration": 3, "half',
-    "cut": lambda text: text[: len(text) // 2],
-    "edited": lambda text: text.replace('"reward_mean": 0', '"reward_mean": 1', 1),
-    "a row less": lambda text: text.partition("\n")[2],
-}
+def test_a_changed_or_missing_line_of_metrics_is_refused(tmp_path):
+    folder = tmp_path / "run"
+    assert not Run(SMALL, folder, stop=lambda: True).execute()
+    metrics = folder / "metrics.jsonl"
+    text = metrics.read_text()
+    edited = text.replace('"reward_mean": 0', '"reward_mean": 1', 1)
+    for change in (edited, text[:-9], text.partition("\n")[2], ""):
+        metrics.write_text(change)
+        with pytest.raises(CheckpointError, match=r"metrics.jsonl is missing or was changed"):
+            Run(SMALL, folder).execute(resume=True)
+    metrics.unlink()
+    with pytest.raises(CheckpointError, match=r"restore the file, or start a new run"):
+        Run(SMALL, folder).execute(resume=True)
 
 
 @pytest.mark.parametrize(
-    ("change", "settings"),
+    ("settings", "earlier"),
     [
-        ("later rows", dict(method="tp-grpo", checkpoint_every=2)),
-        ("cut", dict(method="average", credit="moving-average-gain")),
-        ("edited", dict(credit="value-tracker", method="tracker")),
-        ("a row less", {}),
+        (dict(method="tp-grpo", checkpoint_every=2), False),
+        (dict(method="average", credit="moving-average-gain"), True),
+        (dict(credit="value-tracker", method="tracker"), False),
     ],
 )
-def test_a_paused_run_resumes_to_the_same_numbers_whatever_its_metrics(tmp_path, change, settings):
+def test_a_paused_run_resumes_to_the_same_numbers(tmp_path, settings, earlier, monkeypatch):
+    """A crash leaves later rows of metrics, and a cut one; a checkpoint of an earlier version holds
+    the rows itself.
+    """
     config = SMALL.replace(iterations=4, **settings)
     folder, pauses = tmp_path / "run", iter([False, True])
     assert Run(config, tmp_path / "uninterrupted").execute()
     assert not Run(config, folder, stop=lambda: next(pauses)).execute()
     metrics = folder / "metrics.jsonl"
-    metrics.write_text(CHANGES[change](metrics.read_text()))
+    if earlier:
+        kept = Checkpoints(folder)
+        state, rows = kept.load(kept.newest), map(json.loads, metrics.read_text().splitlines())
+        values = {name: value for name, value in state.values.items() if name != "metrics"}
+        monkeypatch.setattr("flowrl.training.checkpoint.FORMAT", EARLIER)
+        kept.save(Checkpoint(state.tensors, {**values, "rows": [*rows]}), int(kept.newest))
+        monkeypatch.undo()
+        metrics.unlink()
+    else:
+        with metrics.open("a") as file:
+            file.write('{"iteration": 2}\n{"iteration": 3, "half')
     assert Run(config, folder).execute(resume=True)
     assert numbers(folder) == numbers(tmp_path / "uninterrupted")
     runs = [Checkpoints(tmp_path / name) for name in ("run", "uninterrupted")]
