@@ -8,12 +8,14 @@ work space, and the allocator's unused reserve. `benchmarks/full_size.py` compar
 runs.
 """
 
+import hashlib
 import json
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib import import_module, resources
 from pathlib import Path
@@ -27,10 +29,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from flowrl.core.errors import ConfigError
+from flowrl.io import cache_folder, write_json
+from flowrl.parts.plugins import versions
 from flowrl.policies.families import Family, family_of, shape_of, size_of
 from flowrl.policies.lora import Adapters
 from flowrl.policies.pipeline import DTYPES, ModelOptions
-from flowrl.reading import read_json
+from flowrl.reading import read_bytes, read_json
 
 
 @dataclass(frozen=True)
@@ -207,7 +212,8 @@ def count_memory(
 ) -> Memory:
     """The GPU memory that training a model needs, by part.
 
-    During a network call autocast stores the trained weights in `dtype` too.
+    During a network call autocast stores the trained weights in `dtype` too. Counts are stored in
+    `io.cache_folder`: counting imports diffusers and takes seconds.
 
     Args:
         known: the architecture.
@@ -220,6 +226,34 @@ def count_memory(
     Returns:
         The memory of each part in bytes.
     """
+    numbers = update_rows, rollout_rows, images, stored
+    given = {
+        name: value for name, value in vars(known).items() if name not in ("family", "pipeline")
+    }
+    described = repr(
+        (known.family.pipeline, vars(known.family), given, options, numbers, versions())
+    )
+    digest = hashlib.sha256(described.encode())
+    for module in (__name__, Adapters.__module__, type(known.family).__module__):
+        digest.update(read_bytes(str(sys.modules[module].__file__)))
+    path = cache_folder() / "memory" / f"{digest.hexdigest()}.json"
+    with suppress(OSError, ConfigError):
+        return read_json(path, Memory)
+    counted = _count(known, options, *numbers)
+    with suppress(OSError):
+        write_json(path, asdict(counted))
+    return counted
+
+
+def _count(
+    known: Architecture,
+    options: ModelOptions,
+    update_rows: int,
+    rollout_rows: int,
+    images: int,
+    stored: int,
+) -> Memory:
+    """`count_memory`, counted."""
     family, full = known.family, options.tuning == "full"
     dtype, decoding = DTYPES[options.dtype], DTYPES[options.decode_dtype]
     # diffusers' `to` warns of layers to keep in float32 even if there are none
