@@ -262,16 +262,16 @@ class Run:
         rows = checkpoint.values.get("rows")  # of an earlier version
         if rows is None:
             written = as_kind(checkpoint.values.get("metrics"), _Written)
+            lines = b""
             with suppress(FileNotFoundError):
                 lines = read_bytes(self._metrics, None)[: written.length]
-                if hashlib.sha256(lines).hexdigest() == written.sha256:
-                    rows = [json.loads(line) for line in lines.splitlines()]
-        if rows is None:
-            raise CheckpointError(
-                f"{self._metrics} is missing or was changed: resuming needs its first"
-                f" {written.length} bytes as they were at this checkpoint; restore the file, or"
-                " start a new run"
-            )
+            if hashlib.sha256(lines).hexdigest() != written.sha256:
+                raise CheckpointError(
+                    f"{self._metrics} is missing or was changed: resuming needs its first"
+                    f" {written.length} bytes as they were at this checkpoint; restore the file,"
+                    " or start a new run"
+                )
+            rows = [json.loads(line) for line in lines.splitlines()]
         as_kind(rows, list[MetricsRow])
         return rows
 

@@ -11,6 +11,7 @@ import torch
 from flowrl_testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 
 from flowrl.core.types import Prompt
+from flowrl.io import cache_folder
 from flowrl.policies import ARCHITECTURES, Adapters, StorageCounter, architecture_of, memory
 from flowrl.training.config import preset
 from flowrl.training.plan import memory as count_plan
@@ -41,7 +42,7 @@ def test_sizes_are_the_published_ones(name, billion, layers, tokens):
     assert architecture_of(f"somewhere/{name}") is known
 
 
-def test_a_plan_counts_what_its_settings_say(tmp_path):
+def test_a_plan_counts_what_its_settings_say(tmp_path, monkeypatch):
     """Rows of a call that is smaller than max_batch; both branches' gradient or one; the prompt's
     length; all images that are scored together; no trajectories if they wait in main memory.
     """
@@ -76,6 +77,11 @@ def test_a_plan_counts_what_its_settings_say(tmp_path):
     assert counted(decode_dtype="bfloat16").decode < base.decode
     assert "not measured" in memory_text(plan(config), config)
     assert memory_text(plan(config), config.replace(model="some/other-model")) == ""
+    monkeypatch.setattr(memory, "_count", lambda *_: full)
+    assert counted() == base  # stored, unless the file is damaged
+    for file in (cache_folder() / "memory").iterdir():
+        file.write_text("{")
+    assert counted() == full
 
 
 @pytest.mark.parametrize(
