@@ -228,6 +228,11 @@ def _flag(name: str, default: str = "false") -> bool:
     return os.environ.get(name, default).lower() in ("1", "true")
 
 
+def processes_here() -> int:
+    """The number of processes of the run on this machine, as its launcher tells."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def _timeout_minutes() -> float:
     text = os.environ.get(TIMEOUT, "10")
     fits = text.replace(".", "", 1).isdigit() and float(text) > 0

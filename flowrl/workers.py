@@ -140,12 +140,9 @@ def run_jobs(
             job.
     """
     count, deadline = worker_count(workers, len(jobs)), time.monotonic() + seconds
-    # not forks of this process: they would inherit locked locks of its other threads
-    context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-    if sys.platform == "linux":
-        # torch.optim imports torch._dynamo at its first use, which takes a second
-        context.set_forkserver_preload([function.__module__, "torch._dynamo", *preload])
-    with _signals_blocked():  # multiprocessing starts a further process here
+    # torch.optim imports torch._dynamo at its first use, which takes a second
+    context = process_context(function.__module__, "torch._dynamo", *preload)
+    with signals_blocked():  # multiprocessing starts a further process here
         stop = context.Event()
     waiting, running = list(jobs.items())[::-1], dict[Any, tuple[Any, Any]]()
     signals, errors = list[int](), list[Exception]()
@@ -158,7 +155,7 @@ def run_jobs(
         inbox, outbox = context.Pipe(duplex=False)
         call = Worker(stop, outbox), describe(key), function, arguments
         process = context.Process(target=_work, args=call)
-        with _signals_blocked():
+        with signals_blocked():
             process.start()
         outbox.close()  # so that the pipe ends with the process
         running[inbox] = key, process
@@ -205,9 +202,20 @@ def run_jobs(
     return not waiting and not signals
 
 
-def _work(worker: Worker, name: str, function: Any, arguments: tuple[Any, ...]) -> None:
-    """The process of the job `name`. It ignores signals, because the parent controls pauses, and
-    ends with the parent; the last checkpoint is always complete.
+def process_context(*preload: str) -> Any:
+    """The context of multiprocessing for further processes. On Linux they are forks of a server
+    process that has imported the modules `preload`.
+    """
+    # not forks of this process: they would inherit locked locks of its other threads
+    context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    if sys.platform == "linux":
+        context.set_forkserver_preload(list(preload))
+    return context
+
+
+def begin_worker() -> None:
+    """The start of a worker process. It ignores signals, because the parent controls pauses, ends
+    with the parent, and uses one torch thread.
     """
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
@@ -217,6 +225,11 @@ def _work(worker: Worker, name: str, function: Any, arguments: tuple[Any, ...]) 
     import torch
 
     torch.set_num_threads(1)
+
+
+def _work(worker: Worker, name: str, function: Any, arguments: tuple[Any, ...]) -> None:
+    """The process of the job `name`; the last checkpoint is always complete."""
+    begin_worker()
     try:
         if not worker.stopped():
             worker.outbox.send(("result", function(worker, *arguments)))
@@ -235,7 +248,7 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def _signals_blocked() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """Processes started in this context never receive a signal of `STOPPING`, not even during
     imports: the parent controls pauses.
     """

@@ -241,10 +241,14 @@ class RewardModel(Protocol):
     training, and counted ("invalid" in the metrics). A group with fewer than two valid samples is
     left out completely. An infinite score, or NaN from any other model, is an error.
 
-    Optional methods of a reward with named components, which are logged and may be credited
-    separately: `parts(images, prompts)` returns every component's scores [sample] before weighting,
-    by name, and `total(parts)` the reward [sample]. `score` equals ``total(parts(images,
-    prompts))``.
+    A model whose class has a true attribute `on_cpu` needs no GPU, scores images one by one and can
+    be pickled. While the policy samples, a pool of processes computes it, on images in float32 in
+    main memory.
+
+    Optional methods: `load()` reads the weights, before a run loads the policy. Of a reward with
+    named components, which are logged and may be credited separately, `parts(images, prompts)`
+    returns every component's scores [sample] before weighting, by name, and `total(parts)` the
+    reward [sample]. `score` equals ``total(parts(images, prompts))``.
     """
 
     def score(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Tensor:

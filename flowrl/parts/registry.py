@@ -51,6 +51,8 @@ _TRUST: ContextVar[bool] = ContextVar("trust", default=False)
 options, also if its constructor builds them by itself.
 """
 CODE = "code, which would run"
+USER_MODULE = "flowrl_user_"
+"""Begin of the names of the modules in users' files."""
 NAMES_CODE = re.compile(r":|\.py[co]?$")
 """In the name of a part: only the names of built-in parts and of plug-ins have neither."""
 FILE = re.compile(r"\.py[co]?:")
@@ -373,7 +375,7 @@ def find_maker(kind: str, spec: Spec, trust: bool | None = None) -> Any:
     if spec.file is not None and not spec.file.is_file():
         raise ConfigError(f"{kind}: the file {spec.file} does not exist")
     with _named(f"{kind}: importing {place}"):
-        module = _file_module(spec.file) if spec.file else importlib.import_module(place)
+        module = file_module(spec.file) if spec.file else importlib.import_module(place)
     if not hasattr(module, name):
         classes = [n for n, v in vars(module).items() if isinstance(v, type)]
         raise ConfigError(f"{kind}: {place} has no class {name!r}; it has {', '.join(classes)}")
@@ -407,10 +409,10 @@ def files_of(kind: str, spec: Spec, trust: bool | None = None) -> list[Path]:
     return [Path(file) for file in dict.fromkeys(files) if file]
 
 
-def _file_module(path: Path) -> ModuleType:
+def file_module(path: Path) -> ModuleType:
     """The module in a user's file, imported anew."""
     place = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
-    spec = importlib.util.spec_from_file_location(f"flowrl_user_{path.stem}_{place}", path)
+    spec = importlib.util.spec_from_file_location(f"{USER_MODULE}{path.stem}_{place}", path)
     assert spec is not None and spec.loader is not None  # of a name that ends in .py
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     with _neighbours(path.resolve().parent):

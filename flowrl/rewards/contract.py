@@ -3,12 +3,12 @@ invalid samples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import RewardContractError
+from flowrl.core.errors import ConfigError, FlowrlError, RewardContractError
 from flowrl.core.protocols import AnyReward, GroupReward
 from flowrl.core.types import Prompt, tensor_problem
 
@@ -52,6 +52,28 @@ def marks_invalid(reward: AnyReward) -> bool:
     `protocols.RewardModel`.
     """
     return _declares(reward, "marks_invalid")
+
+
+def load_reward(reward: object) -> None:
+    """Call `load()` of a reward, if it has one, and of the rewards among the fields of a data class
+    such as `WeightedSum`.
+
+    Raises `ConfigError` if that fails.
+    """
+    load = getattr(reward, "load", None)
+    if callable(load):
+        try:
+            load()
+        except FlowrlError:
+            raise
+        except (Exception, SystemExit) as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ConfigError(f"reward: {type(reward).__name__}.load() failed: {reason}") from error
+    for item in fields(reward) if is_dataclass(reward) else ():
+        value = getattr(reward, item.name)
+        for part in value.values() if isinstance(value, Mapping) else (value,):
+            if isinstance(part, AnyReward):
+                load_reward(part)
 
 
 def component_methods(

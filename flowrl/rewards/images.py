@@ -5,7 +5,7 @@ size as a JPEG file, the motion of videos.
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Le
@@ -64,6 +64,7 @@ class JPEGIncompressibility:
     """
 
     quality: Quality = 95
+    on_cpu: ClassVar[bool] = True
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Kilobytes [sample]."""
@@ -85,6 +86,7 @@ class JPEGCompressibility:
     """
 
     quality: Quality = 95
+    on_cpu: ClassVar[bool] = True
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Minus the kilobytes [sample]."""

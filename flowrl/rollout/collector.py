@@ -5,7 +5,7 @@ joined.
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -79,9 +79,10 @@ class Collector:
         probe: the probe.
         distributed: the processes.
         max_batch: largest number of latents per network call.
-        chunk: groups per chunk; 0: all at once.
-        overlap: compute rewards in a second thread while the next chunk is rolled out. The policy's
-            `decode` and the reward then run in parallel with `velocity`; the results are the same.
+        chunk: groups per chunk; 0: all at once; "auto": if `overlap`, `chunk_size`.
+        overlap: decode and score in a second thread, on a CUDA stream of its own, while the next
+            chunk is rolled out. The policy's `decode` and the reward then run in parallel with
+            `velocity`; the results are the same.
         offload: keep trajectories in main memory until the update.
         inspect: called once, with the images, prompts and scores of the next batch.
     """
@@ -93,7 +94,7 @@ class Collector:
     probe: Probe
     distributed: Distributed
     max_batch: int
-    chunk: int = 0
+    chunk: int | Literal["auto"] = 0
     overlap: bool = False
     offload: bool = False
     inspect: Inspect | None = None
@@ -117,11 +118,15 @@ class Collector:
         """
         assigned, members = self.distributed.assign(self.groups.prompts), self.groups.members
         device, start = self.policy.device, generator.get_state()
+        beside = self.overlap and device.type == "cuda"
         scored, paths, jobs = Usage(), list[Trajectories](), list[Future[Values]]()
-        rewards = self._executor()
+        rewards, size = self._executor(), self.chunk
+        if size == "auto":
+            count = assigned.count
+            size = chunk_size(count, members, self.max_batch) if self.overlap else count
         try:
             with self.distributed.shared_errors():
-                for first, count in assigned.chunks(self.chunk):
+                for first, count in assigned.chunks(size):
                     enter("rollout")
                     for job in jobs:
                         if job.done():
@@ -147,7 +152,8 @@ class Collector:
                         enter("rollout" if self.overlap else "reward")
                         part = result.part(own.start - first, len(own))
                         texts = prompts[own.start : own.stop]
-                        jobs.append(rewards.submit(self._score, part, texts, scored))
+                        ready = beside and torch.cuda.current_stream(device).record_event()
+                        jobs.append(rewards.submit(self._score, part, texts, scored, ready))
                 enter("reward")
                 own_tables = [job.result() for job in jobs]
         finally:
@@ -171,9 +177,18 @@ class Collector:
         groups = self.groups.part(assigned.first, assigned.count)
         return Collected(Rollout(path, {}, groups), condition.take(rows), values, assigned)
 
-    def _score(self, result: Rollout, prompts: Sequence[Prompt], usage: Usage) -> Values:
+    def _score(
+        self, result: Rollout, prompts: Sequence[Prompt], usage: Usage, ready: Any
+    ) -> Values:
+        """The values of a chunk, whose latents are complete after the event `ready`."""
         inspect, self.inspect = self.inspect, None
-        return score_rollout(self.policy, self.reward, result, prompts, usage, inspect=inspect)
+        if not ready:
+            return score_rollout(self.policy, self.reward, result, prompts, usage, inspect=inspect)
+        ready.wait()
+        values = score_rollout(self.policy, self.reward, result, prompts, usage, inspect=inspect)
+        # the rollout's stream may use the memory of `result` again as soon as the caller frees it
+        torch.cuda.current_stream(self.policy.device).synchronize()
+        return values
 
     def _kept(self, path: Trajectories) -> Trajectories:
         """The trajectories, in main memory if `offload` is set."""
@@ -183,18 +198,34 @@ class Collector:
         return replace(path, states=states, outputs=outputs)
 
     def _executor(self) -> Executor:
-        """A second thread, with this thread's device and number of threads, or this thread."""
+        """A second thread, with this thread's device and number of threads and a CUDA stream of
+        its own, or this thread.
+        """
         if not self.overlap:
             return _Immediate()
-        threads = torch.get_num_threads()
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        threads, device = torch.get_num_threads(), self.policy.device
+        current = torch.cuda.current_device() if torch.cuda.is_available() else None
 
         def begin() -> None:
             torch.set_num_threads(threads)
-            if device is not None:
-                torch.cuda.set_device(device)
+            if current is not None:
+                torch.cuda.set_device(current)
+            if device.type == "cuda":
+                torch.cuda.set_stream(torch.cuda.Stream(device))
 
         return ThreadPoolExecutor(1, "rewards", begin)
+
+
+def chunk_size(groups: int, members: int, max_batch: int) -> int:
+    """The smallest number of groups per chunk with which all `groups` of `members` samples need as
+    many calls of at most `max_batch` samples as without chunks.
+    """
+
+    def calls(size: int) -> int:
+        whole, rest = divmod(groups, size)
+        return whole * -(-size * members // max_batch) + -(-rest * members // max_batch)
+
+    return next(size for size in range(1, groups + 1) if calls(size) <= calls(groups))
 
 
 class _Immediate(Executor):

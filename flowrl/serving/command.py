@@ -70,7 +70,7 @@ class ServeReward:
             ) from error
         from flowrl.parts.registry import build
         from flowrl.rewards import require_single
-        from flowrl.serving.weights import load_weights
+        from flowrl.rewards.contract import load_reward
 
         limits = ServerLimits(
             body_bytes=self.max_body * 2**20,
@@ -82,7 +82,7 @@ class ServeReward:
         with listener.socket:
             reward = build("reward", self.reward, trust=True)
             reward = require_single(reward, "reward", self.reward)
-            load_weights(reward)
+            load_reward(reward)
             if not token and not listener.loopback and not self.no_token:
                 token = secrets.token_urlsafe(32)
                 print(f"Token for this server's clients: {TOKEN_VARIABLE}={token}")

@@ -30,12 +30,14 @@ from flowrl.parts.specs import parse_slice
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.probes import NoProbe
 from flowrl.rewards import NoisyReward
+from flowrl.rewards.contract import load_reward
+from flowrl.rewards.pool import pooled
 from flowrl.samplers import ODE, FixedWindow, trained_steps, transition_stds, windowed
 from flowrl.training.checkpoint import load_weights
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.evaluation import make_heldout_metrics
 from flowrl.training.memory import find_batches
-from flowrl.training.trainer import Trainer, loss_guidance
+from flowrl.training.trainer import Trainer, loss_guidance, overlaps_rewards
 from flowrl.worlds.base import ModelWorld, check_hash, check_policy, prompts_of, world
 
 
@@ -48,8 +50,9 @@ def make_world(config: RunConfig) -> World:
     environment, model = config.environment, config.policy.model
     if model:
         files = environment.prompts, environment.heldout_prompts
-        trust = config.trusts(environment.reward)
-        chosen = ModelWorld(model, *files, environment.reward, model_options(config), trust)
+        spec, options, trust = environment.reward, model_options(config), config.trusts
+        device = environment.reward_device
+        chosen = ModelWorld(model, *files, spec, options, trust(spec), device)
     else:
         chosen = world(environment.world, config.trusts(environment.world))
     for name, value, known in (
@@ -133,7 +136,7 @@ def make_reward(config: RunConfig) -> AnyReward:
     """
     environment = config.allowed().environment
     if environment.reward:
-        spec, device = environment.reward, config.policy.device
+        spec, device = environment.reward, environment.reward_device or config.policy.device
         model: AnyReward = build("reward", spec, config.trusts(spec), device=device)
     else:
         model = make_world(config).reward(environment.reward_form)
@@ -179,7 +182,11 @@ def make_trainer(
     """
     world = make_world(config) if world is None else world
     method = make_method(config)
-    reward = make_reward(config)  # before the policy: its errors should not wait for a large model
+    # before the policy: errors, as of a missing file of weights, should not wait for a large model
+    reward = make_reward(config)
+    if overlaps_rewards(config, reward):
+        reward = pooled(reward)
+    load_reward(reward)
     prompts = prompts_of(world, config.environment.task, "train")
     prompts_of(world, config.environment.task, "heldout")
     policy = world.policy(policy_options(config))

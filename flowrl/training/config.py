@@ -85,6 +85,9 @@ class EnvironmentConfig:
     """A reward that replaces the task's: NAME, NAME(option=value) or path/to/file.py:Class; `flowrl
     parts` lists names.
     """
+    reward_device: str = ""
+    """Device of the networks of `reward` and `heldout_rewards`, as in cuda:7; empty: the policy's.
+    """
     reward_noise: NonNegative = 0.0
     """Standard deviation of the noise added to every training score; evaluation has none."""
     reward_bias: float = 0.0
@@ -176,18 +179,21 @@ class RolloutConfig:
     """Latents per network call without gradients; auto: measured at the start
     (`flowrl.training.memory`).
     """
-    chunk: Whole = 0
-    """Groups rolled out at a time by each process, to save memory; 0 = all."""
+    chunk: Whole | Literal["auto"] = 0
+    """Groups rolled out at a time by each process; 0 = all; auto: if rewards overlap, as few as
+    need no further network calls.
+    """
     overlap_rewards: Switch = "auto"
     """Score finished chunks during the rollout of the next one: true (needs a `chunk`), false, or
-    auto: with remote rewards.
+    auto: with a chunk, if the policy is on a GPU or a server computes the reward. Rewards on the
+    CPU (ocr, jpeg) then have processes of their own.
     """
     offload: bool = False
     """Store the trajectories in main memory between rollout and update."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "RolloutConfig":
-        fits, need = self.chunk >= 1 or self.overlap_rewards != "true", "with a `chunk` only"
+        fits, need = self.chunk != 0 or self.overlap_rewards != "true", "with a `chunk` only"
         require(fits, "overlap_rewards", self.overlap_rewards, need)
         return self
 

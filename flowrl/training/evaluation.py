@@ -107,7 +107,8 @@ def _heldout_reward(spec: str, config: RunConfig, world: World) -> RewardModel:
         return qualities[spec]()
     if spec in world.forms and not config.policy.model:
         return world.reward(spec)
-    reward = build("reward", spec, config.trusts(spec), device=config.policy.device)
+    device = config.environment.reward_device or config.policy.device
+    reward = build("reward", spec, config.trusts(spec), device=device)
     return require_single(reward, "heldout_rewards", spec)
 
 

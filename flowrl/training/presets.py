@@ -77,6 +77,7 @@ MODEL_DEFAULTS: dict[str, Any] = {
     "betas": (0.9, 0.999),
     "groups": 4,
     "group_size": 24,
+    "chunk": "auto",
     "micro_batch": 8,
     "max_batch": 16,
     "iterations": 300,

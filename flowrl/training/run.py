@@ -26,6 +26,7 @@ from flowrl.parts.settings import settings_text
 from flowrl.parts.trust import check_code, record_code
 from flowrl.reading import as_kind, read_bytes, read_tensors, reading
 from flowrl.rewards import evaluation_reward
+from flowrl.rewards.contract import load_reward
 from flowrl.training.build import make_reward, make_trainer, make_world
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
 from flowrl.training.config import RunConfig, load_config
@@ -170,6 +171,8 @@ class Run:
         self._observers = Observers(self.config, self.folder, self.observers, self.distributed)
         self._world = make_world(self.config)
         self._heldout = make_heldout_metrics(self.config, self._world)
+        for part in (*self._heldout.rewards.values(), self._heldout.features):
+            load_reward(part)
         self._trainer = trainer = make_trainer(self.config, self.distributed, self._world)
         self.config = trainer.config  # with the measured sizes
         trainer.on_phase = lambda phase: self._tell({"phase": phase})

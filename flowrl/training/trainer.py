@@ -74,12 +74,12 @@ def asks_for_all(config: RunConfig, method: Method) -> bool:
 
 
 def overlaps_rewards(config: RunConfig, reward: AnyReward) -> bool:
-    """Whether a chunk is scored during the rollout of the next one; auto: if there are chunks and a
-    server computes the reward.
+    """Whether a chunk is scored during the rollout of the next one; auto: if there are chunks, and
+    the policy is on a GPU or a server computes the reward. Others would share the policy's cores.
     """
-    rollout = config.rollout
-    remote = rollout.overlap_rewards == "auto" and rollout.chunk >= 1 and is_remote(reward)
-    return remote or rollout.overlap_rewards == "true"
+    rollout, elsewhere = config.rollout, config.policy.device != "cpu" or is_remote(reward)
+    auto = rollout.overlap_rewards == "auto" and rollout.chunk != 0 and elsewhere
+    return auto or rollout.overlap_rewards == "true"
 
 
 class Iteration(dict[str, Any]):

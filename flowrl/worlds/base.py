@@ -144,6 +144,7 @@ class ModelWorld:
         reward: spec of the reward.
         options: options of the policy.
         trust: whether the spec of the reward is in the user's own words (`RunConfig.trusts`).
+        reward_device: device of the reward's network; empty: the policy's.
 
     Raises:
         ConfigError: `prompts` or `reward` is empty, or a file of prompts cannot be read.
@@ -162,11 +163,13 @@ class ModelWorld:
         reward: str,
         options: ModelOptions,
         trust: bool = False,
+        reward_device: str = "",
     ) -> None:
         require(bool(prompts), "prompts", prompts, "a file of prompts, or hf(name=NAME)")
         allowed = "NAME of a reward or path/to/file.py:Class: a model has none of its own"
         require(bool(reward), "reward", reward, allowed)
         self._model, self._spec, self._options, self._trust = model, reward, options, trust
+        self._device = reward_device or options.device
         files = "a file or a list, which a resumed run reads again"
         require("-" not in (prompts, heldout_prompts), "prompts", "-", files)
         self._training = read_prompts(prompts)
@@ -186,7 +189,7 @@ class ModelWorld:
 
     @cached_property
     def _reward(self) -> RewardModel:
-        reward = build("reward", self._spec, self._trust, device=self._options.device)
+        reward = build("reward", self._spec, self._trust, device=self._device)
         return evaluation_reward(reward)
 
     def policy(self, options: PolicyOptions) -> FlowPolicy:

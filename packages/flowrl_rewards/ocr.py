@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ class OCR:
             released code keeps all passages from PaddleOCR 2, which drops those below 0.5.
         side: images whose shorter side has fewer pixels are enlarged for the detector, 32 or more;
             smaller values are faster and miss small letters.
-        threads: number of threads; 0: one per core.
+        threads: number of threads; 0: as many as torch, one per core or one in a process of a pool.
 
     Raises:
         ConfigError: a field is out of range.
@@ -55,10 +55,12 @@ class OCR:
     confidence: Annotated[float, Ge(0), Le(1)] = 0.5
     side: Annotated[int, Ge(32)] = 736
     threads: Whole = 0
+    on_cpu: ClassVar[bool] = True
 
     def load(self) -> Any:
         """The recogniser, loaded at the first call."""
-        return _engine(self.confidence, self.side, self.threads)
+        threads = self.threads or torch.get_num_threads()
+        return _engine(self.confidence, self.side, threads)
 
     @torch.no_grad()
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
@@ -119,5 +121,5 @@ def _engine(confidence: float, side: int, threads: int) -> Any:
     limits = {"Global.text_score": confidence, "Det.limit_side_len": side}
     pools = [f"EngineConfig.onnxruntime.{pool}_op_num_threads" for pool in ("intra", "inter")]
     return rapidocr.RapidOCR(
-        params={"Global.log_level": "critical", **limits, **dict.fromkeys(pools, threads or -1)}
+        params={"Global.log_level": "critical", **limits, **dict.fromkeys(pools, threads)}
     )
