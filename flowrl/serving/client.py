@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,11 +20,24 @@ from torch import Tensor
 from flowrl.core.errors import RewardError
 from flowrl.core.options import Count, NonNegative, Positive, Whole, checked_options
 from flowrl.core.types import Prompt
+from flowrl.distributed import processes_here
 from flowrl.rewards.combine import weighted_total
 from flowrl.rewards.contract import ComponentScores
-from flowrl.serving.connections import Answer, Connections, check_endpoint, last_error
+from flowrl.serving.connections import (
+    Answer,
+    Connections,
+    Endpoints,
+    check_endpoint,
+    last_error,
+)
 from flowrl.serving.server_settings import TOKEN_VARIABLE
-from flowrl.serving.wire_format import TransientError, decode_error, decode_scores, encode_request
+from flowrl.serving.wire_format import (
+    ImageFormat,
+    TransientError,
+    decode_error,
+    decode_scores,
+    encode_request,
+)
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -47,7 +60,8 @@ class RemoteReward:
     An attempt fails if the server cannot be reached, answers with a temporary error (500, 503,
     ...), sends nothing for `timeout` seconds, or its response is cut off. The next attempt follows
     after `backoff` seconds, doubled each time up to 20; a longer pause in the server's Retry-After
-    header takes precedence.
+    header takes precedence. With several addresses, another server is tried without a pause, and a
+    server that failed is avoided for half a minute.
 
     `score` raises `RewardError` after `retries` repetitions of a request, or if the next pause
     would end after `deadline`. The trainer then stops with its last checkpoint, and the run can be
@@ -60,11 +74,13 @@ class RemoteReward:
     for the token itself, because a run records its options.
 
     Args:
-        url: address of the server.
-        images: "safetensors": float32, with the same scores as in process; "png": 8 bits per
-            channel, much smaller.
+        url: address of the server, or addresses of servers of the same reward, separated by commas
+            or spaces.
+        images: "safetensors": float32, with the same scores as in process; "uint8": 8 bits per
+            channel, a quarter of the bytes; "png": the same, compressed, which costs the CPU more.
         batch: images per request.
-        concurrency: simultaneous requests, over connections that stay open.
+        concurrency: simultaneous requests, over connections that stay open; the processes of a run
+            on this machine share them, at least one each.
         timeout: longest wait for data, in seconds.
         deadline: longest duration of a call, in seconds.
         retries: repetitions of a request, 0 or more.
@@ -77,7 +93,7 @@ class RemoteReward:
     """
 
     url: str
-    images: Literal["safetensors", "png"] = "safetensors"
+    images: ImageFormat = "safetensors"
     batch: Count = 32
     concurrency: Count = 4
     timeout: Positive = 120.0
@@ -91,12 +107,22 @@ class RemoteReward:
     connects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_endpoint("remote", self.url)
+        for url in self._urls or [self.url]:
+            check_endpoint("remote", url)
+
+    @property
+    def _urls(self) -> list[str]:
+        return self.url.replace(",", " ").split()
+
+    @property
+    def _requests(self) -> int:
+        """This process's share of the simultaneous requests."""
+        return max(1, self.concurrency // processes_here())
 
     @cached_property
-    def _connections(self) -> Connections:
+    def _endpoints(self) -> Endpoints:
         options = (TOKEN_VARIABLE, self.token_file, self.certificate)
-        return Connections("remote", self.url, self.concurrency, *options)
+        return Endpoints([Connections("remote", u, self._requests, *options) for u in self._urls])
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """[sample, channel, height, width] and as many prompts -> [sample], on the images' device.
@@ -107,7 +133,7 @@ class RemoteReward:
 
     def close(self) -> None:
         """Close the connections; the next call opens new ones."""
-        self._connections.close()
+        self._endpoints.close()
 
     def _score(
         self, images: Tensor, prompts: Sequence[Prompt], with_parts: bool = False
@@ -178,7 +204,7 @@ class _Call:
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> list[Scored]:
-        """The scores of every request, `concurrency` requests at a time."""
+        """The scores of every request, several at a time."""
         batch = self.reward.batch
         pieces = [slice(start, start + batch) for start in range(0, len(prompts), batch)]
         if len(pieces) <= 1:
@@ -196,7 +222,7 @@ class _Call:
                         future.set_exception(error)
 
         # daemons: an interrupted program need not wait for them
-        for _ in range(min(self.reward.concurrency, len(pieces))):
+        for _ in range(min(self.reward._requests, len(pieces))):
             threading.Thread(target=work, name="flowrl-remote", daemon=True).start()
         try:
             done, _ = wait(futures, return_when="FIRST_EXCEPTION")
@@ -211,9 +237,8 @@ class _Call:
         import httpx
         import tenacity
 
-        form = httpx.Request(
-            "POST", self.reward.url, files=encode_request(images, prompts, self.reward.images)
-        )
+        files = encode_request(images, prompts, self.reward.images)
+        form = httpx.Request("POST", self.reward._urls[0], files=files)
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(TransientError),
             wait=self._pause,
@@ -225,7 +250,9 @@ class _Call:
         return retrying(self._attempt, form.read(), form.headers["Content-Type"], prompts)
 
     def _pause(self, state: "RetryCallState") -> float:
-        """Seconds before the next attempt."""
+        """Seconds before the next attempt; 0 if it is the first one of another server."""
+        if state.attempt_number < len(self.reward._urls):
+            return 0.0
         from tenacity import wait_exponential
 
         pause = wait_exponential(multiplier=self.reward.backoff, max=MAX_BACKOFF)(state)
@@ -252,13 +279,14 @@ class _Call:
         path = "/v1/score?parts=true" if self.with_parts else "/v1/score"
         max_bytes = 65536 + (2048 if self.with_parts else 64) * len(prompts)
         headers = {"Content-Type": content_type, "X-Request-Id": request_id}
-        answer = reward._connections.post(path, body, headers, seconds, max_bytes)
-        if answer.status != 200:
-            raise self._status_error(answer)
-        origin = f"remote: the reward server at {reward.url}"
-        return decode_scores(answer.content, request_id, prompts, origin, self.with_parts)
+        with reward._endpoints.choose() as server:
+            answer = server.post(path, body, headers, seconds, max_bytes)
+            if answer.status != 200:
+                raise self._status_error(answer, server.url)
+            origin = f"remote: the reward server at {server.url}"
+            return decode_scores(answer.content, request_id, prompts, origin, self.with_parts)
 
-    def _status_error(self, answer: Answer) -> Exception:
+    def _status_error(self, answer: Answer, url: str) -> Exception:
         """The error for a response without scores."""
         status, error = answer.status, decode_error(answer.content)
         reason = f"status {status}"
@@ -271,6 +299,4 @@ class _Call:
             413: f"; lower remote's batch (now {self.reward.batch}) or raise the server's limits",
         }
         hint = hints.get(status, "")
-        return RewardError(
-            f"remote: the reward server at {self.reward.url} refuses: {reason}{hint}"
-        )
+        return RewardError(f"remote: the reward server at {url} refuses: {reason}{hint}")

@@ -9,7 +9,8 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
     import httpx
     from tenacity import RetryCallState
 
-__all__ = ["PACKAGES", "Answer", "Connections", "check_endpoint", "last_error"]
+__all__ = ["PACKAGES", "Answer", "Connections", "Endpoints", "check_endpoint", "last_error"]
 
 PACKAGES = ("httpx", "tenacity")
 """The packages of the extra `remote`."""
+AVOIDED = 30.0
+"""Seconds for which a server that failed gets no requests, if there is another one."""
 
 
 def check_endpoint(name: str, url: str) -> None:
@@ -101,6 +104,7 @@ class Connections:
         token_file: str = "",
         certificate: str = "",
     ) -> None:
+        self.url = url
         self._settings = (name, url, limit, variable, token_file, certificate)
         self._lock = threading.Lock()
         self._client: httpx.Client | None = None
@@ -152,6 +156,43 @@ class Connections:
             if self._client is not None and self._process == os.getpid():
                 self._client.close()
             self._client = None
+
+
+class Endpoints:
+    """Servers of the same reward, which share its requests.
+
+    Args:
+        connections: the connections to each server.
+    """
+
+    def __init__(self, connections: Sequence[Connections]) -> None:
+        self.connections, self._lock = connections, threading.Lock()
+        self._open, self._avoided = [0] * len(connections), [0.0] * len(connections)
+
+    @contextmanager
+    def choose(self) -> Iterator[Connections]:
+        """The connections for a request: to the server with the fewest open requests among those
+        without a `TransientError` in the last `AVOIDED` seconds, or else to the one whose error is
+        the oldest. The block's `TransientError` counts.
+        """
+        with self._lock:
+            waits = [max(until - time.monotonic(), 0) for until in self._avoided]
+            chosen = min(range(len(waits)), key=lambda n: (waits[n], self._open[n]))
+            self._open[chosen] += 1
+        try:
+            yield self.connections[chosen]
+            self._avoided[chosen] = 0.0
+        except TransientError:
+            self._avoided[chosen] = time.monotonic() + AVOIDED
+            raise
+        finally:
+            with self._lock:
+                self._open[chosen] -= 1
+
+    def close(self) -> None:
+        """Close the connections of this process."""
+        for connections in self.connections:
+            connections.close()
 
 
 def _open_client(

@@ -25,7 +25,7 @@ from flowrl.core.errors import FlowrlError, RewardContractError, RewardError
 from flowrl.core.types import Prompt
 from flowrl.reading import parse_json
 from flowrl.rewards.contract import ComponentScores, check_scores
-from flowrl.rewards.images import to_pillow
+from flowrl.rewards.images import to_bytes, to_pillow
 
 __all__ = [
     "API_VERSION",
@@ -51,6 +51,7 @@ API_VERSION = "1.1"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 PNG_MODES = ("RGB", "L", "P", "1")
 
+ImageFormat = Literal["safetensors", "uint8", "png"]
 FormPart = tuple[str, tuple[str, bytes, str]]
 """A part of a multipart form: its name, then file name, content and media type."""
 
@@ -132,14 +133,14 @@ _PROMPTS: TypeAdapter[list[PromptMessage]] = TypeAdapter(list[PromptMessage])
 
 
 def encode_request(
-    images: Tensor, prompts: Sequence[Prompt], image_format: Literal["safetensors", "png"]
+    images: Tensor, prompts: Sequence[Prompt], image_format: ImageFormat
 ) -> list[FormPart]:
     """The parts of the form that a request sends.
 
     Args:
         images: images [sample, channel, height, width] in [0, 1].
         prompts: one prompt per image.
-        image_format: "safetensors" (float32) or "png" (8 bits).
+        image_format: "safetensors" (float32), "uint8" (safetensors with 8 bits) or "png" (8 bits).
 
     Returns:
         (field, (file name, content, media type)) of each part.
@@ -152,7 +153,9 @@ def encode_request(
     pixels = images.detach().cpu().float().contiguous()
     if not bool(torch.isfinite(pixels).all()):
         raise RewardError("remote: the images have values that are not finite; they are not sent")
-    if image_format == "safetensors":
+    if image_format == "uint8":
+        pixels = to_bytes(pixels).permute(0, 3, 1, 2).contiguous()
+    if image_format != "png":
         content = save({"images": pixels})
         file = ("images.safetensors", content, "application/octet-stream")
         return [*parts, ("safetensors", file)]

@@ -11,6 +11,7 @@ from flowrl.flow import shifted_schedule
 from flowrl.probes import Completion, NoProbe, Substeps
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import Groups, rollout, score
+from flowrl.rollout.collector import chunk_size
 from flowrl.samplers import CPS, ODE, FlowSDE, Windowed
 
 MEMBERS, STEPS = 4, 10
@@ -92,3 +93,12 @@ def test_a_rewards_own_weights_get_no_gradients():
         scores = score(model, images, DIRECTIONS)
         assert not any(table.requires_grad for table in (scores.total, *scores.parts.values()))
     assert modes == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("groups", "members", "max_batch", "size"),
+    [(4, 24, 16, 2), (6, 24, 24, 1), (6, 24, 18, 3), (6, 24, 64, 2), (3, 8, 512, 3), (5, 4, 3, 3)],
+)
+def test_automatic_chunks_need_no_further_calls(groups, members, max_batch, size):
+    """5 groups of 4 in calls of 3: 7 calls, 8 in chunks of 2 groups (3 + 3 + 2)."""
+    assert chunk_size(groups, members, max_batch) == size

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reward_serving import numbered, raw, scripted
+from reward_serving import Function, echo, numbered, raw, scripted, served
 
 from flowrl import Prompt
 from flowrl.core.errors import ConfigError, RewardError
@@ -213,3 +213,26 @@ def test_a_missing_package_is_one_clear_error(package, monkeypatch):
     for name, make in (("remote", RemoteReward), ("judge", partial(Judge, model="m"))):
         with pytest.raises(ConfigError, match=rf"{name} needs {package}; .*\[remote\]"):
             make("http://localhost:1")
+
+
+def test_requests_are_shared_by_the_servers_that_answer(monkeypatch):
+    """A server that fails gets one request of each that runs at the time, then none."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    first, second, numbers = Function(echo), Function(echo), list(range(20))
+    with scripted(b"") as (dead, lost), served(first) as (one, _), served(second) as (two, _):
+        remote = RemoteReward(f"{dead}, {one} {two}", batch=1, concurrency=4, backoff=5)
+        began = time.monotonic()
+        assert remote.score(*numbered(numbers)).tolist() == numbers
+        assert len(lost) <= remote._requests == 2 and time.monotonic() - began < 4
+    assert first.sizes and second.sizes and len(first.sizes + second.sizes) == 20
+    with pytest.raises(ConfigError, match=r"remote.url = 'ftp:b'"):
+        RemoteReward(f"{one} ftp:b")
+
+
+def test_images_in_8_bits_are_those_of_png():
+    images = torch.rand(5, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    means = Function(lambda images, prompts: images.flatten(1).mean(1))
+    with served(means) as (url, _):
+        scores = [RemoteReward(url, f).score(images, [Prompt("p")] * 5) for f in ("uint8", "png")]
+    assert torch.equal(*scores)
+    assert torch.equal(scores[0], ((images * 255).round() / 255).flatten(1).mean(1))

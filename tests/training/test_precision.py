@@ -47,17 +47,21 @@ def test_overlapped_rewards_are_the_same_numbers_from_another_thread():
 
 
 @pytest.mark.parametrize(
-    ("overlap", "chunk", "local", "remote"),
+    ("overlap", "chunk", "device", "local", "remote"),
     [
-        ("auto", 1, False, True),
-        ("auto", 0, False, False),
-        (True, 1, True, True),
-        ("false", 1, False, False),
+        ("auto", 1, "cpu", False, True),
+        ("auto", "auto", "cpu", False, True),
+        ("auto", "auto", "cuda", True, True),
+        ("auto", 0, "cuda", False, False),
+        (True, 1, "cpu", True, True),
+        ("false", 1, "cuda", False, False),
     ],
 )
-def test_rewards_overlap_by_default_if_a_server_computes_them(overlap, chunk, local, remote):
+def test_rewards_overlap_by_default_unless_on_the_policys_cores(
+    overlap, chunk, device, local, remote
+):
     served, reward = RemoteReward("http://localhost:1"), make_reward(TINY)
-    config = TINY.replace(overlap_rewards=overlap, chunk=chunk)
+    config = TINY.replace(overlap_rewards=overlap, chunk=chunk, device=device)
     assert overlaps_rewards(config, reward) is local
     total = WeightedSum({"local": reward, "served": served})
     for wrapper in (served, NoisyReward(served), Clipped(served, high=1.0), total):
