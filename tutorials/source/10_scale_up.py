@@ -601,7 +601,7 @@ plt.show()
 
 # %% [markdown]
 # The counts say what to optimise, whatever the rates are. Flow-GRPO spends almost three times as many passes on the update as on sampling, so a cheaper update (no KL, fewer trained steps) helps most. With the estimates of the other two, sampling needs more passes than the update, and ten times as many images are decoded and scored. Their iterations become long if the reward model is slow.
-# `chunk` samples and scores in parts, and `overlap_rewards` scores one part during the sampling of the next if a server computes the reward.
+# `chunk` samples and scores in parts, and `overlap_rewards` scores one part during the sampling of the next, if the policy is on a GPU or a server computes the reward.
 #
 # ## Train, save and load
 #
