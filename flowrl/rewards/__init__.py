@@ -20,6 +20,7 @@ from flowrl.rewards.contract import (
     ComponentScores,
     check_scores,
     component_methods,
+    load_reward,
 )
 from flowrl.rewards.diversity import (
     LatentFeatures,
@@ -33,6 +34,7 @@ from flowrl.rewards.images import (
     JPEGIncompressibility,
     Motion,
     stills,
+    to_bytes,
     to_pillow,
 )
 
@@ -55,9 +57,11 @@ __all__ = [
     "component_methods",
     "evaluation_reward",
     "group_features",
+    "load_reward",
     "pairwise_diversity",
     "require_single",
     "stills",
+    "to_bytes",
     "to_pillow",
     "weighted_total",
     "win_rates",
