@@ -59,9 +59,10 @@ def load_policy(
             part: _complete(folder, part, index[part], dtypes[part])
             for part in ("transformer", "vae")
         }
-        pipe = kind.from_pretrained(
-            folder, **settings, **networks, **dict.fromkeys(family.encoders)
-        )
+        # a frozen adapter may have a part for the text encoders
+        lazy = not options.frozen_adapters
+        absent = [part for part in family.encoders if lazy and index.get(part, [None])[0]]
+        pipe = kind.from_pretrained(folder, **settings, **networks, **dict.fromkeys(absent))
 
     def load_encoders() -> dict[str, Any]:
         parts = {part: value for part, value in pipe.components.items() if part not in absent}
@@ -69,8 +70,8 @@ def load_policy(
             loaded = kind.from_pretrained(folder, **settings, **parts).components
         return {part: loaded[part] for part in absent}
 
-    absent = [part for part in family.encoders if index.get(part, [None])[0]]
-    return PipelinePolicy(pipe, family, options, load_encoders, embeddings)
+    more = (load_encoders, embeddings) if lazy else ()
+    return PipelinePolicy(pipe, family, options, *more)
 
 
 SAMPLED, BLOCK = 256, 2**16

@@ -274,18 +274,18 @@ class PipelinePolicy:
         """Within this context the text encoders are on the device."""
         for name, encoder in (self._load_encoders or dict)().items():
             setattr(self.pipe, name, encoder)
-        # SD3 may have no T5
-        encoders = list(filter(None, map(self.pipe.components.get, self.family.encoders)))
+        given = {name: self.pipe.components.get(name) for name in self.family.encoders}
+        encoders = {name: part for name, part in given.items() if part}  # SD3 may have no T5
         try:
-            for encoder in encoders:
+            for encoder in encoders.values():
                 encoder.eval().requires_grad_(False).to(self.device)
             yield
         finally:
-            for encoder in encoders:
-                encoder.to("cpu")
-            if self._load_encoders:
-                for name in self.family.encoders:
+            for name, encoder in encoders.items():
+                if self._load_encoders:
                     setattr(self.pipe, name, None)
+                else:
+                    encoder.to("cpu")
 
     def velocity(self, latent: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
         """The network's estimate of v = eps - x_0, float32; with classifier-free guidance (two
