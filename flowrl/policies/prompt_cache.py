@@ -92,7 +92,7 @@ class PromptCache:
                         if len(peers) > 1:
                             line += f" by each of {len(peers)} processes"
                         place = f" in {self.folder}" if self.folder else ""
-                        line = f"{line} ({len(missing):,} new ones, {size / 1e9:.2g} GB{place})"
+                        line = f"{line} ({len(missing):,} new ones, {size / 1e9:,.2f} GB{place})"
                         report({"phase": "prompts", "prompts": line})
             missing = self._missing(missing)
         self._numbers |= {text: n for n, text in enumerate(new, len(self._numbers))}
@@ -176,7 +176,8 @@ class PromptCache:
     def _require_room(self, size: int) -> None:
         free = shutil.disk_usage(self.folder).free if self.folder else size
         if size > free:
-            raise DiskError(self._no_room(f"{size / 1e9:.2g} GB do not fit in {free / 1e9:.2g} GB"))
+            sizes = [f"{number / 1e9:,.2f} GB" for number in (size, free)]
+            raise DiskError(self._no_room(" do not fit in ".join(sizes)))
 
     def _no_room(self, reason: str) -> str:
         name, place = (CACHE, self.folder) if self.folder else ("TMPDIR", "a temporary folder")

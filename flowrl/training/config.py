@@ -290,8 +290,7 @@ class PolicyConfig:
     pipeline's default.
     """
     prompt_cache: Count = 2048
-    """Prompt embeddings of `model` in main memory; further ones are stored in a temporary folder.
-    """
+    """Prompt embeddings of `model` in main memory; further ones are read from disk."""
     gradient_checkpointing: bool = False
     """Recompute activations of `model` in the backward pass: less memory, one more forward pass.
     With `micro_batch` auto it is switched off if the memory suffices.

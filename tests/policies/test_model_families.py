@@ -253,7 +253,7 @@ def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
             policy.warm([Prompt(str(n)) for n in range(3)])
     policy.prompts.folder = tmp_path
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=9999))
-    with pytest.raises(DiskError, match=r"in /.*: 6\.7e-05 GB do not fit in 1e-05 .* FLOWRL_CACHE"):
+    with pytest.raises(DiskError, match=r"in /.*: 0\.00 GB do not fit in 0\.00 .* FLOWRL_CACHE"):
         policy.warm([Prompt(str(n)) for n in range(5)])
     assert len(list(tmp_path.iterdir())) == 1
 
