@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, get_args
 
 import torch
@@ -158,7 +159,7 @@ class PipelinePolicy:
         options: sizes, device, dtype, guidance, adapter and memory settings.
         load_encoders: loads the text encoders of a `pipe` without them, by name.
         embeddings: the folder of the prompts' embeddings, which other processes and runs use too;
-            None for main memory and a temporary folder.
+            None for a temporary folder (`TMPDIR`) that is deleted with the policy.
     """
 
     def __init__(
@@ -190,6 +191,9 @@ class PipelinePolicy:
         require(channels == 3, "channels of the image decoder", channels, "3, red, green and blue")
         self._scheduler = _euler_scheduler(pipe)
         self._load_encoders = load_encoders
+        if embeddings is None:
+            made = TemporaryDirectory(prefix="flowrl-prompts-", ignore_cleanup_errors=True)
+            self._temporary, embeddings = made, Path(made.name)
         limit = options.prompt_cache
         self.prompts = PromptCache(self._embed, self.device, limit, self.dtype, embeddings)
         self.guidance_scale = options.guidance_scale

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -38,22 +37,20 @@ class PromptCache:
     """Embeddings by integer number, so that a `Condition` carries a number per sample instead of
     megabytes.
 
-    `encode` embeds new texts. Embeddings in `folder`, one file per text, are found again by other
-    processes and later runs; a damaged or deleted file is made again. Without a `folder`, those
-    that exceed `limit` are in a temporary folder (`TMPDIR`), which is deleted at the end. At most
-    `limit` are in main memory. Those of the latest call are also on `device`, padded with zeros at
-    the end of their first axis to a common length. Floating-point tensors have `dtype`. Raises
-    `DiskError` if the disk is full, `ConfigError` if the folder cannot be written.
+    `encode` embeds new texts. Embeddings are in `folder`, one file per text, where other processes
+    and later runs find them; a damaged or deleted file is made again. At most `limit` of them are
+    also in main memory, and those of the latest call on `device`, padded with zeros at the end of
+    their first axis to a common length. Floating-point tensors have `dtype`. Raises `DiskError` if
+    the disk is full, `ConfigError` if the folder cannot be written.
     """
 
     encode: Encode
     device: torch.device
     limit: int
     dtype: torch.dtype
-    folder: Path | None = None
+    folder: Path
     _numbers: dict[str, int] = field(default_factory=dict)
     _memory: dict[str, Row] = field(default_factory=dict)
-    _temporary: TemporaryDirectory[str] | None = None
     _on_device: frozenset[int] = frozenset()
 
     def numbers(self, texts: Sequence[str]) -> list[int]:
@@ -69,7 +66,7 @@ class PromptCache:
         distributed: Distributed = Distributed(),
         report: Callable[[dict[str, Any]], None] = lambda state: None,
     ) -> None:
-        """Embed those of `texts` that are neither in main memory nor on disk. Processes that lack
+        """Embed those of `texts` that are not on disk. Processes that lack
         the same texts divide them, so all of `distributed` must call this with the same texts.
 
         `report` is called with {"phase": "prompts", "prompts": a line of progress}.
@@ -83,7 +80,7 @@ class PromptCache:
             with distributed.shared_errors():
                 reported = -REPORT_EVERY
                 for done, row in enumerate(self._embedded(share), 1):
-                    size = sum(tensor.nbytes for tensor in row.values()) * len(missing)
+                    size = sum(tensor.nbytes for tensor in row.values()) * len(missing) / 1e9
                     if done == 1:
                         self._require_room(size)
                     if done == len(share) or time.monotonic() - reported >= REPORT_EVERY:
@@ -91,8 +88,7 @@ class PromptCache:
                         line = f"{done:,} of {len(share):,} prompts embedded"
                         if len(peers) > 1:
                             line += f" by each of {len(peers)} processes"
-                        place = f" in {self.folder}" if self.folder else ""
-                        line = f"{line} ({len(missing):,} new ones, {size / 1e9:,.2f} GB{place})"
+                        line += f" ({len(missing):,} new ones, {size:,.2f} GB in {self.folder})"
                         report({"phase": "prompts", "prompts": line})
             missing = self._missing(missing)
         self._numbers |= {text: n for n, text in enumerate(new, len(self._numbers))}
@@ -127,7 +123,7 @@ class PromptCache:
         self._places, self._on_device = places.to(self.device), numbers
 
     def _missing(self, texts: Sequence[str]) -> list[str]:
-        return [t for t in texts if t not in self._memory and not self._path(t).exists()]
+        return [text for text in texts if not self._path(text).exists()]
 
     def _embedded(self, texts: Sequence[str]) -> Iterator[Row]:
         """Embed and store `texts`, one after the other."""
@@ -139,49 +135,41 @@ class PromptCache:
                 .clone(memory_format=torch.contiguous_format)
                 for name, tensor in given.items()
             }
-            full = len(self._memory) >= self.limit
-            if self.folder or full:
-                self._write(text, row)
-            if not full:
-                self._memory[text] = row
-            yield row
+            self._write(text, row)
+            yield self._kept(text, row)
+
+    def _kept(self, text: str, row: Row) -> Row:
+        if len(self._memory) < self.limit:
+            self._memory[text] = row
+        return row
 
     def _path(self, text: str) -> Path:
-        folder = self.folder or Path(self._temporary.name if self._temporary else os.devnull)
-        return folder / f"{hashlib.sha256(text.encode()).hexdigest()}.embedding"
+        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()}.embedding"
 
     def _write(self, text: str, row: Row) -> None:
         """Write safetensors after their hash, which shows a file that is damaged; without a flush
         to the disk, atomically.
         """
+        path, data = self._path(text), save(dict(row))
+        half = path.with_suffix(f".{platform.node()}-{os.getpid()}.tmp")
         try:
-            if self.folder:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            else:
-                self._temporary = self._temporary or TemporaryDirectory(
-                    prefix="flowrl-prompts-", ignore_cleanup_errors=True
-                )
-            path, data = self._path(text), save(dict(row))
-            half = path.with_suffix(f".{platform.node()}-{os.getpid()}.tmp")
-            try:
-                half.write_bytes(hashlib.sha256(data).digest() + data)
-                os.replace(half, path)
-            except OSError:
-                with suppress(OSError):
-                    half.unlink()
-                raise
+            self.folder.mkdir(parents=True, exist_ok=True)
+            half.write_bytes(hashlib.sha256(data).digest() + data)
+            os.replace(half, path)
         except OSError as error:
+            with suppress(OSError):
+                half.unlink()
             raise refused(error, self._no_room(error.strerror or str(error))) from error
 
-    def _require_room(self, size: int) -> None:
-        free = shutil.disk_usage(self.folder).free if self.folder else size
+    def _require_room(self, size: float) -> None:
+        free = shutil.disk_usage(self.folder).free / 1e9
         if size > free:
-            sizes = [f"{number / 1e9:,.2f} GB" for number in (size, free)]
-            raise DiskError(self._no_room(" do not fit in ".join(sizes)))
+            reason = f"{size:,.2f} GB do not fit in {free:,.2f} GB"
+            raise DiskError(self._no_room(reason))
 
     def _no_room(self, reason: str) -> str:
-        name, place = (CACHE, self.folder) if self.folder else ("TMPDIR", "a temporary folder")
-        return f"prompts cannot be stored in {place}: {reason}; set {name} to a folder with room"
+        place = f"{CACHE} (TMPDIR, if this folder is temporary) to a folder with room"
+        return f"prompts cannot be stored in {self.folder}: {reason}; set {place}"
 
     def _stored(self, text: str) -> Row | None:
         """The embedding of `text` from main memory or disk; None if its file is damaged or
@@ -192,8 +180,5 @@ class PromptCache:
         with suppress(OSError):
             data = read_bytes(self._path(text))
             if hashlib.sha256(data[32:]).digest() == data[:32]:
-                row = load(data[32:])
-                if len(self._memory) < self.limit:
-                    self._memory[text] = row
-                return row
+                return self._kept(text, load(data[32:]))
         return None
