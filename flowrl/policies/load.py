@@ -70,8 +70,9 @@ def load_policy(
             loaded = kind.from_pretrained(folder, **settings, **parts).components
         return {part: loaded[part] for part in absent}
 
-    more = (load_encoders, embeddings) if lazy else ()
-    return PipelinePolicy(pipe, family, options, *more)
+    if not lazy:
+        return PipelinePolicy(pipe, family, options)
+    return PipelinePolicy(pipe, family, options, load_encoders, embeddings)
 
 
 SAMPLED, BLOCK = 256, 2**16
