@@ -2,7 +2,8 @@
 
     python benchmarks/flops.py
 
-prints a table and writes benchmarks/results/flops.json. Networks of published size are built on
+prints a table and writes benchmarks/results/flops.json, and the counts of the presets that
+`flowrl train --plan` reads (flowrl/data/counts.json; --counts: only these). Networks of published size are built on
 PyTorch's "meta" device, so nothing is downloaded and two minutes of one core are enough. Matrix
 products, convolutions and attention are counted (`FlopCounterMode`); a multiplication and an addition
 count as two. The recogniser of text runs in onnxruntime, whose profile has the shapes of its
@@ -12,7 +13,9 @@ a LoRA is merged into the weights.
 
 import json
 import math
+import sys
 from collections.abc import Callable
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flowrl.io import write_json
 from flowrl.policies import ARCHITECTURES, LORA_TARGETS, Adapters
+from flowrl.policies.memory import count, counts_key
 from flowrl.policies.small_sd3 import SmallSD3
-from flowrl.training.build import make_trainer, make_world
+from flowrl.training.build import make_trainer, make_world, model_options
 from flowrl.training.config import preset
+from flowrl.training.presets import shipped
 
+COUNTS = Path(__file__).parents[1] / "flowrl" / "data" / "counts.json"
 RESULTS = Path(__file__).parent / "results" / "flops.json"
 RANK = 32
 
@@ -186,7 +192,24 @@ def counted() -> dict[str, dict[str, int]]:
     return {**table, "pickscore": {"reward": pickscore()}, "ocr": {"reward": ocr()}}
 
 
+def preset_counts() -> dict[str, list[Any]]:
+    """Memory, FLOPs and operations of the presets' models, with and without checkpointing."""
+    table = {}
+    for model in shipped()["models"]:
+        config = preset(f"{model},flow-grpo,ocr").apply(planned=True)
+        for on in (False, True):
+            options = replace(model_options(config), gradient_checkpointing=on)
+            known = ARCHITECTURES[model]
+            key = counts_key(known, options)
+            table[key] = list(astuple(count(known, options)))
+    return table
+
+
 if __name__ == "__main__":
+    rows = [f' "{key}": {json.dumps(row)}' for key, row in preset_counts().items()]
+    COUNTS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+    if "--counts" in sys.argv:
+        sys.exit()
     by_model = counted()
     write_json(RESULTS, by_model)
     for model, row in by_model.items():

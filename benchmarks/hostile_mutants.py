@@ -582,7 +582,7 @@ UNREAD = {
         "decode-batch": "2",
         "decode-dtype": "bfloat16",
         "max-sequence-length": "77",
-        "gradient-checkpointing": "",
+        "gradient-checkpointing": "True",
         "train-guidance-scale": "2",
         "reference-guidance-scale": "2",
         "attention-backend": "native",

@@ -32,8 +32,9 @@ def train_line(out: Path, config: "RunConfig") -> Callable[[dict[str, Any]], Non
     def show(state: dict[str, Any]) -> None:
         if "warning" in state:
             print(warning_text(state["warning"]), flush=True)
-        if "prompts" in state:
-            print(f"  {state['prompts']}", flush=True)
+        for name in ("profile", "prompts"):
+            if name in state:
+                print(f"  {state[name]}", flush=True)
         if "iteration" not in state:
             return
         row = json.loads(read_text(out / "metrics.jsonl").splitlines()[-1])

@@ -43,7 +43,7 @@ FINISHED = "flowrl.finished"
 """Entry points of installed packages: functions of the folder of a finished run that write further
 files, such as the model's card, and return lines to print.
 """
-PLANNED = ("trust", "trial", "plan", "processes")
+PLANNED = ("trust", "trial", "plan", "card", "processes")
 READ = {"resume": ("start", "changed_code", *PLANNED), "config": ("out", *PLANNED)}
 """Options that are read together with one that names a run."""
 PLAN_INDENT = 21
@@ -115,10 +115,16 @@ class Train:
     """Repeat a run from its saved config.json or config.yaml; to change some of its settings give
     the .yaml as `preset`.
     """
+    profile: Path | None = None
+    """Sizes of calls from this file instead of measuring them: a profile that an earlier run
+    printed, or your own (micro_batch, max_batch, gradient_checkpointing, decode_batch, compile).
+    """
     plan: bool = False
     """Print what an iteration consists of (trajectories, pairs, batches, network evaluations,
     memory) and train nothing. A model counts in the precision that it would have on a GPU.
     """
+    card: Literal["H100", "H200", "A100", "RTX 4090", "L40S", "L4"] = "H100"
+    """The GPU whose time and memory `plan` counts."""
     processes: Count | None = None
     """Processes that `plan` counts for [default: 1]; `accelerate launch` says how many train."""
     trust: bool = False
@@ -151,6 +157,7 @@ class Train:
         ones on top.
         """
         from flowrl.training.build import require_read
+        from flowrl.training.memory import profile_of
 
         if self.resume or self.config:
             mode = "resume" if self.resume else "config"
@@ -159,6 +166,8 @@ class Train:
         chosen = changes(self.run, self.base)
         if "credit" in chosen:
             chosen.setdefault("method", rule_name(chosen["credit"]))
+        if self.profile:
+            chosen |= profile_of(self.profile)
         config = with_options(self.preset, self.base, chosen, self.trust)
         require_read(config, chosen)
         return config
@@ -166,7 +175,7 @@ class Train:
     def main(self) -> int:
         """Train, printing every evaluation."""
         from flowrl.training.build import check
-        from flowrl.training.plan import memory_text, plan, plan_text
+        from flowrl.training.plan import memory_text, plan, plan_text, sized, times_text
 
         require(not self.start or bool(self.resume), "from", self.start, "given with --resume only")
         allowed = "given with --plan only; `accelerate launch` starts several"
@@ -175,8 +184,14 @@ class Train:
         check(config)
         if not self.plan:
             return self._train(config)
-        counted = plan(config, self.processes or 1)
-        texts = plan_text(counted, config), memory_text(counted, config)
+        processes = self.processes or 1
+        config = sized(config, self.card, processes)
+        counted = plan(config, processes)
+        texts = (
+            plan_text(counted, config),
+            memory_text(counted, config),
+            times_text(counted, config, self.card),
+        )
         print(fitted("\n".join(filter(None, texts)), PLAN_INDENT))
         return 0
 
@@ -190,6 +205,7 @@ class Train:
         from flowrl.policies import device_of
         from flowrl.training.build import method_text
         from flowrl.training.checkpoint import to_resume
+        from flowrl.training.plan import planned_and_measured
         from flowrl.training.run import Run
 
         name = run_name(config, self.base)
@@ -225,6 +241,7 @@ class Train:
                     execute = record(run.execute) if size > 1 else run.execute
                     finished = bool(execute(self.resume is not None, self.start))
             if finished and distributed.is_main:
+                say(planned_and_measured(run.config, out, size))
                 finish = [point.load() for point in sorted(entry_points(group=FINISHED))]
                 with disk_errors(out, partial(to_resume, out)):
                     for line in (line for work in finish for line in work(out)):

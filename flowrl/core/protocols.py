@@ -68,7 +68,8 @@ class FlowPolicy(Protocol):
     two), and `guided(scale)`, a context with another scale. `warm(prompts, distributed, report)`
     embeds prompts now, so that separate text encoders move to the device only once; the processes
     `distributed` share the work, and `report` is called with its progress (both have defaults).
-    `checkpoint_gradients(on)` sets whether the backward pass recomputes activations.
+    `resize(...)` changes how many rows its network calls have, and whether the backward pass
+    recomputes activations (`flowrl.policies.PipelinePolicy.resize`).
     `save(folder)` writes the trained weights in the format of other programs; an older folder is
     replaced when the new one is complete.
     """

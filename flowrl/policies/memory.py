@@ -3,21 +3,22 @@ counted without a GPU.
 
 The network is built on PyTorch's "meta" device (shapes only). A micro-batch of training, a call of
 sampling and a batch of decoding run there, while the storage of every tensor is counted at
-allocation and release. The counts do not include what exists only on a real device: the libraries'
-work space, and the allocator's unused reserve. `benchmarks/full_size.py` compares them with real
-runs.
+allocation and release, and operations and FLOPs as they are dispatched. This takes ten seconds, so
+the counts of the presets are stored (data/counts.json, made by ``python benchmarks/flops.py``).
+The counts do not include what exists only on a real device: the libraries' work space, and the
+allocator's unused reserve. `benchmarks/full_size.py` compares them with real runs.
 """
 
 import hashlib
 import json
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import astuple, dataclass, field, replace
+from functools import cache, cached_property, partial
 from importlib import import_module, resources
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,14 +29,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
 
 from flowrl.core.errors import ConfigError
 from flowrl.io import cache_folder, write_json
-from flowrl.parts.plugins import versions
 from flowrl.policies.families import Family, family_of, shape_of, size_of
 from flowrl.policies.lora import Adapters
 from flowrl.policies.pipeline import DTYPES, ModelOptions
-from flowrl.reading import read_bytes, read_json
+from flowrl.reading import read_json
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,12 @@ class Memory:
         rollout: peak added by a call of sampling.
         decode: peak added by decoding all images that are scored together.
         encoders: weights of the text encoders, which are on the device only for new prompts.
+        forward_flops: FLOPs of a forward pass per row, of matrix products, convolutions and
+            attention; a multiplication and an addition count as two.
+        gradient_flops: FLOPs of a forward pass with its backward pass per row.
+        decode_flops: FLOPs of decoding an image.
+        forward_operations: operations that a network call without gradients dispatches.
+        gradient_operations: operations of a call with its backward pass.
     """
 
     trained_parameters: int
@@ -194,6 +201,11 @@ class Memory:
     rollout: int
     decode: int
     encoders: int
+    forward_flops: float = 0.0
+    gradient_flops: float = 0.0
+    decode_flops: float = 0.0
+    forward_operations: int = 0
+    gradient_operations: int = 0
 
     @property
     def peak(self) -> int:
@@ -212,8 +224,7 @@ def count_memory(
 ) -> Memory:
     """The GPU memory that training a model needs, by part.
 
-    During a network call autocast stores the trained weights in `dtype` too. Counts are stored in
-    `io.cache_folder`: counting imports diffusers and takes seconds.
+    During a network call autocast stores the trained weights in `dtype` too.
 
     Args:
         known: the architecture.
@@ -226,46 +237,115 @@ def count_memory(
     Returns:
         The memory of each part in bytes.
     """
-    numbers = update_rows, rollout_rows, images, stored
-    given = {
-        name: value for name, value in vars(known).items() if name not in ("family", "pipeline")
-    }
-    described = repr(
-        (known.family.pipeline, vars(known.family), given, options, numbers, versions())
+    full = options.tuning == "full"
+    dtype, decoding = DTYPES[options.dtype], DTYPES[options.decode_dtype]
+    counts = counts_of(known, options)
+    # full tuning stores float32 weights (in `trained`) and buffers; its reference is in `dtype`
+    frozen = counts.frozen if not full or options.keep_reference else 0
+    copies = 0 if dtype == torch.float32 else counts.trained * dtype.itemsize
+    scored = 4 * 3 * options.height * options.width * options.num_frames * images
+    update, rollout = counts.update.bytes(update_rows), counts.rollout.bytes(rollout_rows)
+    decode = counts.decode.bytes(min(options.decode_batch, images or 2**30))
+    return Memory(
+        trained_parameters=counts.trained,
+        weights=frozen * dtype.itemsize
+        + 4 * counts.buffers * full
+        + counts.decoder * decoding.itemsize,
+        trained=counts.trained * OPTIMIZER_BYTES,
+        trajectories=4 * stored * counts.latent,
+        # without the gradients, which `trained` includes
+        update=max(update - counts.trained * dtype.itemsize, 0) + copies,
+        rollout=rollout + copies,
+        # the images so far; at the end they are joined, which copies them
+        decode=max(decode + scored, 2 * scored),
+        encoders=known.encoder_parameters * dtype.itemsize,
+        forward_flops=counts.rollout.flops,
+        gradient_flops=counts.update.flops,
+        decode_flops=counts.decode.flops,
+        forward_operations=round(counts.rollout.operations),
+        gradient_operations=round(counts.update.operations),
     )
-    digest = hashlib.sha256(described.encode())
-    for module in (__name__, Adapters.__module__, type(known.family).__module__):
-        digest.update(read_bytes(str(sys.modules[module].__file__)))
-    path = cache_folder() / "memory" / f"{digest.hexdigest()}.json"
-    with suppress(OSError, ConfigError):
-        return read_json(path, Memory)
-    counted = _count(known, options, *numbers)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls of one kind: peak bytes are `least` + rows x `each`; FLOPs per row; operations."""
+
+    least: float
+    each: float
+    flops: float
+    operations: float
+
+    def bytes(self, rows: int) -> int:
+        """Peak bytes of a call with `rows` rows."""
+        return round(self.least + rows * self.each)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of elements of a latent, parameters and buffers, and the three kinds of calls."""
+
+    latent: int
+    trained: int
+    frozen: int
+    buffers: int
+    decoder: int
+    update: Calls
+    rollout: Calls
+    decode: Calls
+
+
+ROWS = 2, 3
+"""Rows of the calls that are run; peaks are linear in the rows."""
+
+
+def counts_key(known: Architecture, options: ModelOptions) -> str:
+    """A digest of what the counts depend on."""
+    size = options.height, options.width, options.num_frames, options.max_sequence_length
+    bytes_each = DTYPES[options.dtype].itemsize, DTYPES[options.decode_dtype].itemsize
+    trained = options.tuning, options.lora_rank, *options.lora_targets
+    form = known.transformer, *sorted(known.config.items()), *sorted(known.decoder.items())
+    given = repr((form, size, bytes_each, trained, options.gradient_checkpointing))
+    return hashlib.sha256(given.encode()).hexdigest()[:16]
+
+
+@cache
+def preset_counts() -> dict[str, list[Any]]:
+    """The fields of the presets' counts by `counts_key`."""
+    return json.loads((resources.files("flowrl") / "data" / "counts.json").read_text())
+
+
+def counts_of(known: Architecture, options: ModelOptions) -> Counts:
+    """The counts of a preset, those that an earlier process stored in the user's cache folder, or
+    new ones.
+    """
+    key = counts_key(known, options)
+    path = cache_folder() / "counts" / f"{key}-{version('diffusers')}.json"
+    row = preset_counts().get(key)
+    if row is None:
+        with suppress(OSError, ConfigError):
+            row = read_json(path, list[Any])
+    with suppress(TypeError):  # of a damaged file
+        if row is not None:
+            return Counts(*row[:5], *(Calls(*calls) for calls in row[5:]))
+    counts = count(known, options)
     with suppress(OSError):
-        write_json(path, asdict(counted))
-    return counted
+        write_json(path, list(astuple(counts)))
+    return counts
 
 
-def _count(
-    known: Architecture,
-    options: ModelOptions,
-    update_rows: int,
-    rollout_rows: int,
-    images: int,
-    stored: int,
-) -> Memory:
-    """`count_memory`, counted."""
+def count(known: Architecture, options: ModelOptions) -> Counts:
+    """The counts on "meta"."""
     family, full = known.family, options.tuning == "full"
     dtype, decoding = DTYPES[options.dtype], DTYPES[options.decode_dtype]
     # diffusers' `to` warns of layers to keep in float32 even if there are none
     decoder = nn.Module.to(known.build_decoder(), decoding)
     network = nn.Module.to(known.build(), dtype).requires_grad_(full)
     buffers = _numbers(network.buffers())
-    # full tuning stores float32 weights (in `trained`) and buffers; its reference is in `dtype`
-    frozen = _numbers(network.parameters()) + buffers if not full or options.keep_reference else 0
+    frozen = _numbers(network.parameters()) + buffers
     if not full:
         targets = options.lora_targets or family.lora_targets
         Adapters(network, options.lora_rank, options.lora_alpha, targets, seed=0)
-    trained = _numbers(p for p in network.parameters() if p.requires_grad)
     nn.Module.to(network, dtype)  # as autocast computes with a LoRA
     if options.gradient_checkpointing:
         cast(Any, network).enable_gradient_checkpointing()
@@ -277,28 +357,26 @@ def _count(
         if velocity.requires_grad:
             velocity.float().square().mean().backward()
 
-    latent, *_, size = known.inputs(min(options.decode_batch, images or 2**30), options, decoding)
-    update = _peak(lambda: call(update_rows), network)
+    trained = _numbers(p for p in network.parameters() if p.requires_grad)
+    call(1)  # creates what later calls reuse
+    update = _calls(call, network)
+    latent, *_, size = known.inputs(1, options, decoding)
+    pipe = SimpleNamespace(vae=decoder)
     with torch.no_grad():
-        rollout = _peak(lambda: call(rollout_rows), network)
-        pipe = SimpleNamespace(vae=decoder)
-        decode = _peak(lambda: family.decode(pipe, latent, size), decoder)
-    copies = 0 if dtype == torch.float32 else trained * dtype.itemsize
-    scored = 4 * 3 * options.height * options.width * options.num_frames * images
-    return Memory(
-        trained_parameters=trained,
-        weights=frozen * dtype.itemsize
-        + 4 * buffers * full
-        + _numbers(decoder.parameters()) * decoding.itemsize,
-        trained=trained * OPTIMIZER_BYTES,
-        trajectories=4 * stored * math.prod(latent.shape[1:]),
-        # without the gradients, which `trained` includes
-        update=max(update - trained * dtype.itemsize, 0) + copies,
-        rollout=rollout + copies,
-        # the images so far; at the end they are joined, which copies them
-        decode=max(decode + scored, 2 * scored),
-        encoders=known.encoder_parameters * dtype.itemsize,
-    )
+        rollout = _calls(call, network)
+        decode = _calls(
+            lambda rows: family.decode(pipe, latent.expand(rows, *latent.shape[1:]), size), decoder
+        )
+    numbers = math.prod(latent.shape[1:])
+    decoders = _numbers(decoder.parameters())
+    return Counts(numbers, trained, frozen, buffers, decoders, update, rollout, decode)
+
+
+def _calls(call: Callable[[int], Any], network: Any) -> Calls:
+    first, second = (_counted(partial(call, rows), network) for rows in ROWS)
+    each = (second.largest - first.largest) / (ROWS[1] - ROWS[0])
+    least = first.largest - ROWS[0] * each
+    return Calls(least, each, first.flops / ROWS[0], first.operations)
 
 
 def _numbers(tensors: Iterable[Tensor]) -> int:
@@ -306,7 +384,8 @@ def _numbers(tensors: Iterable[Tensor]) -> int:
 
 
 class StorageCounter(TorchDispatchMode):
-    """Bytes of the live tensors (`now`) and the largest sum so far (`largest`).
+    """Bytes of the live tensors (`now`) and the largest sum so far (`largest`); FLOPs, and
+    dispatched operations other than views.
 
     Every storage that an operation returns within this context, or that is given to `add`, counts
     once, until it is freed.
@@ -320,12 +399,15 @@ class StorageCounter(TorchDispatchMode):
         super().__init__()
         given = [] if network is None else [*network.parameters(), *network.buffers()]
         self.kind, self.known = kind, {t.untyped_storage()._cdata for t in given}
-        self.now = self.largest = 0
+        self.now = self.largest = self.flops = self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, then count new storages."""
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(result):
+        self.operations += not func.is_view
+        if formula := flop_registry.get(func.overloadpacket):
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
             if isinstance(tensor, Tensor):
                 self.add(tensor)
         return result
@@ -347,8 +429,8 @@ class StorageCounter(TorchDispatchMode):
         self.now -= size
 
 
-def _peak(work: Callable[[], Any], network: Any) -> int:
-    """Most bytes that `work` holds on "meta" beside `network`.
+def _counted(work: Callable[[], Any], network: Any) -> StorageCounter:
+    """What `work` holds on "meta" beside `network`, and computes there.
 
     Attention is computed as GPUs do, without the matrix of weights, which the plain formula on
     "meta" would store. A function mode does not work: it is off while checkpointing recomputes
@@ -365,4 +447,4 @@ def _peak(work: Callable[[], Any], network: Any) -> int:
     with patch.object(F, "scaled_dot_product_attention", attention), counter:
         work()
     network.zero_grad()
-    return counter.largest
+    return counter

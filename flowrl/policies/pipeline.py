@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flowrl.core.errors import require
-from flowrl.core.options import Count
+from flowrl.core.options import Count, Whole
 from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.distributed import Distributed, full_tensors, is_sharded_network
 from flowrl.parts.settings import settings_group
@@ -99,6 +100,10 @@ class ModelOptions:
     """diffusers' name of the attention kernels, as in _native_cudnn or flash
     (`set_attention_backend`); empty: diffusers' default, with which PyTorch chooses. All kernels
     give the same result up to rounding.
+    """
+    rows: Whole = 0
+    """Rows of every call of the transformer: more are split, and fewer are filled up with copies,
+    so that sampling and training compute with the same kernels; 0: as many as there are.
     """
     decode_batch: Count = 8
     """Latents per call of the image decoder."""
@@ -220,17 +225,20 @@ class PipelinePolicy:
                 self._reference = copy.deepcopy(self.transformer)
                 _place(self._reference, self.device, self.dtype)
             self.transformer.requires_grad_(True)
-        self.checkpoint_gradients(options.gradient_checkpointing)
-        if options.compile:
-            for network in {self.transformer, self._reference}:
-                compile_blocks(network, options.compile)
+        self.resize()
 
-    def checkpoint_gradients(self, on: bool) -> None:
-        """Set whether the backward pass recomputes activations; the gradient is the same."""
-        if on:
+    def resize(self, **changes: Any) -> None:
+        """Change `rows`, `gradient_checkpointing`, `decode_batch` or `compile` of the options;
+        results change by float rounding only.
+        """
+        self.options = options = replace(self.options, **changes)
+        if options.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
         else:
             self.transformer.disable_gradient_checkpointing()
+        for network in {self.transformer, self._reference}:
+            if bool(options.compile) != has_compiled_blocks(network):
+                compile_blocks(network, options.compile)
 
     def schedule(self, steps: int) -> Schedule:
         """The pipeline's own grid for this image size, float32."""
@@ -293,13 +301,13 @@ class PipelinePolicy:
 
     def velocity(self, latent: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
         """The network's estimate of v = eps - x_0, float32; with classifier-free guidance (two
-        evaluations) if it is on.
+        evaluations, in one call unless only that of the prompt has a gradient) if it is on.
         """
         prompt, keys = condition.tensors["prompt"], condition.keys
         if self.guidance_scale == 1:
             return self._call(latent, timestep, prompt, keys)
         negative = condition.tensors["negative"]
-        if self.options.guidance_gradient == "both":
+        if self.options.guidance_gradient == "both" or not torch.is_grad_enabled():
             numbers = torch.cat([negative, prompt])
             both = self._call(torch.cat([latent] * 2), timestep.repeat(2), numbers, keys)
             away, towards = both.chunk(2)
@@ -312,11 +320,20 @@ class PipelinePolicy:
     def _call(
         self, latent: Tensor, timestep: Tensor, numbers: Tensor, keys: frozenset[int]
     ) -> Tensor:
-        rows = self.prompts.rows(numbers, keys)
-        latent = latent.to(self.dtype)
-        with computing_in(self.dtype, self.device):
-            velocity = self.family.velocity(self._active, latent, timestep, rows, self.latent_size)
-        return velocity.float()
+        """Velocities in calls of `rows` rows. The first call is filled up at its front, so that the
+        last rows are always the prompts'.
+        """
+        velocities, size = [], self.options.rows or len(latent)
+        if missing := -len(latent) % size:
+            filled = torch.arange(-missing, len(latent), device=latent.device).clamp(min=0)
+            latent, timestep, numbers = latent[filled], timestep[filled], numbers[filled]
+        parts = (rows.split(size) for rows in (latent, timestep, numbers))
+        for x, t, prompts in zip(*parts, strict=True):
+            rows = self.prompts.rows(prompts, keys)
+            with computing_in(self.dtype, self.device):
+                given = x.to(self.dtype), t, rows, self.latent_size
+                velocities.append(self.family.velocity(self._active, *given).float())
+        return torch.cat(velocities)[missing:] if len(velocities) > 1 or missing else velocities[0]
 
     @contextmanager
     def guided(self, guidance: float) -> Iterator[None]:
@@ -498,11 +515,15 @@ def compile_blocks(network: Any, backend: str) -> None:
 
     Args:
         network: the transformer.
-        backend: name of a backend of torch.compile.
+        backend: name of a backend of torch.compile; empty: undo it.
 
     Raises:
         ConfigError: the backend is unknown.
     """
+    if not backend:
+        for block in _blocks(network):
+            block._compiled_call_impl = None
+        return
     backends = torch.compiler.list_backends(exclude_tags=())
     require(backend in backends, "compile", backend, f"one of {', '.join(backends)}, or empty")
     config = torch._dynamo.config

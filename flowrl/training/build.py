@@ -36,8 +36,7 @@ from flowrl.samplers import ODE, FixedWindow, trained_steps, transition_stds, wi
 from flowrl.training.checkpoint import load_weights
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.evaluation import make_heldout_metrics
-from flowrl.training.memory import find_batches
-from flowrl.training.trainer import Trainer, loss_guidance, overlaps_rewards
+from flowrl.training.trainer import Trainer, overlaps_rewards
 from flowrl.worlds.base import ModelWorld, check_hash, check_policy, prompts_of, world
 
 
@@ -112,7 +111,7 @@ def make_method(config: RunConfig) -> Method:
         method.loss.times.draw(uniform_schedule(steps), 1, torch.Generator().manual_seed(0))
         spec = config.algorithm.trained_steps
         require(spec == ":", "trained_steps", spec, "':': this loss draws training times")
-        loss_guidance(config)
+        _ = config.loss_guidance
         trained = None
     else:
         need = "left out: log-probabilities are those of the velocities that sample"
@@ -174,8 +173,8 @@ def make_policy(config: RunConfig) -> FlowPolicy:
 def make_trainer(
     config: RunConfig, distributed: Distributed = Distributed(), world: World | None = None
 ) -> Trainer:
-    """A trainer of `config`, in whose own `config` the auto sizes are replaced by measured ones
-    (`training.memory`); `world` is that of `config` if it is already made.
+    """A trainer of `config`; `world` is that of `config` if it is already made. Sizes that are auto
+    have their defaults until `training.memory.find_sizes`.
 
     Raises `ConfigError` if a setting is not allowed, the policy or the prompts do not fit, or the
     trajectories do not fit into main memory.
@@ -193,7 +192,6 @@ def make_trainer(
     check_policy(world, policy)
     require_room(config, policy.latent_shape, distributed.world_size)
     trainer = Trainer(policy, method, reward, prompts, config, distributed)
-    find_batches(trainer)
     return trainer
 
 
@@ -215,13 +213,14 @@ def model_options(config: RunConfig) -> ModelOptions:
     with another form.
     """
     p, names = config.policy, {item.name for item in fields(ModelOptions)}
-    same = {name: value for name, value in config.flat().items() if name in names}
+    sizes = vars(config.batches)
+    same = {n: value for n, value in {**config.flat(), **sizes}.items() if n in names}
     other: dict[str, Any] = {
         "height": p.resolution,
         "width": p.width or p.resolution,
         "keep_reference": run_method(config).loss.needs_reference and not p.reference,
         "frozen_adapters": tuple(filter(None, p.frozen_adapters.split(","))),
-        "compile": "inductor" if p.compile else "",
+        "compile": "inductor" if sizes["compile"] else "",
     }
     return ModelOptions(**{**same, **other})
 

@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator, PlainValidator, model_validator
 
 from flowrl.core.errors import ConfigError, require
+from flowrl.core.forward import Guidance, guidance_passes
 from flowrl.core.options import Count, Seed, Share, Whole
 from flowrl.parts.settings import (
     flat,
@@ -41,20 +42,37 @@ Decay = Annotated[float, Ge(0), Lt(1)]
 Many = Annotated[int, Ge(1), Le(10**6)]
 Members = Annotated[int, Ge(2), Le(10**4)]
 Batch = Count | Literal["auto"]
+TEXTS = {"true": True, "false": False}
+Choice = Annotated[
+    bool | Literal["auto"],
+    BeforeValidator(lambda v: TEXTS.get(v, v) if isinstance(v, str) else v),
+]
 Switch = Annotated[
     Literal["auto", "true", "false"],
     BeforeValidator(lambda v: str(v).lower() if isinstance(v, bool) else v),
 ]
 
 
+SIZES = ("micro_batch", "max_batch", "gradient_checkpointing", "decode_batch", "compile")
+"""Settings that may be auto; they change time and memory, and results only by float rounding."""
+
+
 @dataclass(frozen=True)
 class Batches:
-    """`micro_batch` and `max_batch` as numbers."""
+    """The settings of `SIZES` as numbers, and the network rows of a call."""
 
     micro_batch: int
     """(trajectory, step) pairs per backward pass."""
     max_batch: int
     """Latents per network call without gradients."""
+    gradient_checkpointing: bool
+    """Whether activations are recomputed in the backward pass."""
+    decode_batch: int
+    """Latents per call of the image decoder."""
+    compile: bool
+    """Whether the network's blocks are compiled."""
+    rows: int
+    """Rows of every network call of rollout, update and evaluation; 0: as many as there are."""
 
 
 def _world(value: Any) -> Any:
@@ -176,8 +194,8 @@ class RolloutConfig:
     num_steps: Many = 10
     """Denoising steps during training."""
     max_batch: Batch = 512
-    """Latents per network call without gradients; auto: measured at the start
-    (`flowrl.training.memory`).
+    """Latents per network call without gradients; auto: every call of `model` has the network rows
+    of a micro-batch.
     """
     chunk: Whole | Literal["auto"] = 0
     """Groups rolled out at a time by each process; 0 = all; auto: if rewards overlap, as few as
@@ -217,7 +235,9 @@ class OptimConfig:
     minibatches: Count = 4
     """Mini-batches (optimizer steps) per iteration; the trajectories are split between them."""
     micro_batch: Batch = 256
-    """(trajectory, step) pairs per backward pass; auto: measured at the start."""
+    """(trajectory, step) pairs per backward pass; auto: for `model` as many network rows as
+    `max_batch` has, or if both are auto, measured at the start (`flowrl.training.memory`).
+    """
     ema_decay: Decay = 0.8
     """Decay of the averaged weights that evaluation uses, per optimizer step; 0 = no averaging."""
     loss_scale: NonNegative = 65536.0
@@ -291,21 +311,22 @@ class PolicyConfig:
     """
     prompt_cache: Count = 2048
     """Prompt embeddings of `model` in main memory; further ones are read from disk."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Choice = False
     """Recompute activations of `model` in the backward pass: less memory, one more forward pass.
-    With `micro_batch` auto it is switched off if the memory suffices.
+    True, False or auto: whatever is measured to be faster.
     """
     attention_backend: str = ""
     """Kernels of the attention of `model` by diffusers' name, as in _native_cudnn or flash; none:
     diffusers' default.
     """
-    decode_batch: Count = 8
-    """Latents of `model` per call of its image decoder."""
+    decode_batch: Batch = 8
+    """Latents of `model` per call of its image decoder; auto: measured at the start."""
     decode_dtype: Precision = "float32"
     """Precision of the image decoder of `model`."""
-    compile: bool = False
+    compile: Choice = False
     """Compile the network's blocks with torch.compile: a minute or more at the start, faster calls
-    afterwards.
+    afterwards. True, False or auto: on a GPU, if that is measured to be faster and velocities are
+    the same with and without gradients.
     """
 
 
@@ -449,12 +470,36 @@ class RunConfig:
 
     @property
     def batches(self) -> Batches:
-        """The sizes as numbers. Until `make_trainer` has measured them, auto counts as the CPU's
-        default, of a model or of a built-in world.
+        """The sizes of calls as numbers. Until `make_trainer` has measured them, auto counts as the
+        CPU's default, of a model or of a built-in world.
         """
-        usual = MODEL_DEFAULTS if self.policy.model else DEFAULTS
-        sizes: Any = {"micro_batch": self.optim.micro_batch, "max_batch": self.rollout.max_batch}
-        return Batches(**{n: usual[n] if size == "auto" else size for n, size in sizes.items()})
+        chosen, usual = self.flat(), {**DEFAULTS, **(MODEL_DEFAULTS if self.policy.model else {})}
+        auto = [name for name in SIZES if chosen[name] == "auto"]
+        sizes: Any = {name: usual[name] if name in auto else chosen[name] for name in SIZES}
+        sampled, trained = guidance_passes(self.policy.guidance_scale), self.branches
+        rows = 0
+        if self.policy.model and "max_batch" in auto:
+            rows = sizes["micro_batch"] * trained
+        elif self.policy.model and "micro_batch" in auto:
+            rows = max(sizes["max_batch"] * sampled, trained)
+        if rows:
+            sizes |= {"micro_batch": rows // trained, "max_batch": max(1, rows // sampled)}
+        return Batches(**sizes, rows=rows)
+
+    @property
+    def loss_guidance(self) -> Guidance:
+        """The guidance of a forward-process loss. Raises `ConfigError` for a scale that is not
+        allowed.
+        """
+        return Guidance(self.policy.train_guidance_scale, self.policy.reference_guidance_scale)
+
+    @property
+    def branches(self) -> int:
+        """Network rows of a (trajectory, step) pair in a call with gradients: 2 if the gradient
+        flows through both branches of the guidance.
+        """
+        trained = guidance_passes(self.loss_guidance.scales(self.policy.guidance_scale)[0])
+        return trained if self.policy.guidance_gradient == "both" else 1
 
     def flat(self) -> dict[str, Any]:
         """All settings by their own names."""
@@ -526,7 +571,7 @@ class Preset:
             if planned or torch.cuda.is_available():
                 base |= {"device": "cuda", "dtype": "bfloat16"}
                 if str(chosen.get("device", "cuda")).startswith("cuda"):
-                    base |= {"micro_batch": "auto", "max_batch": "auto"}
+                    base |= dict.fromkeys(SIZES, "auto")
             elif "device" not in chosen and "dtype" not in changes:
                 chosen.pop("dtype", None)
         # the world of a complete file is not built, nor one that only a file without trust names

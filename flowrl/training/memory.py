@@ -1,25 +1,32 @@
-"""What fits on the device, measured before the first iteration: the sizes of settings that are
-auto.
+"""What fits on the device, measured before the first iteration: the sizes of calls that are auto.
 
-Automatic `micro_batch` and `max_batch`: sizes double from 1 while a step raises the network
-evaluations per second by a factor of `GAIN` or more, and while twice the memory of the last call
-fits. A fraction `HEADROOM` of a GPU's memory stays free for image decoding, the reward's network
-and fragmentation, which are not measured. On the CPU only the speed counts. The sizes change
-results only by float rounding. The run's config.json and config.yaml contain the sizes, so a
-resumed or repeated run uses the same.
+The network's rows per call double from 1 while a step raises the trained pairs per second by a
+factor of `GAIN` or more, and while twice the memory of the last call fits. The rollout has the same
+rows, so that both compute with the same kernels. A fraction `HEADROOM` of a GPU's memory stays free
+for fragmentation and what is not measured. On the CPU only the speed counts.
+
+The result, a profile, is kept in the user's cache folder, one per model, device and settings, and
+used again. The run's config.json contains it, so that a resumed or repeated run has the same sizes.
 """
 
+import hashlib
+import json
 import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from flowrl.core.errors import TrainingError, require
+from flowrl.core.errors import ConfigError, TrainingError, require
 from flowrl.core.protocols import extras
+from flowrl.io import cache_folder, write_bytes
+from flowrl.parts.plugins import versions
+from flowrl.parts.settings import grouped, read_settings, settings_text
+from flowrl.training.config import SIZES, RunConfig
 from flowrl.training.trainer import Trainer
 
 HEADROOM = 0.1
@@ -28,6 +35,8 @@ GAIN = 1.05
 """Smallest ratio of the evaluations per second of a larger batch to those of the smaller one."""
 REPEATS = 3
 """Timed calls per size; the fastest one counts."""
+LIMIT = 60.0
+"""Seconds after which no further size is tried."""
 
 
 def peak_memory(device: torch.device) -> int:
@@ -58,26 +67,27 @@ class Measured(NamedTuple):
     seconds: float
 
 
-def measured(trainer: Trainer, batch: int, train: bool) -> Measured:
-    """Memory and time of a network call, as in the update (`train`) or the rollout."""
+def measured(trainer: Trainer, batch: int, work: str) -> Measured:
+    """Memory and time of a call for `batch` latents: "update" or "decode"."""
     device, durations = trainer.policy.device, []
     on_gpu = device.type == "cuda"
+    call = decoded if work == "decode" else trained
     if batch == 1:
-        velocities(trainer, 1, train)  # allocates permanent memory: handles, workspaces
+        call(trainer, 1)  # allocates permanent memory: handles, workspaces
     held = torch.cuda.memory_allocated(device) if on_gpu else 0
     reset_peak_memory(device)
     for _ in range(REPEATS):
         start = time.perf_counter()
-        velocities(trainer, batch, train)
+        call(trainer, batch)
         if on_gpu:
             torch.cuda.synchronize(device)
         durations.append(time.perf_counter() - start)
     return Measured(held, peak_memory(device) if on_gpu else 0, min(durations))
 
 
-def velocities(trainer: Trainer, batch: int, train: bool) -> None:
-    """One network call on `batch` latents of noise; with a gradient if `train`. Uses a separate
-    generator and leaves no gradient, so that the run's results do not change.
+def velocities(trainer: Trainer, batch: int, train: bool = True) -> torch.Tensor:
+    """The network's output for `batch` latents of noise, with a gradient if `train`. Uses a
+    separate generator, so that the run's results do not change.
     """
     policy = trainer.policy
     generator = torch.Generator(policy.device).manual_seed(0)
@@ -85,13 +95,23 @@ def velocities(trainer: Trainer, batch: int, train: bool) -> None:
     timestep = trainer.schedule.network_timesteps[:1].to(policy.device).expand(batch)
     first_prompt = torch.zeros(batch, dtype=torch.long, device=policy.device)
     rows = policy.encode(trainer.prompts.prompts[:1]).take(first_prompt)
+    with nullcontext() if train else policy.frozen():
+        return policy.velocity(latent, timestep, rows)
+
+
+def trained(trainer: Trainer, batch: int) -> None:
+    """A network call with its backward pass; leaves no gradient."""
     try:
-        with nullcontext() if train else policy.frozen():
-            velocity = policy.velocity(latent, timestep, rows)
-        if train:
-            velocity.square().mean().backward()
+        velocities(trainer, batch).square().mean().backward()
     finally:  # also if memory has run out
         trainer.optimizer.zero_grad()
+
+
+def decoded(trainer: Trainer, batch: int) -> None:
+    """A call of the image decoder for `batch` latents."""
+    policy = trainer.policy
+    extras(policy, "resize").resize(decode_batch=batch)
+    policy.decode(torch.zeros(batch, *policy.latent_shape, device=policy.device))
 
 
 def room(trainer: Trainer) -> float:
@@ -129,17 +149,20 @@ def out_of_memory() -> Iterator[None]:
         ) from error
 
 
-def grow(trainer: Trainer, train: bool, limit: int) -> tuple[float, int]:
-    """The largest of the batches 1, 2, 4, ... and `limit` at which a step still gains a factor of
-    `GAIN` in speed (0: not even 1 fits), after its evaluations per second. It is the same in all
-    processes: that of the slowest, and of the one with the least free memory.
+def grow(
+    trainer: Trainer, work: str, limit: int, deadline: float = math.inf, first: int = 1
+) -> tuple[float, int]:
+    """The largest of the batches `first`, 2 `first`, ... and `limit` at which a step still gains a
+    factor of `GAIN` in speed (0: not even `first` fits), after its latents per second. It is the
+    same in all processes: that of the slowest, and of the one with the least free memory. No batch
+    is begun after the `deadline`.
     """
-    distributed, rate, best, batch, fits = trainer.distributed, 0.0, 0, 1, True
+    distributed, rate, best, batch, fits = trainer.distributed, 0.0, 0, first, True
     while fits:
         seconds = math.inf
         with distributed.shared_errors():
             try:
-                call, free = measured(trainer, batch, train), room(trainer)
+                call, free = measured(trainer, batch, work), room(trainer)
                 seconds = call.seconds if call.peak <= free else math.inf
                 fits = 2 * call.peak - call.held <= free
             except torch.OutOfMemoryError:
@@ -150,45 +173,141 @@ def grow(trainer: Trainer, train: bool, limit: int) -> tuple[float, int]:
         if current <= GAIN * rate:
             break
         rate, best = current, batch
-        fits = batch < limit and not distributed.any(not fits)
+        in_time = batch < limit and time.monotonic() < deadline
+        fits = not distributed.any(not (fits and in_time))
         batch = min(2 * batch, limit)
     return rate, best
 
 
-def find_batches(trainer: Trainer) -> None:
-    """Replace the auto sizes in `trainer.config` by measured ones.
+def find_sizes(trainer: Trainer) -> None:
+    """Replace the auto sizes of a model in `trainer.config`, and in its policy, by those of the
+    profile in the user's cache, or by measured ones. Built-in worlds keep their defaults.
 
-    If `micro_batch` is auto and gradient checkpointing is on, it stays on only if it gives more
-    evaluations per second, each with the batch that fits. All processes call this. Raises
-    `ConfigError` if not even a batch of 1 fits.
+    All processes call this. Raises `ConfigError` if not even a batch of 1 fits.
     """
-    config, policy, changes = trainer.config, trainer.policy, {}
-    rollout, optim = config.rollout, config.optim
-    samples = trainer.distributed.assign(rollout.groups, 0).count * rollout.group_size
-    if optim.micro_batch == "auto":
-        limit = math.ceil(samples * rollout.num_steps / optim.minibatches)
-        checkpointing = config.policy.gradient_checkpointing
-        switch = extras(policy, "checkpoint_gradients") if checkpointing else None
-        if switch is None:
-            changes["micro_batch"] = grow(trainer, True, limit)[1]
-        else:
-            sizes = {}
-            for checkpointing in (False, True):
-                switch.checkpoint_gradients(checkpointing)
-                sizes[checkpointing] = grow(trainer, True, limit)
-            fastest = max(sizes, key=sizes.__getitem__)
-            switch.checkpoint_gradients(fastest)
-            changes |= {"gradient_checkpointing": fastest, "micro_batch": sizes[fastest][1]}
-    if rollout.max_batch == "auto":
-        limit = max(samples, config.evaluation.eval_samples)
-        changes["max_batch"] = grow(trainer, False, limit)[1]
-    for setting in ("micro_batch", "max_batch"):
-        need = (
-            "more GPU memory: a smaller resolution, lora_rank, dtype or model, chunk 1 or offload"
-        )
-        require(changes.get(setting, 1) > 0, setting, "auto", need)
-    if policy.device.type == "cuda":
+    config = trainer.config
+    wanted = [name for name in SIZES if config.flat()[name] == "auto"]
+    if "micro_batch" not in wanted or config.rollout.max_batch != "auto":
+        # one of the two follows from the other
+        wanted = [name for name in wanted if name not in ("micro_batch", "max_batch")]
+    resize = extras(trainer.policy, "resize", "velocity_network")
+    if not config.policy.model or resize is None or not wanted:
+        return
+    path = profile_path(trainer)
+    known = cached_profile(path) if trainer.distributed.is_main else {}
+    found = trainer.distributed.gather(known)[0]
+    if found.keys() == {*wanted} - {"max_batch"}:
+        trainer.profile = f"sizes from {path}"
+    else:
+        began = time.monotonic()
+        found = measured_sizes(trainer, wanted, began + LIMIT)
+        trainer.profile = f"sizes measured in {time.monotonic() - began:.0f} s, kept in {path}"
+        if trainer.distributed.is_main:
+            with suppress(OSError):  # the next run measures again
+                write_bytes(path, settings_text(grouped(RunConfig, found), SUMMARY).encode())
+    trainer.config = config = config.replace(**found)
+    sizes = config.batches
+    text = ", ".join(f"{name} {value}" for name, value in found.items())
+    trainer.profile += f": {text}; {sizes.rows or 'any number of'} network rows per call"
+    resize.resize(**sizes_of(sizes))
+    trainer.collector.max_batch = sizes.max_batch
+    if trainer.policy.device.type == "cuda":
         torch.cuda.empty_cache()
-    if changes:
-        trainer.config = config.replace(**changes)
-        trainer.collector.max_batch = trainer.config.batches.max_batch
+
+
+SUMMARY = "Measured sizes of calls; use them with: flowrl train --profile FILE"
+
+
+def sizes_of(sizes: Any) -> dict[str, Any]:
+    """The options of the policy for these `Batches`."""
+    names = ("rows", "gradient_checkpointing", "decode_batch")
+    compiler = "inductor" if sizes.compile else ""
+    return {**{name: getattr(sizes, name) for name in names}, "compile": compiler}
+
+
+def measured_sizes(trainer: Trainer, wanted: list[str], deadline: float) -> dict[str, Any]:
+    """Measured values of the `wanted` sizes."""
+    config, found = trainer.config, dict[str, Any]()
+    policy, rollout, branches = extras(trainer.policy, "resize"), config.rollout, config.branches
+    sizes = config.batches
+    samples = trainer.distributed.assign(rollout.groups, 0).count * rollout.group_size
+    policy.resize(rows=0)
+    limit = math.ceil(samples * rollout.num_steps / config.optim.minibatches)
+    first = 1 if "micro_batch" in wanted else sizes.micro_batch
+    limit = limit if "micro_batch" in wanted else first
+    choices = [sizes.gradient_checkpointing]
+    if "gradient_checkpointing" in wanted:
+        choices = [False, True]
+    rates = {}
+    for choice in choices:
+        policy.resize(gradient_checkpointing=choice)
+        rates[choice] = grow(trainer, "update", limit, deadline, first)
+    fastest = max(rates, key=rates.__getitem__)
+    rate, batch = rates[fastest]
+    need = "more GPU memory: a smaller resolution, lora_rank, dtype or model, chunk 1 or offload"
+    require(batch > 0, "micro_batch", config.optim.micro_batch, need)
+    policy.resize(gradient_checkpointing=fastest)
+    measured = {"micro_batch": batch, "gradient_checkpointing": fastest}
+    found |= {name: value for name, value in measured.items() if name in wanted}
+    if "compile" in wanted:
+        found["compile"] = compiling_pays(trainer, batch, rate, deadline)
+        policy.resize(compile="inductor" if found["compile"] else "")
+    if "decode_batch" in wanted:
+        decode_limit = max(1, min(samples, MOST_IMAGES))
+        found["decode_batch"] = max(1, grow(trainer, "decode", decode_limit, deadline)[1])
+    policy.resize(rows=batch * branches)
+    return found
+
+
+MOST_IMAGES = 64
+"""Largest number of images per call of the decoder that is tried."""
+
+
+def compiling_pays(trainer: Trainer, batch: int, rate: float, deadline: float) -> bool:
+    """Whether the compiled network is faster than `rate` and computes the same velocities with and
+    without gradients; False on the CPU or without time.
+    """
+    distributed, policy = trainer.distributed, extras(trainer.policy, "resize")
+    late = trainer.policy.device.type != "cuda" or time.monotonic() > deadline - LIMIT / 2
+    if distributed.any(late):
+        return False
+    policy.resize(compile="inductor")
+    compiled, _ = grow(trainer, "update", batch, deadline, batch)
+    with torch.no_grad():
+        sampled = velocities(trainer, batch, train=False)
+    same = torch.equal(sampled, velocities(trainer, batch).detach())
+    return not distributed.any(not same) and compiled > GAIN * rate
+
+
+def profile_path(trainer: Trainer) -> Path:
+    """The file of the profile for this model, device, number of processes and settings."""
+    config, device = trainer.config, trainer.policy.device
+    network: Any = extras(trainer.policy, "velocity_network").velocity_network
+    policy = {n: v for n, v in vars(config.policy).items() if n not in ("model", "prompt_cache")}
+    given = {
+        "network": [type(network).__name__, dict(getattr(network, "config", {}))],
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "processes": [trainer.distributed.world_size, trainer.distributed.sharded],
+        "policy": policy,
+        "rollout": vars(config.rollout),
+        "optim": vars(config.optim),
+        "rewards": [config.environment.reward, config.evaluation.heldout_rewards],
+        "versions": versions(),
+    }
+    digest = hashlib.sha256(json.dumps(given, sort_keys=True, default=str).encode())
+    return cache_folder() / "profiles" / f"{digest.hexdigest()[:16]}.yaml"
+
+
+def cached_profile(path: Path) -> dict[str, Any]:
+    """The sizes in the file; none if it is missing or damaged."""
+    with suppress(OSError, ConfigError):
+        return profile_of(path)
+    return {}
+
+
+def profile_of(path: Path) -> dict[str, Any]:
+    """The sizes in a profile's file. Raises `ConfigError` for a file with other settings."""
+    settings = read_settings(path, RunConfig).settings
+    others = sorted(settings.keys() - {*SIZES})
+    require(not others, str(path), others, f"sizes only: {', '.join(SIZES)}")
+    return settings

@@ -134,8 +134,9 @@ def ratio_noise(rows: Sequence[Row], limits: Limits) -> str:
         return ""
     return (
         f"before any update the ratio, which should be 1, is off by up to {noise:.1e}, more"
-        f" than the clip of {limits.clip:.1e}, so rounding decides which pairs count. Use a"
-        f" finer dtype (docs/reading-the-ratio.md), or clip_range {3 * noise:.1e} or more"
+        f" than the clip of {limits.clip:.1e}, so rounding decides which pairs count. Use"
+        " max_batch auto (calls of one shape), a finer dtype (docs/reading-the-ratio.md), or"
+        f" clip_range {3 * noise:.1e} or more"
     )
 
 

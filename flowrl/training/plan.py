@@ -2,7 +2,9 @@
 evaluations, memory.
 """
 
+import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,8 +18,9 @@ from flowrl.core.protocols import ForwardLoss
 from flowrl.core.tree import plain_tree
 from flowrl.credit import read_columns
 from flowrl.flow import uniform_schedule
-from flowrl.policies import Memory, architecture_of, count_memory
+from flowrl.policies import Architecture, Memory, architecture_of, count_memory
 from flowrl.probes import Probe, Shape, whole
+from flowrl.reading import read_text
 from flowrl.rollout.batches import minibatch_rows
 from flowrl.rollout.rollout import Groups, group_tree
 from flowrl.rollout.values import transition_weights
@@ -28,8 +31,8 @@ from flowrl.training.build import (
     model_options,
     trial_stds,
 )
-from flowrl.training.config import RunConfig
-from flowrl.training.trainer import asks_for_all, loss_guidance
+from flowrl.training.config import SIZES, RunConfig
+from flowrl.training.trainer import asks_for_all
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     minibatches = torch.arange(samples).chunk(config.optim.minibatches)
     share = max(map(len, minibatches)) / samples
     per_process = math.ceil(evaluations * share * groups / rollout.groups)
-    own, guidance = config.policy.guidance_scale, loss_guidance(config)
+    own, guidance = config.policy.guidance_scale, config.loss_guidance
     unit = {"transition": 1, "trajectory": count, "group": rollout.group_size}[loss.unit]
     # units that are spread over micro-batches need their means first
     twice = 1 + (unit > batches.micro_batch)
@@ -144,8 +147,6 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     train_nfe = whole(evaluations * each * twice)
     gradient_nfe = whole(evaluations * guidance.evaluations(1, False, own))
     prices = NetworkPrices.of(vars(config.policy))
-    both = config.policy.guidance_gradient == "both"
-    branches = guidance_passes(guidance.scales(own)[0]) if both else 1
 
     # All groups: the rollout and its probe.
     every = asks_for_all(config, method)
@@ -169,11 +170,12 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
         updates=len(minibatches),
         evaluations_per_update_and_process=per_process,
         micro_batches_per_update=math.ceil(per_process / batches.micro_batch),
-        rows_per_micro_batch=min(batches.micro_batch, per_process) * branches,
+        rows_per_micro_batch=batches.rows
+        or min(batches.micro_batch, per_process) * config.branches,
         nfe=nfe,
         probe_nfe=whole(nfe - sum(shape.rows[:-1])),
         sequential_calls=len(calls),
-        rows_per_call=min(batches.max_batch, largest) * passes,
+        rows_per_call=batches.rows or min(batches.max_batch, largest) * passes,
         train_nfe=train_nfe,
         gradient_nfe=gradient_nfe,
         passes_per_evaluation=passes,
@@ -203,13 +205,7 @@ def plan_text(counts: Plan, config: RunConfig) -> str:
     """The plan as text, as ``flowrl train --plan`` prints it."""
     p, rollout, evaluation = counts, config.rollout, config.evaluation
     guidance = f" x {p.passes_per_evaluation} (guidance)" if p.passes_per_evaluation > 1 else ""
-    micro, most = (
-        f"{name} {number}" + " (measured at the start)" * (setting == "auto")
-        for name, setting, number in (
-            ("micro_batch", config.optim.micro_batch, config.batches.micro_batch),
-            ("max_batch", rollout.max_batch, config.batches.max_batch),
-        )
-    )
+    micro, most = (f"{n} {getattr(config.batches, n)}" for n in ("micro_batch", "max_batch"))
     lines = {
         "trajectories": f"{rollout.groups} groups x {rollout.group_size} members ="
         f" {p.trajectories:,}; whole groups a process: {p.groups_per_process}",
@@ -246,12 +242,17 @@ SCORED_TOGETHER = 512
 """Images that `rollout.score_rollout` decodes before it scores them."""
 
 
+def known_architecture(config: RunConfig) -> Architecture | None:
+    """The architecture of the run's model, if it is known."""
+    return architecture_of(config.policy.model) if config.policy.model else None
+
+
 def memory(counts: Plan, config: RunConfig) -> Memory | None:
     """GPU memory of a process, counted (`policies.count_memory`); None for a model of unknown
     architecture. Groups that branch store less.
     """
     rollout, groups = config.rollout, counts.groups_per_process
-    known = architecture_of(config.policy.model) if config.policy.model else None
+    known = known_architecture(config)
     if known is None:
         return None
     rows = counts.rows_per_micro_batch, counts.rows_per_call
@@ -273,9 +274,217 @@ def memory_text(counts: Plan, config: RunConfig) -> str:
         "trajectories": f"{size['trajectories']} (nodes and velocities, float32)",
         "and one of": f"{size['update']} micro-batch of {counts.rows_per_micro_batch} rows,"
         f" {size['rollout']} sampling {counts.rows_per_call} rows, {size['decode']} decoding"
-        f" {policy.decode_batch} images at a time, {size['encoders']} text encoders",
+        f" {config.batches.decode_batch} images at a time, {size['encoders']} text encoders",
         "at most": f"{counted.peak / 1e9:.1f} GB, without the reward's network, CUDA's work space"
         " and the allocator's reserve",
     }
     title = f"memory of a process, counted on the architecture of {Path(policy.model).name} in"
     return _table(f"{title} {policy.dtype}, not measured; GB = 10^9 bytes", lines)
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU: memory in bytes, and FLOP/s of matrix products in bfloat16 without sparsity, as its
+    maker states them.
+    """
+
+    memory: float
+    flops: float
+
+
+CARDS = {
+    "H100": Card(80e9, 989e12),
+    "H200": Card(141e9, 989e12),
+    "A100": Card(80e9, 312e12),
+    "RTX 4090": Card(24e9, 165e12),
+    "L40S": Card(48e9, 362e12),
+    "L4": Card(24e9, 121e12),
+}
+"""Cards that a plan can be made for; the A100 is that of 80 GB."""
+SUSTAINED = 0.2
+"""Assumed share of a card's FLOP/s."""
+OPERATION = 5e-6
+"""Assumed seconds to dispatch an operation from Python."""
+CORES = 8
+"""Assumed processor cores of a process for rewards that are computed there."""
+USABLE = 0.9
+"""Share of a card's memory that a counted profile fills; the rest is for the reward's network,
+CUDA's work space and fragmentation.
+"""
+MOST_ROWS = 32
+"""Largest number of network rows of a counted profile."""
+REWARD_FLOPS = {"pickscore": 3.8e11, "hpsv2.1": 3.8e11, "clip": 1.6e11, "aesthetic": 1.6e11}
+"""FLOPs of a score by a network on the GPU (`benchmarks/flops.py`)."""
+REWARD_SECONDS = {"ocr": 0.2}
+"""Seconds of a score on one core: RapidOCR, 512 pixels."""
+
+
+def named_card(name: str) -> str:
+    """The name in `CARDS` of a GPU that calls itself `name`; "" for an unknown one."""
+    plain = name.upper().replace("-", " ")
+    return next((card for card in ("L40S", *CARDS) if card in plain), "")
+
+
+def sized(config: RunConfig, card: str, processes: int = 1) -> RunConfig:
+    """The run with counted sizes in place of those that are auto: of all that fit into the memory
+    of `card`, those with the shortest estimated update. A run measures them instead
+    (`training.memory`).
+    """
+    values, known = config.flat(), known_architecture(config)
+    wanted = [name for name in SIZES if values[name] == "auto"]
+    if not wanted or known is None:
+        return config
+    given = config.replace(**{name: getattr(config.batches, name) for name in wanted})
+    given = given.replace(compile=False)
+    if "decode_batch" in wanted:
+        given = given.replace(decode_batch=max(1, 8 // config.policy.num_frames))
+    fixed = "micro_batch" not in wanted or "max_batch" not in wanted
+    choices = (
+        [False, True]
+        if "gradient_checkpointing" in wanted
+        else [given.batches.gradient_checkpointing]
+    )
+    best: tuple[float, RunConfig] | None = None
+    for checkpointing in choices:
+        tried = given.replace(gradient_checkpointing=checkpointing)
+        for rows in [0] if fixed else range(MOST_ROWS, 0, -1):
+            if (rows > 2 and rows % 4) or rows % config.branches:
+                continue
+            if rows:
+                micro = rows // config.branches
+                tried = tried.replace(micro_batch=micro, max_batch="auto")
+            counts = plan(tried, processes)
+            counted = memory(counts, tried)
+            assert counted is not None
+            if counted.peak <= USABLE * CARDS[card].memory or rows == config.branches:
+                seconds = times(counts, tried, counted, card).update
+                if best is None or seconds < best[0]:
+                    best = seconds, tried
+                break
+    return given if best is None else best[1]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Estimated seconds of an iteration in a process, and of an evaluation; `scoring` on cores of
+    the processor, beside the sampling.
+    """
+
+    sampling: float
+    decoding: float
+    rewards: float
+    scoring: float
+    update: float
+    evaluation: float
+    operations: float
+    """Dispatched operations of the network in rollout and update, per trained pair."""
+
+    @property
+    def iteration(self) -> float:
+        """All phases; scores of the processor are computed during the sampling."""
+        beside = max(self.sampling + self.decoding + self.rewards, self.scoring)
+        return beside + self.update
+
+
+def times(counts: Plan, config: RunConfig, counted: Memory, card: str) -> Times:
+    """The estimated times of a plan on a `card`: of every network call the longer of its FLOPs at a
+    share `SUSTAINED` of the card's, and of the dispatch of its operations.
+    """
+    rate, p, rollout = SUSTAINED * CARDS[card].flops, counts, config.rollout
+    share = p.groups_per_process / rollout.groups
+    most, micro = p.rows_per_call, p.rows_per_micro_batch
+
+    def seconds(rows: float, each: int, flops: float, operations: int) -> float:
+        calls = math.ceil(rows / each)
+        return max(rows * flops / rate, calls * operations * OPERATION)
+
+    def sampled(evaluations: float) -> tuple[float, float]:
+        rows = evaluations * p.passes_per_evaluation
+        calls = max(math.ceil(rows / most), p.sequential_calls)
+        operations = calls * counted.forward_operations
+        return max(rows * counted.forward_flops / rate, operations * OPERATION), operations
+
+    sampling, operations = sampled(p.nfe * share)
+    gradient = p.gradient_nfe * share * config.branches
+    rest = p.train_nfe * share * p.passes_per_evaluation - gradient
+    update = seconds(gradient, micro, counted.gradient_flops, counted.gradient_operations)
+    update += seconds(rest, micro, counted.forward_flops, counted.forward_operations)
+    operations += math.ceil(gradient / micro) * counted.gradient_operations
+    operations += math.ceil(rest / micro) * counted.forward_operations
+    images = p.reward_calls * share
+    words = re.findall(r"[\w.]+", config.environment.reward)
+    narrow = config.policy.decode_dtype != "float32"
+    decode = counted.decode_flops / (rate if narrow else rate / 2)  # TF32
+    return Times(
+        sampling,
+        images * decode,
+        images * sum(REWARD_FLOPS.get(word, 0) for word in words) / rate,
+        images * sum(REWARD_SECONDS.get(word, 0) for word in words) / CORES,
+        update,
+        sampled(p.evaluation_nfe / p.processes)[0]
+        + config.evaluation.eval_samples / p.processes * decode,
+        operations / max(p.evaluations * share, 1),
+    )
+
+
+def times_text(counts: Plan, config: RunConfig, card: str) -> str:
+    """`times` as text; empty for a model of unknown architecture."""
+    counted = memory(counts, config)
+    if counted is None:
+        return ""
+    t, sizes = times(counts, config, counted, card), config.batches
+    phases = {
+        "sampling": t.sampling,
+        "decoding": t.decoding,
+        "rewards on the GPU": t.rewards,
+        "update": t.update,
+    }
+    if t.scoring > t.sampling + t.decoding + t.rewards:
+        phases = {"rewards on the processor": t.scoring, "update": t.update}
+    slowest = max(phases, key=phases.__getitem__)
+    evaluations = config.iterations / config.evaluation.eval_every
+    hours = (config.iterations * t.iteration + evaluations * t.evaluation) / 3600
+    known = [*REWARD_FLOPS, *REWARD_SECONDS]
+    unknown = not set(re.findall(r"[\w.]+", config.environment.reward)) & set(known)
+    lines = {
+        "sizes": f"{sizes.rows or counts.rows_per_micro_batch} network rows per call, gradient"
+        f" checkpointing {'on' if sizes.gradient_checkpointing else 'off'}, {sizes.decode_batch}"
+        " images per decoding",
+        "iteration": " + ".join(f"{name} {value:.1f}" for name, value in phases.items())
+        + f" = {t.iteration:.1f} s"
+        + (f"; rewards on {CORES} cores beside it {t.scoring:.1f} s" if t.scoring else "")
+        + ("; the reward is not counted" if unknown else ""),
+        "bottleneck": f"{slowest}, {phases[slowest] / t.iteration:.0%} of an iteration",
+        "operations": f"{t.operations:,.0f} dispatched per trained pair",
+        "in all": f"{config.iterations} iterations and {evaluations:.0f} evaluations of"
+        f" {t.evaluation:.0f} s: {hours:.1f} hours, {hours * counts.processes:.1f} GPU hours",
+    }
+    rate = f"{SUSTAINED:.0%} of {CARDS[card].flops / 1e12:.0f} TFLOP/s"
+    title = f"time on {card}, {counts.processes} processes, estimated from counted FLOPs at"
+    return _table(f"{title} {rate}, not measured", lines)
+
+
+def planned_and_measured(config: RunConfig, folder: Path, processes: int) -> str:
+    """The estimated seconds of an iteration beside those that the finished run in `folder`
+    recorded; only these on a device or for a model that no plan is known for.
+    """
+    lines = read_text(folder / "metrics.jsonl").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["iteration"]]
+    names = {"rollout, reward": ("rollout", "reward"), "update": ("update",)}
+    measured = {
+        name: sum(row["phases"].get(part, 0.0) for row in rows for part in parts) / len(rows)
+        for name, parts in names.items()
+    }
+    device, card = torch.device(config.policy.device), ""
+    if device.type == "cuda":
+        card = named_card(torch.cuda.get_device_name(device))
+    counts = plan(config, processes)
+    counted, planned = memory(counts, config) if card else None, dict[str, float]()
+    if counted is not None:
+        t = times(counts, config, counted, card)
+        planned = {"rollout, reward": t.iteration - t.update, "update": t.update}
+    lines = {
+        name: f"{seconds:.2f} s" + (f" (planned {planned[name]:.2f} s)" if planned else "")
+        for name, seconds in measured.items()
+    }
+    return _table(f"  an iteration on {card or device}, mean of {len(rows)}", lines)

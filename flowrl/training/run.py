@@ -29,7 +29,7 @@ from flowrl.rewards import evaluation_reward
 from flowrl.rewards.contract import load_reward
 from flowrl.training.build import make_reward, make_trainer, make_world
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
-from flowrl.training.config import RunConfig, load_config
+from flowrl.training.config import SIZES, RunConfig, load_config
 from flowrl.training.evaluation import (
     Evaluation,
     evaluate,
@@ -38,7 +38,7 @@ from flowrl.training.evaluation import (
 )
 from flowrl.training.format import FORMAT
 from flowrl.training.logging import Journal
-from flowrl.training.memory import out_of_memory
+from flowrl.training.memory import find_sizes, out_of_memory
 from flowrl.training.monitors import limits_of, notices
 from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.observers import Observers
@@ -174,7 +174,6 @@ class Run:
         for part in (*self._heldout.rewards.values(), self._heldout.features):
             load_reward(part)
         self._trainer = trainer = make_trainer(self.config, self.distributed, self._world)
-        self.config = trainer.config  # with the measured sizes
         trainer.on_phase = lambda phase: self._tell({"phase": phase})
         trainer.recorded = self._observers.recorded
         is_main = self.distributed.is_main
@@ -185,13 +184,17 @@ class Run:
                 if (inspect := tried(reward, heldout=spec)) is not None:
                     self._heldout.trials[spec] = inspect
         self._rows = self._restore(start) if resume else []
+        self._embed_prompts()
+        find_sizes(trainer)
+        self.config = trainer.config
+        if trainer.profile:
+            self._tell({"profile": trainer.profile})
         # a run that an observer stopped has ended, unless it continues from a named checkpoint
         self._stopped = self._rows[-1].get("stopped", "") if self._rows and not start else ""
         self._evaluation: Evaluation | None = None
         self._journal = Journal(self.config, self.folder, trainer.done, is_main)
         if is_main:
             self._write_settings()
-        self._embed_prompts()
         if not self._rows:
             self._write_untrained()
         self._limits = limits_of(trainer)
@@ -215,9 +218,7 @@ class Run:
         if not path.exists():
             return {}
         recorded = load_config(path).flat()
-        names = [name for name in ("micro_batch", "max_batch") if given[name] == "auto"]
-        names += ["gradient_checkpointing"] if "micro_batch" in names else []
-        return {name: recorded[name] for name in names}
+        return {name: recorded[name] for name in SIZES if given[name] == "auto"}
 
     def _write_settings(self) -> None:
         """code.json, config.json, and config.yaml for ``flowrl train --config``."""

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from flowrl.core.errors import PartError
 from flowrl.core.experience import Credit, Decisions, Experience
-from flowrl.core.forward import Guidance
 from flowrl.core.protocols import AnyReward, AnySampler, FlowPolicy, ForwardLoss, Sampler, Stateful
 from flowrl.core.types import Condition, Prompt, part_call, state_of
 from flowrl.credit import credit_of, read_columns, value_quality
@@ -55,13 +54,6 @@ from flowrl.training.optim import (
     update_average,
     weights_replaced,
 )
-
-
-def loss_guidance(config: RunConfig) -> Guidance:
-    """The guidance of a forward-process loss. Raises `ConfigError` for a scale that is not
-    allowed.
-    """
-    return Guidance(config.policy.train_guidance_scale, config.policy.reference_guidance_scale)
 
 
 def asks_for_all(config: RunConfig, method: Method) -> bool:
@@ -137,7 +129,7 @@ class Trainer:
         self.generator = torch.Generator(policy.device).manual_seed(config.seed + 1)
         self.schedule = policy.schedule(rollout.num_steps)
         self.groups = Groups(rollout.groups, rollout.group_size, method.shared_noise)
-        self.named = dict(prepare_policy(policy, distributed, config.policy.compile))
+        self.named = dict(prepare_policy(policy, distributed, config.batches.compile))
         self.names, self.parameters = list(self.named), list(self.named.values())
         self.average = [parameter.detach().clone() for parameter in self.parameters]
         self.optimizer = make_optimizer(optim, self.parameters)
@@ -158,6 +150,8 @@ class Trainer:
             overlaps_rewards(config, reward),
             rollout.offload,
         )
+        self.profile = ""
+        """What `training.memory.find_sizes` found, in words."""
         self.done, self.updated = 0, False
         self.recorded: Collection[str] = ()
         self.on_phase: Callable[[str], None] = lambda phase: None
@@ -345,7 +339,7 @@ class Trainer:
             parts = self.draw_parts(weights)
             weights = weights.gather(1, credited(times.cpu(), decisions.time))
             rows = minibatch_rows(parts, weights, tree, loss.unit, share_states=False)
-            copies, guidance = self.copies.by_name, loss_guidance(self.config)
+            copies, guidance = self.copies.by_name, self.config.loss_guidance
             batches = ForwardBatches(
                 self.policy,
                 loss,

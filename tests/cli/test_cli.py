@@ -133,7 +133,7 @@ def test_the_help_shows_the_defaults_of_the_chosen_world(start, default, capsys)
     [
         ("", {}),
         ("--seed 0", {}),
-        ("--compile --learning-rate 1", {"compile": True, "learning_rate": 1.0}),
+        ("--compile True --learning-rate 1", {"compile": True, "learning_rate": 1.0}),
         ("--no-offload", {"offload": False}),
         ("--betas 0.9 0.999", {"betas": (0.9, 0.999)}),
         ("--lora-targets attn.to_q ff.net.2", {"lora_targets": ("attn.to_q", "ff.net.2")}),

@@ -4,18 +4,23 @@ grow with what.
 
 import gc
 import itertools
-from dataclasses import replace
+import json
+from dataclasses import astuple, replace
 
 import pytest
 import torch
 from flowrl_testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
+from small_run import TINY_MODEL
 
 from flowrl.core.types import Prompt
 from flowrl.io import cache_folder
 from flowrl.policies import ARCHITECTURES, Adapters, StorageCounter, architecture_of, memory
+from flowrl.rewards import FunctionReward
+from flowrl.training.build import make_method, model_options
 from flowrl.training.config import preset
+from flowrl.training.plan import CARDS, memory_text, plan, sized, times, times_text
 from flowrl.training.plan import memory as count_plan
-from flowrl.training.plan import memory_text, plan
+from flowrl.training.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -57,6 +62,9 @@ def test_a_plan_counts_what_its_settings_say(tmp_path, monkeypatch):
         changed = config.replace(**changes)
         return count_plan(plan(changed), changed)
 
+    def options(**changes):
+        return model_options(config.replace(**changes))
+
     assert plan(config).rows_per_call == 2 * 4
     assert plan(config.replace(max_batch=100)).rows_per_call == 2 * 6
     base = counted()
@@ -77,11 +85,60 @@ def test_a_plan_counts_what_its_settings_say(tmp_path, monkeypatch):
     assert counted(decode_dtype="bfloat16").decode < base.decode
     assert "not measured" in memory_text(plan(config), config)
     assert memory_text(plan(config), config.replace(model="some/other-model")) == ""
-    monkeypatch.setattr(memory, "_count", lambda *_: full)
+    wide = memory.counts_of(architecture_of(str(tmp_path)), options(lora_rank=5))
+    monkeypatch.setattr(memory, "count", lambda *_: wide)
     assert counted() == base  # stored, unless the file is damaged
-    for file in (cache_folder() / "memory").iterdir():
-        file.write_text("{")
-    assert counted() == full
+    for file in (cache_folder() / "counts").iterdir():
+        file.write_text("[1, 2]")
+    assert counted().trained > base.trained
+
+
+def test_presets_fill_a_card_and_dispatch_few_operations():
+    """At most 1,000 operations per pair in 72 GB; fewer rows fit into 24 GB. Not measured."""
+    for card, least, most in (("H100", 700, 1000), ("RTX 4090", 6000, 7000)):
+        config = sized(preset("sd3.5-medium,flow-grpo,ocr").apply(planned=True), card)
+        counts = plan(config)
+        counted = count_plan(counts, config)
+        assert 0.7 * CARDS[card].memory < counted.peak <= 0.9 * CARDS[card].memory
+        assert counts.rows_per_call == counts.rows_per_micro_batch == config.batches.rows > 1
+        assert least < times(counts, config, counted, card).operations <= most
+    assert "bottleneck         update, 68%" in times_text(counts, config, card)
+    assert not times_text(counts, config.replace(model="unknown"), card)
+
+
+@pytest.mark.satellite
+def test_the_stored_counts_are_those_of_the_tested_diffusers():
+    config = preset("sd3.5-medium,flow-grpo,ocr").apply(planned=True)
+    known, chosen = ARCHITECTURES["sd3.5-medium"], model_options(config)
+    stored = memory.preset_counts()[memory.counts_key(known, chosen)]
+    assert json.loads(json.dumps(astuple(memory.count(known, chosen)))) == stored
+
+
+SMALL = {**TINY_MODEL, "lora_rank": 4}
+
+
+@pytest.mark.parametrize(("gradient", "micro"), [("prompt", 6), ("both", 3)])
+def test_the_network_is_called_as_often_as_the_plan_counts(gradient, micro, tmp_path):
+    pipe = tiny_sd3()
+    pipe.save_pretrained(tmp_path)
+    config = preset("sd3.5-medium,flow-grpo,ocr").apply(
+        model=str(tmp_path), groups=2, group_size=6, micro_batch=micro, max_batch="auto", **SMALL
+    )
+    config = config.replace(guidance_gradient=gradient, drop_zero_advantages=False)
+    counts = plan(config)
+    counted = count_plan(counts, config)
+    policy = tiny_sd3_policy(model_options(config))
+    calls = {True: 0, False: 0}
+
+    def called(*_):
+        calls[torch.is_grad_enabled()] += 1
+
+    policy.transformer.register_forward_pre_hook(called)
+    red = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)))
+    Trainer(policy, make_method(config), red, [Prompt("a dog")], config).iteration()
+    work = (calls[False], counted.forward_operations), (calls[True], counted.gradient_operations)
+    operations = sum(number * each for number, each in work) / counts.evaluations
+    assert times(counts, config, counted, "L4").operations == pytest.approx(operations)
 
 
 @pytest.mark.parametrize(

@@ -271,21 +271,17 @@ def found_batches(distributed, peaks=(1.0, 1.0), speed=(1e3, 1e3), fails=False):
     half the top speed.
     """
 
-    def measured(trainer, batch, train):
+    def measured(trainer, batch, work):
         if fails and distributed.rank == 1 and batch > 3:
             raise torch.OutOfMemoryError
         peak, half = int(batch * peaks[distributed.rank]), speed[distributed.rank]
         return memory.Measured(0, peak, half + batch)
 
-    config = MIXTURE.replace(micro_batch="auto", max_batch="auto", group_size=64)
-    trainer = world_trainer(config, distributed)
+    trainer = world_trainer(MIXTURE, distributed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "measured", measured)
         patch.setattr(memory, "room", lambda trainer: 24.0)
-        memory.find_batches(trainer)
-    sizes = trainer.config.batches
-    (size,) = {sizes.micro_batch, sizes.max_batch, trainer.collector.max_batch}
-    return size
+        return memory.grow(trainer, "update", 256)[1]
 
 
 def everything(distributed, tell, folder):

@@ -4,7 +4,9 @@ resumption, and errors with advice.
 
 import json
 import math
+import shlex
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,20 +15,20 @@ from flowrl_testing.tiny import TINY as TINY_MODEL
 from flowrl_testing.tiny import tiny_sd3_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_run import TINY_RUN, rows_of
+from small_run import TINY_RUN, error_of, flowrl_, model_files, rows_of, words
 
 from flowrl.core.errors import ConfigError, TrainingError
 from flowrl.core.types import Prompt
 from flowrl.rewards import FunctionReward
+from flowrl.rollout.sampling import sample_images
 from flowrl.training import memory
 from flowrl.training.build import make_method, make_trainer
-from flowrl.training.config import load_config, preset
-from flowrl.training.memory import GAIN, Measured, find_batches, grow, room
+from flowrl.training.config import SIZES, load_config, preset
+from flowrl.training.memory import GAIN, Measured, find_sizes, grow, room
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
 
 FIXED = TINY_RUN.replace(iterations=4, checkpoint_every=1, kl_weight=0.1)
-AUTO = FIXED.replace(micro_batch="auto", max_batch="auto")
 ANY = 10**18
 
 
@@ -36,7 +38,7 @@ def simulate(patch, room, base=1.0, each=2.0, half=1e12, limit=ANY):
     """
     calls = []
 
-    def measured(trainer, batch, train):
+    def measured(trainer, batch, work):
         calls.append(batch)
         if batch >= limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -53,7 +55,7 @@ def trainer():
 
 
 def best(trainer, limit=ANY):
-    return grow(trainer, True, limit)[1]
+    return grow(trainer, "update", limit)[1]
 
 
 @settings(max_examples=30, deadline=None)
@@ -81,9 +83,8 @@ def test_memory_that_runs_out_unforeseen_ends_growth_and_no_room_is_an_error(tra
     simulate(monkeypatch, ANY, limit=11)
     assert best(trainer, 64) == 8
     simulate(monkeypatch, 2.0)
-    parts = trainer.policy, trainer.method, trainer.reward, trainer.prompts.prompts
     with pytest.raises(ConfigError, match=r"micro_batch = 'auto' .* resolution"):
-        find_batches(Trainer(*parts, AUTO))
+        find_sizes(tiny_trainer())
 
 
 def test_the_room_leaves_a_tenth_of_the_gpu_and_what_training_holds_later(trainer, monkeypatch):
@@ -101,16 +102,23 @@ def test_the_room_leaves_a_tenth_of_the_gpu_and_what_training_holds_later(traine
 
 def test_measuring_changes_nothing_and_running_out_of_memory_is_one_error(trainer, monkeypatch):
     fresh = make_trainer(FIXED)
-    grow(trainer, True, 4)
+    grow(trainer, "update", 4)
     assert all(parameter.grad is None for parameter in trainer.parameters)
     assert trainer.iteration()["grad_norm"] == fresh.iteration()["grad_norm"]
     simulate(monkeypatch, 0.0, limit=2)
     words = r"GPU memory ran out: .*micro_batch .*gradient_checkpointing"
     with pytest.raises(TrainingError, match=words), memory.out_of_memory():
-        memory.measured(trainer, 2, True)
+        memory.measured(trainer, 2, "update")
 
 
 RED = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)))
+AUTO = dict.fromkeys(SIZES, "auto")
+
+
+def tiny_trainer(options=TINY_MODEL, **changes):
+    config = preset("tiny").apply(model="none", iterations=1, **{**AUTO, **changes})
+    policy = tiny_sd3_policy(options)
+    return Trainer(policy, make_method(config), RED, [Prompt("a dog"), Prompt("a fox")], config)
 
 
 @pytest.mark.parametrize(
@@ -120,38 +128,119 @@ RED = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)))
         (40, {}, 16, True),  # 4 without, 0.33 rows per second; 16 with, 0.53
         (300, {}, 32, False),  # 32 without, 0.80 rows per second; 128 with, 0.75
         (40, {"gradient_checkpointing": False}, 4, False),
+        (300, {"micro_batch": 32, "max_batch": 7}, 32, False),
+        (40, {"micro_batch": 16}, 16, True),
     ],
 )
 def test_gradient_checkpointing_is_on_where_it_pays_only(room, changes, size, on, monkeypatch):
-    auto = {"micro_batch": "auto", "max_batch": "auto", "gradient_checkpointing": True}
-    config = preset("tiny").apply(model="none", iterations=1, group_size=64, **{**auto, **changes})
-    checkpointing = config.policy.gradient_checkpointing
-    policy = tiny_sd3_policy(replace(TINY_MODEL, gradient_checkpointing=checkpointing))
-    run = Trainer(policy, make_method(config), RED, [Prompt("a dog"), Prompt("a fox")], config)
+    """Rollout and update have the rows that were found, unless both sizes are given."""
+    run = tiny_trainer(group_size=64, **changes)
 
-    def measured(trainer, batch, train):
-        saved = trainer.policy.transformer.is_gradient_checkpointing or not train
+    def measured(trainer, batch, work):
+        saved = trainer.policy.transformer.is_gradient_checkpointing
+        if work == "decode":
+            return Measured(0, 0, max(batch, 4))
         seconds = (8 + batch) * (1.25 if saved else 1)
         return Measured(0, batch * (2 if saved else 8), seconds)
 
     monkeypatch.setattr(memory, "measured", measured)
+    monkeypatch.setattr(memory, "profile_path", lambda trainer: Path("nowhere/at/all"))
+    monkeypatch.setattr(memory, "write_bytes", lambda *file: None)
     monkeypatch.setattr(memory, "room", lambda trainer: room)
-    find_batches(run)
-    config = run.config
-    assert (config.optim.micro_batch, config.policy.gradient_checkpointing) == (size, on)
+    find_sizes(run)
+    sizes, options = run.config.batches, run.policy.options
+    assert (sizes.micro_batch, sizes.gradient_checkpointing) == (size, on)
     assert run.policy.transformer.is_gradient_checkpointing == on
-    assert run.collector.max_batch == config.rollout.max_batch != "auto"
+    assert (sizes.decode_batch, sizes.compile, options.compile) == (4, False, "")
+    assert (options.rows, options.decode_batch) == (sizes.rows, sizes.decode_batch)
+    assert sizes.rows == (0 if "max_batch" in changes else size)
+    assert run.collector.max_batch == sizes.max_batch == changes.get("max_batch", size)
 
 
-def test_a_run_writes_what_it_found_and_goes_on_with_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("seconds", [0.1, 0.8])
+def test_compiling_pays_if_it_is_faster_and_exact(seconds, monkeypatch):
+    run, rates = tiny_trainer(), {"": 1.0, "inductor": seconds}
+
+    def measured(trainer, batch, work):
+        return Measured(0, 0, rates[trainer.policy.options.compile])
+
+    monkeypatch.setattr(memory, "measured", measured)
+    monkeypatch.setattr(
+        type(run.policy), "resize", lambda policy, compile: compiled(policy, compile)
+    )
+
+    def compiled(policy, compile):
+        policy.options = replace(policy.options, compile=compile)
+
+    assert not memory.compiling_pays(run, 4, 4 / 0.5, math.inf)  # on the CPU
+    monkeypatch.setattr(run.policy, "device", SimpleNamespace(type="cuda"))
+    assert not memory.compiling_pays(run, 4, 4 / 0.5, 0.0)  # too late
+    monkeypatch.setattr(memory, "room", lambda trainer: 1.0)
+    exact = {"train": torch.ones(1), "sample": torch.ones(1)}
+    monkeypatch.setattr(
+        memory, "velocities", lambda t, n, train=True: exact["train" if train else "sample"]
+    )
+    assert memory.compiling_pays(run, 4, 4 / 0.5, math.inf) == (seconds < 0.5)
+    exact["sample"] = exact["sample"] + 1e-6
+    assert not memory.compiling_pays(run, 4, 4 / 0.5, math.inf)
+
+
+def test_no_size_is_begun_after_the_deadline(trainer, monkeypatch):
+    calls = simulate(monkeypatch, ANY)
+    assert grow(trainer, "update", ANY, 0.0)[1] == 1 and calls == [1]
+
+
+def test_a_profile_is_kept_used_again_and_reproduced(tmp_path, monkeypatch, capsys):
+    """In the user's cache, in the run, after a resumption and with --profile."""
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
     simulate(monkeypatch, 1.0 + 3.5 * 2.0)
-    pause = Run(AUTO, tmp_path / "run", stop=lambda: True)
+    files = model_files(tmp_path)
+    auto = preset("tiny").apply(**files, iterations=2, tracker="none", **AUTO)
+    pause = Run(auto, tmp_path / "run", stop=lambda: True)
     assert not pause.execute()
-    sizes = {"micro_batch": 2, "max_batch": 2}
-    written = load_config(tmp_path / "run" / "config.json")
-    assert written == pause.config == FIXED.replace(**sizes)
+    written = load_config(tmp_path / "run" / "config.json", trust=True)
+    assert written == pause.config and (written.batches.rows, written.batches.micro_batch) == (2, 2)
     monkeypatch.setattr(memory, "measured", lambda *call: pytest.fail("measured again"))
-    rest = Run(AUTO, tmp_path / "run")
+    again = Run(auto, tmp_path / "same")
+    assert again.execute() and again.config == written
+    (kept,) = (tmp_path / "cache" / "profiles").iterdir()
+    profile = kept.rename(tmp_path / "profile.yaml")
+    rest = Run(auto, tmp_path / "run")
     assert rest.execute(resume=True) and rest.config == written
-    Run(written, tmp_path / "same").execute()
     assert json.dumps(rows_of(tmp_path / "run")) == json.dumps(rows_of(tmp_path / "same"))
+    line = "train --preset tiny " + shlex.join(words(**files, **AUTO, tracker="none"))
+    assert flowrl_(f"{line} --profile {profile} --out {tmp_path}/third") == 0
+    config = load_config(tmp_path / "third" / "config.json", trust=True)
+    assert config.batches == written.batches
+    (tmp_path / "other.yaml").write_text("optim: {learning_rate: 1e-3}\n")
+    assert "learning_rate" in error_of(f"{line} --profile {tmp_path}/other.yaml", capsys)
+    kept.write_text("optim: {micro_batch: many}\n")  # a damaged profile is made anew
+    simulate(monkeypatch, 1.0 + 7.5 * 2.0)
+    anew = Run(auto, tmp_path / "anew", stop=lambda: True)
+    assert not anew.execute() and anew.config.batches.rows == 4
+
+
+@pytest.mark.parametrize(("gradient", "micro"), [("both", 3), ("prompt", 6)])
+def test_rollout_update_and_evaluation_have_calls_of_one_shape(gradient, micro):
+    """All calls have 6 rows, also those of the reference and the last of a batch; the numbers are
+    those of calls that are not filled up.
+    """
+    options = replace(TINY_MODEL, guidance_scale=2.0, guidance_gradient=gradient)
+    settings = {"guidance_scale": 2.0, "guidance_gradient": gradient, "kl_weight": 0.1}
+    sizes = {**AUTO, "gradient_checkpointing": False, "decode_batch": 2, "compile": False}
+    fixed = tiny_trainer(options, **settings, **{**sizes, "micro_batch": micro, "max_batch": 3})
+    config = fixed.config.replace(max_batch="auto")
+    assert config.batches == replace(fixed.config.batches, rows=6)
+    one = tiny_trainer(replace(options, rows=6), **settings, **{**sizes, "micro_batch": micro})
+    shapes = []
+    one.policy.transformer.register_forward_pre_hook(
+        lambda network, given, named: shapes.append(len(named["hidden_states"])), with_kwargs=True
+    )
+    rows, expected = one.iteration(), fixed.iteration()
+    list(sample_images(one.policy, PROMPTS, torch.randn(5, *one.policy.latent_shape), 2))
+    assert set(shapes) == {6} and rows["ratio_noise"] == 0.0
+    for name in ("reward_mean", "loss", "kl", "grad_norm"):
+        assert rows[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+PROMPTS = [Prompt("a dog")] * 5

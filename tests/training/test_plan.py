@@ -47,7 +47,8 @@ def test_the_arithmetic_of_the_published_batch():
     """Flow-GRPO for SD3.5-Medium: 48 groups of 24, 10 steps, 9 of them trained, two updates,
     guidance, KL, 32 processes.
     """
-    config = preset("sd3.5-medium,flow-grpo,geneval").apply(groups=48)
+    sizes = {"micro_batch": 4, "max_batch": 16, "gradient_checkpointing": True}
+    config = preset("sd3.5-medium,flow-grpo,geneval").apply(groups=48, **sizes)
     counts = plan(config, 32)
     assert (counts.trajectories, counts.rows, counts.updates) == (1152, 1152 * 9, 2)
     assert (counts.groups_per_process, counts.evaluations_per_update_and_process) == (2, 216)
