@@ -347,13 +347,14 @@ class QwenImage(Family):
 
     def encode(self, pipe, texts, tokens, device):
         """The prompt's tokens [token, dim], at most `tokens` of them, and a mask of ones; padding
-        adds zeros to both.
+        adds zeros to both. One prompt at a time, because the encoder pads to the longest.
         """
-        given = dict(device=device, max_sequence_length=tokens)
-        words, mask = pipe.encode_prompt(list(texts), **given)
-        # no mask: equal lengths
-        kept = words.new_ones(words.shape[:2]).bool() if mask is None else mask.bool()
-        return [{"words": w[k], "mask": k[k]} for w, k in zip(words, kept, strict=True)]
+        given, rows = dict(device=device, max_sequence_length=tokens), {}
+        for text in dict.fromkeys(texts):
+            (words,), mask = pipe.encode_prompt([text], **given)
+            kept = words.new_ones(len(words)).bool() if mask is None else mask[0].bool()
+            rows[text] = {"words": words[kept], "mask": kept[kept]}
+        return [rows[text] for text in texts]
 
     def velocity(self, transformer, latent, timestep, rows, size):
         """`QwenImageTransformer2DModel` with t (it multiplies by 1000) and the mask of the prompts'

@@ -56,8 +56,8 @@ def load_policy(
         others = set(index) - {"transformer", "vae", "scheduler"}
         embeddings = _embeddings(Path(folder), sorted(others), kind, family, options)
         networks = {
-            part: _complete(folder, part, index[part], dtypes[part])
-            for part in ("transformer", "vae")
+            part: _complete(folder, part, index[part], dtypes[part], config)
+            for part, config in (("transformer", _quantization(options)), ("vae", None))
         }
         # a frozen adapter may have a part for the text encoders
         lazy = not options.frozen_adapters
@@ -113,13 +113,42 @@ def _embeddings(
     return cache_folder() / "prompts" / name
 
 
-def _complete(model: str, part: str, entry: Sequence[str], dtype: torch.dtype) -> Any:
+def _quantization(options: ModelOptions) -> Any:
+    """diffusers' configuration of `options.quantize`; None for no quantisation. Raises
+    `ConfigError` if the package that it needs is missing.
+    """
+    if not options.quantize:
+        return None
+    diffusers: Any = import_module("diffusers")
+    packages = {"int8": "torchao", "nf4": "bitsandbytes"}
+    package = packages[options.quantize]
+    missing = f"with the package {package}: pip install {package}"
+    require(find_spec(package) is not None, "quantize", options.quantize, missing)
+    on_gpu = options.quantize == "int8" or options.device != "cpu"
+    require(on_gpu, "quantize", options.quantize, "int8 on the CPU")
+    if options.quantize == "int8":
+        return diffusers.TorchAoConfig(import_module("torchao.quantization").Int8WeightOnlyConfig())
+    compute = DTYPES[options.dtype]
+    return diffusers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute
+    )
+
+
+def _complete(
+    model: str, part: str, entry: Sequence[str], dtype: torch.dtype, quantization: Any = None
+) -> Any:
     """A network of the pipeline with every weight from its files; diffusers would fill missing
     weights with random numbers.
     """
     library, kind = entry
+    settings = {"quantization_config": quantization} if quantization else {}
     network, info = getattr(import_module(library), kind).from_pretrained(
-        model, subfolder=part, use_safetensors=True, torch_dtype=dtype, output_loading_info=True
+        model,
+        subfolder=part,
+        use_safetensors=True,
+        torch_dtype=dtype,
+        output_loading_info=True,
+        **settings,
     )
     missing = info["missing_keys"]
     require(not missing, f"model: missing weights of the {part} in {model!r}", missing[:3], "none")

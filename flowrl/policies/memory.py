@@ -163,6 +163,8 @@ def architecture_of(model: str) -> Architecture | None:
     return None
 
 
+QUANTIZED = {"": 0.0, "int8": 1.0, "nf4": 0.5}
+"""Bytes of a quantised weight, without the scales."""
 OPTIMIZER_BYTES = 4 * (1 + 1 + 2 + 1)
 """Bytes per trained weight: the float32 weight, its gradient, AdamW's two moments, the averaged
 weight.
@@ -249,6 +251,8 @@ def count_memory(
     return Memory(
         trained_parameters=counts.trained,
         weights=frozen * dtype.itemsize
+        - round(counts.linear * (dtype.itemsize - QUANTIZED[options.quantize]))
+        * bool(options.quantize)
         + 4 * counts.buffers * full
         + counts.decoder * decoding.itemsize,
         trained=counts.trained * OPTIMIZER_BYTES,
@@ -283,11 +287,14 @@ class Calls:
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of elements of a latent, parameters and buffers, and the three kinds of calls."""
+    """Numbers of elements of a latent, trained parameters, frozen ones and buffers, those in linear
+    layers, buffers, and those of the decoder; and the three kinds of calls.
+    """
 
     latent: int
     trained: int
     frozen: int
+    linear: int
     buffers: int
     decoder: int
     update: Calls
@@ -303,7 +310,7 @@ def counts_key(known: Architecture, options: ModelOptions) -> str:
     """A digest of what the counts depend on."""
     size = options.height, options.width, options.num_frames, options.max_sequence_length
     bytes_each = DTYPES[options.dtype].itemsize, DTYPES[options.decode_dtype].itemsize
-    trained = options.tuning, options.lora_rank, *options.lora_targets
+    trained = options.tuning, options.decode_tiling, options.lora_rank, *options.lora_targets
     form = known.transformer, *sorted(known.config.items()), *sorted(known.decoder.items())
     given = repr((form, size, bytes_each, trained, options.gradient_checkpointing))
     return hashlib.sha256(given.encode()).hexdigest()[:16]
@@ -327,7 +334,7 @@ def counts_of(known: Architecture, options: ModelOptions) -> Counts:
             row = read_json(path, list[Any])
     with suppress(TypeError):  # of a damaged file
         if row is not None:
-            return Counts(*row[:5], *(Calls(*calls) for calls in row[5:]))
+            return Counts(*row[:6], *(Calls(*calls) for calls in row[6:]))
     counts = count(known, options)
     with suppress(OSError):
         write_json(path, list(astuple(counts)))
@@ -340,9 +347,12 @@ def count(known: Architecture, options: ModelOptions) -> Counts:
     dtype, decoding = DTYPES[options.dtype], DTYPES[options.decode_dtype]
     # diffusers' `to` warns of layers to keep in float32 even if there are none
     decoder = nn.Module.to(known.build_decoder(), decoding)
+    if options.decode_tiling:
+        cast(Any, decoder).enable_tiling()
     network = nn.Module.to(known.build(), dtype).requires_grad_(full)
     buffers = _numbers(network.buffers())
     frozen = _numbers(network.parameters()) + buffers
+    linear = _numbers(m.weight for m in network.modules() if isinstance(m, nn.Linear))
     if not full:
         targets = options.lora_targets or family.lora_targets
         Adapters(network, options.lora_rank, options.lora_alpha, targets, seed=0)
@@ -369,7 +379,7 @@ def count(known: Architecture, options: ModelOptions) -> Counts:
         )
     numbers = math.prod(latent.shape[1:])
     decoders = _numbers(decoder.parameters())
-    return Counts(numbers, trained, frozen, buffers, decoders, update, rollout, decode)
+    return Counts(numbers, trained, frozen, linear, buffers, decoders, update, rollout, decode)
 
 
 def _calls(call: Callable[[int], Any], network: Any) -> Calls:

@@ -35,6 +35,7 @@ x batch sizes.
 """
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Quantize = Literal["", "int8", "nf4"]
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
 """Precisions by their names in settings."""
 
@@ -105,8 +106,20 @@ class ModelOptions:
     """Rows of every call of the transformer: more are split, and fewer are filled up with copies,
     so that sampling and training compute with the same kernels; 0: as many as there are.
     """
+    quantize: Quantize = ""
+    """Precision of the frozen weights of the transformer's linear layers under a LoRA: int8
+    (torchao), nf4 (bitsandbytes, on a GPU) or, empty, `dtype`.
+    """
+    sharded: bool = False
+    """The transformer stays in main memory until its weights are sharded over the processes, block
+    by block (`flowrl.distributed.shard`), so that no device holds all of them.
+    """
     decode_batch: Count = 8
     """Latents per call of the image decoder."""
+    decode_tiling: bool = False
+    """Decode an image in overlapping tiles whose seams are blended: less memory, slightly other
+    images.
+    """
     decode_dtype: Dtype = "float32"
     """Precision of the image decoder; images are float32 in any case. bfloat16 is faster and rounds
     colours slightly.
@@ -184,10 +197,15 @@ class PipelinePolicy:
         if family.hidden_layer:
             self.hidden_layer: nn.Module = getattr(pipe.transformer, family.hidden_layer)
         trained = torch.float32 if options.tuning == "full" else self.dtype
-        _place(self.transformer, self.device, trained)
+        whole = torch.device("cpu") if options.sharded else self.device
+        _place(self.transformer, whole, trained)
         if name := options.attention_backend:
             set_attention_backend(self.transformer, name, self.device, self.dtype)
         _place(pipe.vae, self.device, DTYPES[options.decode_dtype])
+        if options.decode_tiling:
+            tiled = hasattr(pipe.vae, "enable_tiling")
+            require(tiled, "decode_tiling", True, f"False with {type(pipe.vae).__name__}")
+            pipe.vae.enable_tiling()
         self.latent_size = size_of(pipe, options.height, options.width)
         size = (options.height, options.width, options.num_frames)
         self.latent_shape = shape_of(pipe, family, *size)
@@ -207,6 +225,8 @@ class PipelinePolicy:
         self._prepare_training(options)
 
     def _prepare_training(self, options: ModelOptions) -> None:
+        fits = options.tuning == "lora" or not options.quantize
+        require(fits, "quantize", options.quantize, "empty unless tuning is lora")
         fits = options.tuning == "lora" or not options.frozen_adapters
         require(fits, "frozen_adapters", options.frozen_adapters, "none unless tuning is lora")
         if options.tuning == "lora":
@@ -380,10 +400,11 @@ class PipelinePolicy:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """No gradients. The adapter is merged into the weights of a float32 network, but not of a
-        narrower one: rounding W + BA would make the sampling policy different from the trained
-        policy.
+        narrower or quantised one: rounding W + BA would make the sampling policy different from the
+        trained policy.
         """
-        adapters = self.adapters if self.dtype == torch.float32 else None
+        exact = self.dtype == torch.float32 and not self.options.quantize
+        adapters = self.adapters if exact else None
         with torch.no_grad(), adapters.merged() if adapters else nullcontext():
             yield
 

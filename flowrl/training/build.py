@@ -40,7 +40,7 @@ from flowrl.training.trainer import Trainer, overlaps_rewards
 from flowrl.worlds.base import ModelWorld, check_hash, check_policy, prompts_of, world
 
 
-def make_world(config: RunConfig) -> World:
+def make_world(config: RunConfig, sharded: bool = False) -> World:
     """The world that `world` names or is, or the world of a model, its prompts and its reward.
 
     Raises `ConfigError` for a task or a form that the world does not have.
@@ -49,7 +49,8 @@ def make_world(config: RunConfig) -> World:
     environment, model = config.environment, config.policy.model
     if model:
         files = environment.prompts, environment.heldout_prompts
-        spec, options, trust = environment.reward, model_options(config), config.trusts
+        options = replace(model_options(config), sharded=sharded)
+        spec, trust = environment.reward, config.trusts
         device = environment.reward_device
         chosen = ModelWorld(model, *files, spec, options, trust(spec), device)
     else:
@@ -179,7 +180,7 @@ def make_trainer(
     Raises `ConfigError` if a setting is not allowed, the policy or the prompts do not fit, or the
     trajectories do not fit into main memory.
     """
-    world = make_world(config) if world is None else world
+    world = make_world(config, distributed.sharded) if world is None else world
     method = make_method(config)
     # before the policy: errors, as of a missing file of weights, should not wait for a large model
     reward = make_reward(config)

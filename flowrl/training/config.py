@@ -5,13 +5,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator, PlainValidator, model_validator
 
 from flowrl.core.errors import ConfigError, require
-from flowrl.core.forward import Guidance, guidance_passes
 from flowrl.core.options import Count, Seed, Share, Whole
 from flowrl.parts.settings import (
     flat,
@@ -33,6 +32,9 @@ from flowrl.training.presets import (
     method_overrides,
     world_defaults,
 )
+
+if TYPE_CHECKING:
+    from flowrl.core.forward import Guidance
 
 Precision = Literal["float32", "bfloat16", "float16"]
 # settings are finite, so these need no upper limit
@@ -321,6 +323,14 @@ class PolicyConfig:
     """
     decode_batch: Batch = 8
     """Latents of `model` per call of its image decoder; auto: measured at the start."""
+    decode_tiling: bool = False
+    """Decode an image of `model` in overlapping tiles whose seams are blended: less memory,
+    slightly other images.
+    """
+    quantize: Literal["", "int8", "nf4"] = ""
+    """Precision of the frozen weights of the linear layers of `model` under a LoRA: int8 (needs
+    torchao), nf4 (needs bitsandbytes and a GPU) or, empty, `dtype`.
+    """
     decode_dtype: Precision = "float32"
     """Precision of the image decoder of `model`."""
     compile: Choice = False
@@ -473,6 +483,8 @@ class RunConfig:
         """The sizes of calls as numbers. Until `make_trainer` has measured them, auto counts as the
         CPU's default, of a model or of a built-in world.
         """
+        from flowrl.core.forward import guidance_passes  # imports torch, which help does not need
+
         chosen, usual = self.flat(), {**DEFAULTS, **(MODEL_DEFAULTS if self.policy.model else {})}
         auto = [name for name in SIZES if chosen[name] == "auto"]
         sizes: Any = {name: usual[name] if name in auto else chosen[name] for name in SIZES}
@@ -487,10 +499,12 @@ class RunConfig:
         return Batches(**sizes, rows=rows)
 
     @property
-    def loss_guidance(self) -> Guidance:
+    def loss_guidance(self) -> "Guidance":
         """The guidance of a forward-process loss. Raises `ConfigError` for a scale that is not
         allowed.
         """
+        from flowrl.core.forward import Guidance
+
         return Guidance(self.policy.train_guidance_scale, self.policy.reference_guidance_scale)
 
     @property
@@ -498,6 +512,8 @@ class RunConfig:
         """Network rows of a (trajectory, step) pair in a call with gradients: 2 if the gradient
         flows through both branches of the guidance.
         """
+        from flowrl.core.forward import guidance_passes
+
         trained = guidance_passes(self.loss_guidance.scales(self.policy.guidance_scale)[0])
         return trained if self.policy.guidance_gradient == "both" else 1
 

@@ -186,6 +186,8 @@ MODEL_ONLY = (
     "lora_targets",
     "prompt_cache",
     "decode_batch",
+    "decode_tiling",
+    "quantize",
     "decode_dtype",
     "attention_backend",
     "max_sequence_length",

@@ -94,8 +94,8 @@ def test_a_checkpoint_restores_weights_moments_and_generators(name, device):
 
 def test_the_memory_probe_of_a_tiny_model_finds_room_and_leaves_no_gradient(device, monkeypatch):
     trainer = model_trainer("sd3", device, dtype="bfloat16", max_batch=6)
-    assert memory.grow(trainer, True, 6)[1] > 0
+    assert memory.grow(trainer, "update", 6)[1] > 0
     assert all(parameter.grad is None for parameter in trainer.parameters)
     if device == "cuda":
         monkeypatch.setattr(memory, "room", lambda trainer: 1.0)
-        assert memory.grow(trainer, True, 6)[1] == 0
+        assert memory.grow(trainer, "update", 6)[1] == 0

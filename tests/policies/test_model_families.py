@@ -23,6 +23,7 @@ from flowrl.policies import (
     PipelinePolicy,
     compile_blocks,
     has_compiled_blocks,
+    load,
     load_policy,
 )
 from flowrl.training.build import trained_policy
@@ -218,6 +219,38 @@ def test_pictures_are_decoded_in_small_batches_and_in_the_decoders_precision(pai
     assert_close(images, pair.policy().decode(latents), atol=1e-6, rtol=0)
     assert {p.dtype for p in narrow.pipe.vae.parameters()} == {torch.bfloat16}
     assert rounded.dtype == torch.float32 and 0 < (rounded - images).abs().max() < 0.05
+    tiled = pair.policy(decode_tiling=True)
+    assert tiled.pipe.vae.use_tiling and not parts.pipe.vae.use_tiling
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantised_weights_are_frozen_under_a_lora(pair, dtype, tmp_path):
+    """int8 changes velocities slightly; sampling and training have the same weights."""
+    pair.make().save_pretrained(tmp_path)
+    options = replace(pair.options, dtype=dtype)
+    exact = fill(load_policy(str(tmp_path), options))
+    pytest.importorskip("torchao")
+    policy = fill(load_policy(str(tmp_path), replace(options, quantize="int8")))
+    kinds = {type(p.data).__name__ for p in policy.transformer.parameters()}
+    assert kinds == {"Int8Tensor", "Tensor"}
+    rounded, expected = velocity(policy), velocity(exact)
+    assert 0 < (rounded - expected).norm() / expected.norm() < 0.05
+    with policy.frozen():
+        assert_close(velocity(policy), rounded.detach(), atol=0, rtol=0)
+    before = {name: p.detach().clone() for name, p in policy.trainable().items()}
+    row = trainer_of(policy).iteration()
+    assert row["grad_norm"] > 0 and len(before) == len(exact.trainable())
+    assert any((p != before[name]).any() for name, p in policy.trainable().items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "found", "message"),
+    [("int8", None, "torchao: pip install torchao"), ("nf4", True, "int8 on the CPU")],
+)
+def test_quantisation_that_cannot_be_is_refused(kind, found, message, monkeypatch):
+    monkeypatch.setattr(load, "find_spec", lambda name: found)
+    with pytest.raises(ConfigError, match=message):
+        load._quantization(replace(TINY, quantize=kind))
 
 
 def test_more_prompts_than_the_cache_holds_cost_one_pass(tmp_path, monkeypatch):
@@ -382,6 +415,7 @@ def test_a_preset_of_videos_is_trained_and_resumed(tmp_path):
         ("sd3", {"height": 68}, "height = 68 .* a multiple of 4, at most 64"),
         ("wan", {"lora_targets": ("nowhere",)}, r"lora_targets = \('nowhere',\)"),
         ("sd3", {"tuning": "full", "frozen_adapters": ("x",)}, "none unless tuning is lora"),
+        ("sd3", {"tuning": "full", "quantize": "int8"}, "empty unless tuning is lora"),
         ("sd3", {"num_frames": 6}, "num_frames = 6 .*makes images"),
         ("wan", {"num_frames": 6}, "num_frames = 6 .* 1 more than a multiple of 4"),
     ],
