@@ -344,24 +344,23 @@ def sized(config: RunConfig, card: str, processes: int = 1) -> RunConfig:
         if "gradient_checkpointing" in wanted
         else [given.batches.gradient_checkpointing]
     )
-    best: tuple[float, RunConfig] | None = None
+    found: list[tuple[bool, float, RunConfig]] = []
     for checkpointing in choices:
         tried = given.replace(gradient_checkpointing=checkpointing)
         for rows in [0] if fixed else range(MOST_ROWS, 0, -1):
             if (rows > 2 and rows % 4) or rows % config.branches:
                 continue
             if rows:
-                micro = rows // config.branches
-                tried = tried.replace(micro_batch=micro, max_batch="auto")
+                tried = tried.replace(micro_batch=rows // config.branches, max_batch="auto")
             counts = plan(tried, processes)
             counted = memory(counts, tried)
             assert counted is not None
-            if counted.peak <= USABLE * CARDS[card].memory or rows == config.branches:
-                seconds = times(counts, tried, counted, card).update
-                if best is None or seconds < best[0]:
-                    best = seconds, tried
+            fits = counted.peak <= USABLE * CARDS[card].memory
+            if fits or rows <= config.branches:
+                worse = times(counts, tried, counted, card).update if fits else counted.peak
+                found.append((not fits, worse, tried))
                 break
-    return given if best is None else best[1]
+    return min(found, key=lambda item: item[:2])[2]
 
 
 @dataclass(frozen=True)
@@ -447,6 +446,11 @@ def times_text(counts: Plan, config: RunConfig, card: str) -> str:
     known = [*REWARD_FLOPS, *REWARD_SECONDS]
     unknown = not set(re.findall(r"[\w.]+", config.environment.reward)) & set(known)
     lines = {
+        **(
+            {"does not fit": f"{counted.peak / 1e9:.1f} GB of {CARDS[card].memory / 1e9:.0f}"}
+            if counted.peak > CARDS[card].memory
+            else {}
+        ),
         "sizes": f"{sizes.rows or counts.rows_per_micro_batch} network rows per call, gradient"
         f" checkpointing {'on' if sizes.gradient_checkpointing else 'off'}, {sizes.decode_batch}"
         " images per decoding",

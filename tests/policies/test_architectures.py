@@ -104,6 +104,8 @@ def test_presets_fill_a_card_and_dispatch_few_operations():
         assert least < times(counts, config, counted, card).operations <= most
     assert "bottleneck         update, 68%" in times_text(counts, config, card)
     assert not times_text(counts, config.replace(model="unknown"), card)
+    large = sized(preset("flux.1-dev,flow-grpo,ocr").apply(planned=True), card)
+    assert "does not fit       38.0 GB of 24" in times_text(plan(large), large, card)
 
 
 @pytest.mark.satellite
