@@ -117,7 +117,7 @@ def _quantization(options: ModelOptions) -> Any:
     """diffusers' configuration of `options.quantize`; None for no quantisation. Raises
     `ConfigError` if the package that it needs is missing.
     """
-    if not options.quantize:
+    if options.quantize == "none":
         return None
     diffusers: Any = import_module("diffusers")
     packages = {"int8": "torchao", "nf4": "bitsandbytes"}

@@ -163,7 +163,7 @@ def architecture_of(model: str) -> Architecture | None:
     return None
 
 
-QUANTIZED = {"": 0.0, "int8": 1.0, "nf4": 0.5}
+QUANTIZED = {"int8": 1.0, "nf4": 0.5}
 """Bytes of a quantised weight, without the scales."""
 OPTIMIZER_BYTES = 4 * (1 + 1 + 2 + 1)
 """Bytes per trained weight: the float32 weight, its gradient, AdamW's two moments, the averaged
@@ -251,8 +251,7 @@ def count_memory(
     return Memory(
         trained_parameters=counts.trained,
         weights=frozen * dtype.itemsize
-        - round(counts.linear * (dtype.itemsize - QUANTIZED[options.quantize]))
-        * bool(options.quantize)
+        - round(counts.linear * (dtype.itemsize - QUANTIZED.get(options.quantize, dtype.itemsize)))
         + 4 * counts.buffers * full
         + counts.decoder * decoding.itemsize,
         trained=counts.trained * OPTIMIZER_BYTES,

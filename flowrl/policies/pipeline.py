@@ -35,7 +35,7 @@ x batch sizes.
 """
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Quantize = Literal["", "int8", "nf4"]
+Quantize = Literal["none", "int8", "nf4"]
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
 """Precisions by their names in settings."""
 
@@ -106,9 +106,9 @@ class ModelOptions:
     """Rows of every call of the transformer: more are split, and fewer are filled up with copies,
     so that sampling and training compute with the same kernels; 0: as many as there are.
     """
-    quantize: Quantize = ""
+    quantize: Quantize = "none"
     """Precision of the frozen weights of the transformer's linear layers under a LoRA: int8
-    (torchao), nf4 (bitsandbytes, on a GPU) or, empty, `dtype`.
+    (torchao), nf4 (bitsandbytes, on a GPU), or none: that of `dtype`.
     """
     sharded: bool = False
     """The transformer stays in main memory until its weights are sharded over the processes, block
@@ -225,8 +225,8 @@ class PipelinePolicy:
         self._prepare_training(options)
 
     def _prepare_training(self, options: ModelOptions) -> None:
-        fits = options.tuning == "lora" or not options.quantize
-        require(fits, "quantize", options.quantize, "empty unless tuning is lora")
+        fits = options.tuning == "lora" or options.quantize == "none"
+        require(fits, "quantize", options.quantize, "none unless tuning is lora")
         fits = options.tuning == "lora" or not options.frozen_adapters
         require(fits, "frozen_adapters", options.frozen_adapters, "none unless tuning is lora")
         if options.tuning == "lora":
@@ -403,7 +403,7 @@ class PipelinePolicy:
         narrower or quantised one: rounding W + BA would make the sampling policy different from the
         trained policy.
         """
-        exact = self.dtype == torch.float32 and not self.options.quantize
+        exact = self.dtype == torch.float32 and self.options.quantize == "none"
         adapters = self.adapters if exact else None
         with torch.no_grad(), adapters.merged() if adapters else nullcontext():
             yield

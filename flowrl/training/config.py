@@ -327,9 +327,9 @@ class PolicyConfig:
     """Decode an image of `model` in overlapping tiles whose seams are blended: less memory,
     slightly other images.
     """
-    quantize: Literal["", "int8", "nf4"] = ""
+    quantize: Literal["none", "int8", "nf4"] = "none"
     """Precision of the frozen weights of the linear layers of `model` under a LoRA: int8 (needs
-    torchao), nf4 (needs bitsandbytes and a GPU) or, empty, `dtype`.
+    torchao), nf4 (needs bitsandbytes and a GPU), or none: that of `dtype`.
     """
     decode_dtype: Precision = "float32"
     """Precision of the image decoder of `model`."""
