@@ -143,6 +143,7 @@ def released(folder: Path, counting: bool) -> dict[str, Cost]:
     config = preset("sd3.5-medium,flow-grpo,ocr").apply(
         model="none", device="cpu", dtype="float32", resolution=16, max_sequence_length=24
     )
+    config = config.replace(gradient_checkpointing=False)
     policy = PipelinePolicy(pipeline(), SD3(), model_options(config))
     pipe, network = policy.pipe, policy.transformer
     with torch.no_grad():
