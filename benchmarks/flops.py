@@ -3,7 +3,8 @@
     python benchmarks/flops.py
 
 prints a table and writes benchmarks/results/flops.json, and the counts of the presets that
-`flowrl train --plan` reads (flowrl/data/counts.json; --counts: only these). Networks of published size are built on
+`flowrl train --plan` reads (flowrl/data/counts.json; --counts: only these; --ocr: only the measured
+seconds of a score by OCR). Networks of published size are built on
 PyTorch's "meta" device, so nothing is downloaded and two minutes of one core are enough. Matrix
 products, convolutions and attention are counted (`FlopCounterMode`); a multiplication and an addition
 count as two. The recogniser of text runs in onnxruntime, whose profile has the shapes of its
@@ -14,12 +15,14 @@ a LoRA is merged into the weights.
 import json
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -142,6 +145,25 @@ def ocr() -> int:
     )
 
 
+def ocr_seconds() -> float:
+    """Processor seconds of a score of RapidOCR on one core: a line of text in 512 x 512 pixels."""
+    from PIL import Image, ImageDraw
+
+    from flowrl import Prompt
+    from flowrl.parts.registry import build
+
+    picture = Image.new("RGB", (512, 512), (40, 120, 90))
+    ImageDraw.Draw(picture).text((60, 200), "OPEN ALL DAY", font_size=60, fill="white")
+    pixels = torch.from_numpy(np.asarray(picture).copy()).permute(2, 0, 1).float() / 255
+    reward, prompts = build("reward", "ocr(threads=1)"), [Prompt('a sign "OPEN ALL DAY"')] * 8
+    images, seconds = pixels.expand(8, -1, -1, -1), []
+    for _ in range(4):  # the first loads the recogniser
+        began = time.process_time()
+        reward.score(images, prompts)
+        seconds.append((time.process_time() - began) / len(images))
+    return min(seconds)
+
+
 def onnx_flops(path: Path, shape: tuple[int, ...]) -> int:
     """FLOPs of convolutions and matrix products, from the shapes in onnxruntime's profile."""
     import onnxruntime
@@ -206,6 +228,9 @@ def preset_counts() -> dict[str, list[Any]]:
 
 
 if __name__ == "__main__":
+    if "--ocr" in sys.argv:
+        print(f"{ocr_seconds():.2f} s")
+        sys.exit()
     rows = [f' "{key}": {json.dumps(row)}' for key, row in preset_counts().items()]
     COUNTS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
     if "--counts" in sys.argv:

@@ -1,9 +1,10 @@
 """`flowrl train`."""
 
+import json
 import shlex
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,10 +28,11 @@ from flowrl.cli.options import (
     with_options,
 )
 from flowrl.cli.terminal import fitted
-from flowrl.core.errors import require
+from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Count
 from flowrl.parts.registry import shadowed
 from flowrl.parts.trust import own_text, trust_option
+from flowrl.reading import read_text
 from flowrl.signals import ignore_stops, on_stop
 from flowrl.training.config import RunConfig, load_config
 
@@ -195,6 +197,19 @@ class Train:
         print(fitted("\n".join(filter(None, texts)), PLAN_INDENT))
         return 0
 
+    @staticmethod
+    def _say_times(config: RunConfig, out: Path, size: int, say: Callable[[str], None]) -> None:
+        """The planned seconds of an iteration beside the measured ones, on a known card."""
+        import torch
+
+        from flowrl.training.plan import named_card, planned_and_measured
+
+        device = torch.device(config.policy.device)
+        card = named_card(torch.cuda.get_device_name(device)) if device.type == "cuda" else ""
+        if card:
+            rows = [json.loads(row) for row in read_text(out / "metrics.jsonl").splitlines()]
+            say(planned_and_measured(config, rows, card, size))
+
     def _train(self, config: RunConfig) -> int:
         import torch
         from torch.distributed.elastic.multiprocessing.errors import record
@@ -205,7 +220,6 @@ class Train:
         from flowrl.policies import device_of
         from flowrl.training.build import method_text
         from flowrl.training.checkpoint import to_resume
-        from flowrl.training.plan import planned_and_measured
         from flowrl.training.run import Run
 
         name = run_name(config, self.base)
@@ -241,7 +255,8 @@ class Train:
                     execute = record(run.execute) if size > 1 else run.execute
                     finished = bool(execute(self.resume is not None, self.start))
             if finished and distributed.is_main:
-                say(planned_and_measured(run.config, out, size))
+                with suppress(ConfigError):  # a probe of the user's may have no plan
+                    self._say_times(run.config, out, size, say)
                 finish = [point.load() for point in sorted(entry_points(group=FINISHED))]
                 with disk_errors(out, partial(to_resume, out)):
                     for line in (line for work in finish for line in work(out)):

@@ -326,7 +326,7 @@ def counts_of(known: Architecture, options: ModelOptions) -> Counts:
     new ones.
     """
     key = counts_key(known, options)
-    path = cache_folder() / "counts" / f"{key}-{version('diffusers')}.json"
+    path = cache_folder() / "counts" / f"{key}-{torch.__version__}-{version('diffusers')}.json"
     row = preset_counts().get(key)
     if row is None:
         with suppress(OSError, ConfigError):

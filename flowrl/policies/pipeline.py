@@ -137,6 +137,10 @@ class ModelOptions:
     """Seed of the LoRA's initial matrices."""
 
 
+RESIZABLE = ("rows", "gradient_checkpointing", "decode_batch", "compile")
+"""Options that a policy can change (`PipelinePolicy.resize`)."""
+
+
 def device_of(name: str | torch.device) -> torch.device:
     """The device `name`: cpu, cuda, or cuda:NUMBER. Raises `ConfigError` for any other name, or a
     GPU that does not exist.
@@ -248,9 +252,9 @@ class PipelinePolicy:
         self.resize()
 
     def resize(self, **changes: Any) -> None:
-        """Change `rows`, `gradient_checkpointing`, `decode_batch` or `compile` of the options;
-        results change by float rounding only.
-        """
+        """Change the options `RESIZABLE`; results change by float rounding only."""
+        others = sorted(changes.keys() - {*RESIZABLE})
+        require(not others, "resize", others, f"some of {', '.join(RESIZABLE)}")
         self.options = options = replace(self.options, **changes)
         if options.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()

@@ -112,7 +112,7 @@ def make_method(config: RunConfig) -> Method:
         method.loss.times.draw(uniform_schedule(steps), 1, torch.Generator().manual_seed(0))
         spec = config.algorithm.trained_steps
         require(spec == ":", "trained_steps", spec, "':': this loss draws training times")
-        _ = config.loss_guidance
+        config.loss_guidance()  # raises for a scale that is not allowed
         trained = None
     else:
         need = "left out: log-probabilities are those of the velocities that sample"

@@ -498,7 +498,6 @@ class RunConfig:
             sizes |= {"micro_batch": rows // trained, "max_batch": max(1, rows // sampled)}
         return Batches(**sizes, rows=rows)
 
-    @property
     def loss_guidance(self) -> "Guidance":
         """The guidance of a forward-process loss. Raises `ConfigError` for a scale that is not
         allowed.
@@ -514,7 +513,7 @@ class RunConfig:
         """
         from flowrl.core.forward import guidance_passes
 
-        trained = guidance_passes(self.loss_guidance.scales(self.policy.guidance_scale)[0])
+        trained = guidance_passes(self.loss_guidance().scales(self.policy.guidance_scale)[0])
         return trained if self.policy.guidance_gradient == "both" else 1
 
     def flat(self) -> dict[str, Any]:

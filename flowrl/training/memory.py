@@ -26,6 +26,8 @@ from flowrl.core.protocols import extras
 from flowrl.io import cache_folder, write_bytes
 from flowrl.parts.plugins import versions
 from flowrl.parts.settings import grouped, read_settings, settings_text
+from flowrl.policies.pipeline import RESIZABLE
+from flowrl.training.build import model_options
 from flowrl.training.config import SIZES, RunConfig
 from flowrl.training.trainer import Trainer
 
@@ -206,11 +208,11 @@ def find_sizes(trainer: Trainer) -> None:
             with suppress(OSError):  # the next run measures again
                 write_bytes(path, settings_text(grouped(RunConfig, found), SUMMARY).encode())
     trainer.config = config = config.replace(**found)
-    sizes = config.batches
+    options = model_options(config)
     text = ", ".join(f"{name} {value}" for name, value in found.items())
-    trainer.profile += f": {text}; {sizes.rows or 'any number of'} network rows per call"
-    resize.resize(**sizes_of(sizes))
-    trainer.collector.max_batch = sizes.max_batch
+    trainer.profile += f": {text}; {options.rows or 'any number of'} network rows per call"
+    resize.resize(**{name: getattr(options, name) for name in RESIZABLE})
+    trainer.collector.max_batch = config.batches.max_batch
     if trainer.policy.device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -218,45 +220,34 @@ def find_sizes(trainer: Trainer) -> None:
 SUMMARY = "Measured sizes of calls; use them with: flowrl train --profile FILE"
 
 
-def sizes_of(sizes: Any) -> dict[str, Any]:
-    """The options of the policy for these `Batches`."""
-    names = ("rows", "gradient_checkpointing", "decode_batch")
-    compiler = "inductor" if sizes.compile else ""
-    return {**{name: getattr(sizes, name) for name in names}, "compile": compiler}
-
-
 def measured_sizes(trainer: Trainer, wanted: list[str], deadline: float) -> dict[str, Any]:
     """Measured values of the `wanted` sizes."""
-    config, found = trainer.config, dict[str, Any]()
-    policy, rollout, branches = extras(trainer.policy, "resize"), config.rollout, config.branches
-    sizes = config.batches
+    config, policy = trainer.config, extras(trainer.policy, "resize")
+    rollout, sizes = config.rollout, config.batches
     samples = trainer.distributed.assign(rollout.groups, 0).count * rollout.group_size
-    policy.resize(rows=0)
-    limit = math.ceil(samples * rollout.num_steps / config.optim.minibatches)
-    first = 1 if "micro_batch" in wanted else sizes.micro_batch
-    limit = limit if "micro_batch" in wanted else first
+    first = limit = sizes.micro_batch
+    if "micro_batch" in wanted:
+        first, limit = 1, math.ceil(samples * rollout.num_steps / config.optim.minibatches)
     choices = [sizes.gradient_checkpointing]
     if "gradient_checkpointing" in wanted:
         choices = [False, True]
+    policy.resize(rows=0)
     rates = {}
-    for choice in choices:
-        policy.resize(gradient_checkpointing=choice)
-        rates[choice] = grow(trainer, "update", limit, deadline, first)
+    for checkpointing in choices:
+        policy.resize(gradient_checkpointing=checkpointing)
+        rates[checkpointing] = grow(trainer, "update", limit, deadline, first)
     fastest = max(rates, key=rates.__getitem__)
     rate, batch = rates[fastest]
     need = "more GPU memory: a smaller resolution, lora_rank, dtype or model, chunk 1 or offload"
     require(batch > 0, "micro_batch", config.optim.micro_batch, need)
     policy.resize(gradient_checkpointing=fastest)
-    measured = {"micro_batch": batch, "gradient_checkpointing": fastest}
-    found |= {name: value for name, value in measured.items() if name in wanted}
+    found: dict[str, Any] = {"micro_batch": batch, "gradient_checkpointing": fastest}
     if "compile" in wanted:
         found["compile"] = compiling_pays(trainer, batch, rate, deadline)
-        policy.resize(compile="inductor" if found["compile"] else "")
     if "decode_batch" in wanted:
-        decode_limit = max(1, min(samples, MOST_IMAGES))
-        found["decode_batch"] = max(1, grow(trainer, "decode", decode_limit, deadline)[1])
-    policy.resize(rows=batch * branches)
-    return found
+        most = max(1, min(samples, MOST_IMAGES))
+        found["decode_batch"] = max(1, grow(trainer, "decode", most, deadline)[1])
+    return {name: value for name, value in found.items() if name in wanted}
 
 
 MOST_IMAGES = 64

@@ -2,12 +2,12 @@
 evaluations, memory.
 """
 
-import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +20,6 @@ from flowrl.credit import read_columns
 from flowrl.flow import uniform_schedule
 from flowrl.policies import Architecture, Memory, architecture_of, count_memory
 from flowrl.probes import Probe, Shape, whole
-from flowrl.reading import read_text
 from flowrl.rollout.batches import minibatch_rows
 from flowrl.rollout.rollout import Groups, group_tree
 from flowrl.rollout.values import transition_weights
@@ -139,7 +138,7 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     minibatches = torch.arange(samples).chunk(config.optim.minibatches)
     share = max(map(len, minibatches)) / samples
     per_process = math.ceil(evaluations * share * groups / rollout.groups)
-    own, guidance = config.policy.guidance_scale, config.loss_guidance
+    own, guidance = config.policy.guidance_scale, config.loss_guidance()
     unit = {"transition": 1, "trajectory": count, "group": rollout.group_size}[loss.unit]
     # units that are spread over micro-batches need their means first
     twice = 1 + (unit > batches.micro_batch)
@@ -313,16 +312,20 @@ CUDA's work space and fragmentation.
 """
 MOST_ROWS = 32
 """Largest number of network rows of a counted profile."""
-REWARD_FLOPS = {"pickscore": 3.8e11, "hpsv2.1": 3.8e11, "clip": 1.6e11, "aesthetic": 1.6e11}
-"""FLOPs of a score by a network on the GPU (`benchmarks/flops.py`)."""
-REWARD_SECONDS = {"ocr": 0.2}
-"""Seconds of a score on one core: RapidOCR, 512 pixels."""
+CLIP_H = 381_679_304_704
+"""FLOPs of a score by CLIP ViT-H/14 (``python benchmarks/flops.py``)."""
+REWARD_FLOPS = {"pickscore": CLIP_H, "hpsv2.1": CLIP_H}
+"""FLOPs of the scores that are computed on the GPU, as far as they were counted."""
+REWARD_SECONDS = {"ocr": 0.25}
+"""Seconds of a score on one core: RapidOCR, a line of text in 512 x 512 pixels, measured on an AMD
+EPYC (``python benchmarks/flops.py --ocr``).
+"""
 
 
 def named_card(name: str) -> str:
     """The name in `CARDS` of a GPU that calls itself `name`; "" for an unknown one."""
-    plain = name.upper().replace("-", " ")
-    return next((card for card in ("L40S", *CARDS) if card in plain), "")
+    plain = f" {name.upper().replace('-', ' ')} "
+    return next((card for card in CARDS if f" {card} " in plain), "")
 
 
 def sized(config: RunConfig, card: str, processes: int = 1) -> RunConfig:
@@ -357,8 +360,8 @@ def sized(config: RunConfig, card: str, processes: int = 1) -> RunConfig:
             assert counted is not None
             fits = counted.peak <= USABLE * CARDS[card].memory
             if fits or rows <= config.branches:
-                worse = times(counts, tried, counted, card).update if fits else counted.peak
-                found.append((not fits, worse, tried))
+                cost = times(counts, tried, counted, card).update if fits else counted.peak
+                found.append((not fits, cost, tried))
                 break
     return min(found, key=lambda item: item[:2])[2]
 
@@ -404,7 +407,7 @@ def times(counts: Plan, config: RunConfig, counted: Memory, card: str) -> Times:
         return max(rows * counted.forward_flops / rate, operations * OPERATION), operations
 
     sampling, operations = sampled(p.nfe * share)
-    gradient = p.gradient_nfe * share * config.branches
+    gradient = p.evaluations * share * config.branches
     rest = p.train_nfe * share * p.passes_per_evaluation - gradient
     update = seconds(gradient, micro, counted.gradient_flops, counted.gradient_operations)
     update += seconds(rest, micro, counted.forward_flops, counted.forward_operations)
@@ -454,7 +457,7 @@ def times_text(counts: Plan, config: RunConfig, card: str) -> str:
         "sizes": f"{sizes.rows or counts.rows_per_micro_batch} network rows per call, gradient"
         f" checkpointing {'on' if sizes.gradient_checkpointing else 'off'}, {sizes.decode_batch}"
         " images per decoding",
-        "iteration": " + ".join(f"{name} {value:.1f}" for name, value in phases.items())
+        "iteration": " + ".join(f"{name} {value:.1f}" for name, value in phases.items() if value)
         + f" = {t.iteration:.1f} s"
         + (f"; rewards on {CORES} cores beside it {t.scoring:.1f} s" if t.scoring else "")
         + ("; the reward is not counted" if unknown else ""),
@@ -464,31 +467,26 @@ def times_text(counts: Plan, config: RunConfig, card: str) -> str:
         f" {t.evaluation:.0f} s: {hours:.1f} hours, {hours * counts.processes:.1f} GPU hours",
     }
     rate = f"{SUSTAINED:.0%} of {CARDS[card].flops / 1e12:.0f} TFLOP/s"
-    title = f"time on {card}, {counts.processes} processes, estimated from counted FLOPs at"
+    cards = card if counts.processes == 1 else f"{counts.processes} x {card}"
+    title = f"time on {cards}, estimated from counted FLOPs at"
     return _table(f"{title} {rate}, not measured", lines)
 
 
-def planned_and_measured(config: RunConfig, folder: Path, processes: int) -> str:
-    """The estimated seconds of an iteration beside those that the finished run in `folder`
-    recorded; only these on a device or for a model that no plan is known for.
+def planned_and_measured(
+    config: RunConfig, rows: Sequence[Mapping[str, Any]], card: str, processes: int = 1
+) -> str:
+    """The estimated seconds of an iteration on a `card` beside those that a run recorded in `rows`
+    of metrics.jsonl; empty for a model of unknown architecture.
     """
-    lines = read_text(folder / "metrics.jsonl").splitlines()
-    rows = [row for row in map(json.loads, lines) if row["iteration"]]
-    names = {"rollout, reward": ("rollout", "reward"), "update": ("update",)}
-    measured = {
-        name: sum(row["phases"].get(part, 0.0) for row in rows for part in parts) / len(rows)
-        for name, parts in names.items()
-    }
-    device, card = torch.device(config.policy.device), ""
-    if device.type == "cuda":
-        card = named_card(torch.cuda.get_device_name(device))
+    phases = [row["phases"] for row in rows if row["iteration"]]
+    if known_architecture(config) is None or not phases:
+        return ""
     counts = plan(config, processes)
-    counted, planned = memory(counts, config) if card else None, dict[str, float]()
-    if counted is not None:
-        t = times(counts, config, counted, card)
-        planned = {"rollout, reward": t.iteration - t.update, "update": t.update}
-    lines = {
-        name: f"{seconds:.2f} s" + (f" (planned {planned[name]:.2f} s)" if planned else "")
-        for name, seconds in measured.items()
-    }
-    return _table(f"  an iteration on {card or device}, mean of {len(rows)}", lines)
+    counted = memory(counts, config)
+    assert counted is not None
+    t = times(counts, config, counted, card)
+    lines = {}
+    for planned, *names in ((t.iteration - t.update, "rollout", "reward"), (t.update, "update")):
+        measured = sum(part.get(name, 0.0) for part in phases for name in names) / len(phases)
+        lines[", ".join(names)] = f"{planned:.2f} s planned, {measured:.2f} s measured"
+    return _table(f"an iteration on {card}, mean of {len(phases)}", lines)

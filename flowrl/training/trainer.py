@@ -339,7 +339,7 @@ class Trainer:
             parts = self.draw_parts(weights)
             weights = weights.gather(1, credited(times.cpu(), decisions.time))
             rows = minibatch_rows(parts, weights, tree, loss.unit, share_states=False)
-            copies, guidance = self.copies.by_name, self.config.loss_guidance
+            copies, guidance = self.copies.by_name, self.config.loss_guidance()
             batches = ForwardBatches(
                 self.policy,
                 loss,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from flowrl.core.forward import NetworkPrices
+from flowrl.training.plan import CLIP_H
 
 COUNTS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls")
 """Counts of an iteration in metrics.jsonl: network evaluations of the rollout, those of them for
@@ -100,7 +101,7 @@ SD35_MEDIUM = {
 """FLOPs of SD3.5-Medium for one latent by resolution: forward pass, forward with backward pass of a
 LoRA of rank 32 without gradient checkpointing, and its VAE's decoder.
 """
-PICKSCORE, OCR = 381_679_304_704, 13_644_267_456
+PICKSCORE, OCR = CLIP_H, 13_644_267_456
 """FLOPs of a score: CLIP-H for an image and a prompt, and PP-OCRv6 (small) for an image of 512 x
 512, enlarged to 736 x 736, with one line of text.
 """

@@ -18,7 +18,16 @@ from flowrl.policies import ARCHITECTURES, Adapters, StorageCounter, architectur
 from flowrl.rewards import FunctionReward
 from flowrl.training.build import make_method, model_options
 from flowrl.training.config import preset
-from flowrl.training.plan import CARDS, memory_text, plan, sized, times, times_text
+from flowrl.training.plan import (
+    CARDS,
+    memory_text,
+    named_card,
+    plan,
+    planned_and_measured,
+    sized,
+    times,
+    times_text,
+)
 from flowrl.training.plan import memory as count_plan
 from flowrl.training.trainer import Trainer
 
@@ -117,16 +126,22 @@ def test_the_stored_counts_are_those_of_the_tested_diffusers():
 
 
 SMALL = {**TINY_MODEL, "lora_rank": 4}
+# its old network differs from the current one after an update
+LATE = {"loss": "dgpo(beta_dpo=1.0, clip=0.01, decay=(0, 0.3, 0.6), times=steps(count=4, steps=7))"}
 
 
-@pytest.mark.parametrize(("gradient", "micro"), [("prompt", 6), ("both", 3)])
-def test_the_network_is_called_as_often_as_the_plan_counts(gradient, micro, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "changes", "micro"),
+    [("flow-grpo", {"guidance_gradient": "prompt"}, 6), ("flow-grpo", {}, 3), ("dgpo", LATE, 24)],
+    ids=["prompt", "both", "unguided"],
+)
+def test_the_network_is_called_as_often_as_the_plan_counts(method, changes, micro, tmp_path):
     pipe = tiny_sd3()
     pipe.save_pretrained(tmp_path)
-    config = preset("sd3.5-medium,flow-grpo,ocr").apply(
+    config = preset(f"sd3.5-medium,{method},ocr").apply(
         model=str(tmp_path), groups=2, group_size=6, micro_batch=micro, max_batch="auto", **SMALL
     )
-    config = config.replace(guidance_gradient=gradient, drop_zero_advantages=False)
+    config = config.replace(drop_zero_advantages=False, **{"guidance_gradient": "both", **changes})
     counts = plan(config)
     counted = count_plan(counts, config)
     policy = tiny_sd3_policy(model_options(config))
@@ -137,10 +152,33 @@ def test_the_network_is_called_as_often_as_the_plan_counts(gradient, micro, tmp_
 
     policy.transformer.register_forward_pre_hook(called)
     red = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)))
-    Trainer(policy, make_method(config), red, [Prompt("a dog")], config).iteration()
+    trainer = Trainer(policy, make_method(config), red, [Prompt("a dog")], config)
+    trainer.iteration()  # in the first one an old network may be the current one
+    calls.update({True: 0, False: 0})
+    trainer.iteration()
     work = (calls[False], counted.forward_operations), (calls[True], counted.gradient_operations)
     operations = sum(number * each for number, each in work) / counts.evaluations
     assert times(counts, config, counted, "L4").operations == pytest.approx(operations)
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L40", ""),
+    ],
+)
+def test_a_finished_run_has_planned_and_measured_seconds(name, card):
+    assert named_card(name) == card
+    config = sized(preset("sd3.5-medium,flow-grpo,ocr").apply(planned=True), card or "L4")
+    phases = {"rollout": 20.0, "reward": 2.0, "update": 30.0}
+    rows = [{"iteration": n, "phases": {k: n * v for k, v in phases.items()}} for n in range(3)]
+    shown = planned_and_measured(config, rows, card or "L4")
+    assert "planned, 33.00 s measured" in shown and "planned, 45.00 s measured" in shown
+    assert not planned_and_measured(config.replace(model="unknown"), rows, card or "L4")
 
 
 @pytest.mark.parametrize(

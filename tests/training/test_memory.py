@@ -185,6 +185,18 @@ def test_compiling_pays_if_it_is_faster_and_exact(seconds, monkeypatch):
     assert not memory.compiling_pays(run, 4, 4 / 0.5, math.inf)
 
 
+def test_a_profile_belongs_to_its_settings_and_its_device(monkeypatch):
+    run = tiny_trainer()
+    paths = {memory.profile_path(run)}
+    run.config = run.config.replace(resolution=32)
+    paths.add(memory.profile_path(run))
+    monkeypatch.setattr(run.policy, "device", torch.device("cuda"))
+    for name in ("NVIDIA H100", "NVIDIA L4"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        paths.add(memory.profile_path(run))
+    assert len(paths) == 4
+
+
 def test_no_size_is_begun_after_the_deadline(trainer, monkeypatch):
     calls = simulate(monkeypatch, ANY)
     assert grow(trainer, "update", ANY, 0.0)[1] == 1 and calls == [1]
