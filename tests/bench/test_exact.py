@@ -94,35 +94,3 @@ def test_the_probe_has_these_values_and_counts_its_cost(window, shared):
     part = result.part(1, 1)
     with pytest.raises(ConfigError, match="groups of exact values"):
         setting.experience(part)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sampler": "multistep(solver='dpm++')", "window": ""}, "multistep|deterministic"),
-        (
-            {"world": "shapes", "groups": 1, "group_size": 2, "num_steps": 2, "window": "0:1"},
-            "2-D world only",
-        ),
-    ],
-    ids=["multistep", "shapes"],
-)
-def test_what_has_no_exact_value_is_refused(changes, message):
-    run = preset("default").apply(
-        **{"world": "mixture", "method": "flow-grpo", "credit": EXACT, **changes}
-    )
-    with pytest.raises(ConfigError, match=message):
-        make_trainer(run).iteration()
-
-
-def test_the_estimated_error_covers_the_error():
-    """Against a grid of three times as many points per axis, for smooth and 0/1 rewards."""
-    setting = trained(2, window="0:5")
-    result = Look(setting, 12, seed=1).trajectories(False)
-    for form in ("soft", "strict"):
-        reward = [DirectionReward(form)]
-        reference, estimate = (
-            exact_advantages(setting, result, reward, ValueGrid(points))[0] for points in (169, 57)
-        )
-        error = float((estimate.values - reference.values).square().mean().sqrt())
-        assert error < 1.5 * float(estimate.errors.square().mean().sqrt())

@@ -51,12 +51,10 @@ def test_drawn_steps_are_ascending_and_on_the_grid(decisions):
     ("text", "words"),
     [
         ("", "no rows"),
-        ("value_0,reward\n", "a header but no rows"),
         ("1,2\n1,2,3\n", "line 2: 3 columns, but the first line has 2"),
         ("value_0,reward\n1,x\n", "line 2: 'x' is not a finite number"),
         ("1,2\n1,nan\n", "line 2: 'nan' is not a finite number|not a finite"),
         ("1,2\n", "1 members and 2 columns"),
-        ("1\n2\n", "2 members and 1 columns"),
         (NODES, "line 1: the columns node_0, .* are nodes.*--decisions"),
         ("value_0,value_2,reward\n1,2,3\n", "allowed: value_0, value_1, reward"),
         ("prompt,value_0,reward\na,1,2\na,1,2\nb,1,2\n", "as many members"),

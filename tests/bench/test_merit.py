@@ -2,13 +2,11 @@
 session.
 """
 
-import json
 from dataclasses import replace
 
-import merit as script
 import pytest
 import torch
-from flowrl_bench.merit import layouts, setting_of, structure
+from flowrl_bench.merit import setting_of, structure
 from flowrl_bench.merit_page import judged, recommendation, verdicts
 from flowrl_bench.merit_rows import REFERENCE, ROWS, WORLDS
 from flowrl_bench.merit_train import sampling_nfe
@@ -116,24 +114,3 @@ def test_a_probe_is_recommended_if_it_is_cheap_and_agrees_and_trains():
     assert not any(row.recommended for row in rows.values()) and text.startswith("No probe")
     rows, _ = verdict_of(**{GOOD: [0.9, 0.9, 0.19, 0.92]})  # one seed has learned nothing
     assert rows[GOOD].trained is False and "does not learn, shapes world" in rows[GOOD].why
-
-
-@pytest.mark.slow
-def test_the_command_goes_on_where_it_was_stopped(tmp_path):
-    work = tmp_path / "work"
-    command = f"--quick --out {tmp_path} --work {work} --worlds mixture --workers 1".split()
-    assert script.main([*command, "--looks", "1"]) == 0
-    paths = sorted(work.glob("*.json"))
-    assert len(paths) == 2 * len(layouts("mixture"))
-    before = {path: path.stat().st_mtime_ns for path in paths}
-    paths[0].unlink()
-    assert script.main([*command, "--looks", "1"]) == 0
-    assert [path for path in paths if path.stat().st_mtime_ns != before[path]] == paths[:1]
-    unguided = "gains, Substeps(5), no guidance"
-    training = ["--train", "--seeds", "2", "--rows", REFERENCE, unguided]
-    assert script.main([*command, *training]) == 0
-    results = json.loads((tmp_path / "merit.json").read_text())
-    assert {cell["stage"] for cell in results["cells"]} == {"before", "after"}
-    assert unguided in {row["row"] for row in results["not_applicable"]}
-    assert [(row["row"], row["seeds"]) for row in results["training"]] == [(REFERENCE, 2)]
-    assert "stepwise-flow-grpo" in (tmp_path / "branching.md").read_text()

@@ -86,12 +86,6 @@ def test_holm_by_hand():
     )
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_the_smallest_p_value_has_bonferronis_correction(ps):
-    assert all(p <= adjusted <= 1 for p, adjusted in zip(ps, holm(ps), strict=True))
-    assert min(holm(ps)) == pytest.approx(min(1.0, len(ps) * min(ps)))
-
-
 def test_mean_until_by_hand():
     curve = Curve([0.0, 2.0, 4.0], [0.0, 1.0, 1.0])
     assert mean_until(curve, 4.0) == pytest.approx(0.75)

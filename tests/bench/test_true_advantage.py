@@ -20,7 +20,7 @@ from flowrl_bench.true_advantage import (
 )
 from seeded import randn, seeded
 
-from flowrl.probes import Branch, Comb, Continuation
+from flowrl.probes import Branch, Comb
 from flowrl.rollout import Usage
 from flowrl.samplers import FlowSDE, Windowed
 
@@ -89,28 +89,6 @@ def test_true_advantages_of_the_edges_of_a_tree_are_the_exact_ones(case):
         total = tree.drawn.sum() if tree.weight == "edge" else tree.decisions.sum()
         assert float(truth.weights[0].sum()) == pytest.approx(float(total))
     assert sum(squares) / 4 == pytest.approx(1.0, abs=0.4)
-
-
-def test_gains_of_the_continuation_probe_are_true_advantages():
-    """The probe with which a rule estimates V itself, against the closed form."""
-    setting, members = gaussian_setting(), 12
-    look = Look(setting, members, seed=3)
-    nodes = look.trajectories(shared_noise=False).trajectories.nodes
-    torch.testing.assert_close(
-        look.trajectories(False, Continuation(100)).trajectories.nodes, nodes
-    )
-
-    class Gains:
-        probe = Continuation(100)
-
-        def assign(self, values, decisions):
-            return values.diff(dim=-1)
-
-    credit = look.credit(Gains(), False)
-    values = exact_values(setting, nodes, members).view(3, members, -1)
-    exact = values[..., [*credit.decisions.step.tolist(), -1]].diff(dim=-1)
-    assert float((credit.advantages - exact).std()) < 0.05
-    assert credit.nfe_per_trajectory == 6 + 100 * (6 + 5 + 4 + 3 + 2)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import json
 import pytest
 from bench_lines import here
 from flowrl_bench import tune
-from flowrl_bench.arms import ARMS, Arm, own_arm
+from flowrl_bench.arms import ARMS, Arm
 from flowrl_bench.measurements import CURVE
 from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.tune import (
@@ -22,7 +22,7 @@ from flowrl_bench.tune import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.core.errors import ConfigError, TrainingError
+from flowrl.core.errors import TrainingError
 from flowrl.training.build import check
 
 
@@ -110,23 +110,6 @@ def test_every_arm_can_be_built_at_every_neighbour(name):
                 config = arm.run(world, arm.values(world, {knob: level}))
                 check(config)
                 assert config.environment.world == world
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "settings other than 'uniform' has"),
-        ({"los": "gspo"}, r"arm 'mine': unknown setting 'los' \(did you mean 'loss'"),
-        ({"iterations": 80}, "arm 'mine': iterations = 80 is not allowed; allowed: left out"),
-        ({"world": "shapes"}, "the same in all arms, because"),
-        ({"loss": "gspx"}, "arm 'mine': unknown loss 'gspx'"),
-    ],
-)
-def test_arms_that_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        own_arm("mine", settings)
-    with pytest.raises(ConfigError, match="arm = 'uniform' is not allowed"):
-        own_arm("uniform", {"loss": "gspo"})
 
 
 def test_a_run_that_ends_low_scores_its_end():

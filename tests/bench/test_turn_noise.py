@@ -7,13 +7,11 @@ inequality).
 """
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
 from flowrl_bench.rules import likely_turns
 from flowrl_bench.turn_noise import expected_calls, turn_probability
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 from seeded import rand, randn
@@ -91,21 +89,3 @@ def test_the_last_step_compares_one_score_with_two():
         torch.full((2,), 1 / 3, dtype=torch.float64),
         1e-7,
     )
-
-
-@given(seeds, st.booleans())
-@settings(max_examples=15, deadline=None)
-def test_the_criterion_is_monotone_and_none_without_noise(seed, consistent):
-    rewards = table(seed)
-    turns = turning_points(rewards, consistent)
-    assert torch.equal(likely_turns(rewards, turns, 1e-9, 3.0, consistent), turns)
-    noises = (0.01, 0.05, 0.2, 1.0)
-    probabilities = [turn_probability(rewards, turns, noise, consistent) for noise in noises]
-    for quiet, loud in pairwise(probabilities):
-        assert (loud <= quiet + 1e-9).all()
-    assert not probabilities[0][~turns].any()
-    selections = [
-        likely_turns(rewards, turns, 0.05, confidence, consistent) for confidence in (0.0, 1.0, 2.0)
-    ]
-    for loose, strict in pairwise(selections):
-        assert not (strict & ~loose).any()

@@ -66,28 +66,3 @@ def test_the_judge_sees_orphans_and_second_writers(tmp_path, monkeypatch):
         os.killpg(process.pid, signal.SIGKILL)
     with folder_lock(out):
         assert subject.second_writers(process.pid) == ["out is still locked"]
-
-
-def test_the_judge_sees_undocumented_ends(tmp_path):
-    subject, kill = (
-        Subject("train", tmp_path / "out", random.Random(0)),
-        Kill("train", "any", "SIGTERM", "process"),
-    )
-    subject.log.write_text("nothing was written")
-    assert not list(subject.wrong_exit(kill, 130))
-    subject.out.mkdir()
-    (subject.out / "config.json").write_text("{}")
-    paused = f"iteration 1\nPaused. Go on with: flowrl train --resume {subject.out}\n"
-    for shown, code, wrong in (
-        (paused, 130, 0),
-        ("", -15, 0),
-        ("flowrl: interrupted\n", 130, 0),
-        ("iteration 1\n", -15, 1),
-        (paused, 1, 1),
-        ("iteration 1\n", 130, 1),
-        (paused + "Traceback", 130, 1),
-        ("iteration 1\n", 0, 1),
-        (paused, None, 1),
-    ):
-        subject.log.write_text(shown)
-        assert len(list(subject.wrong_exit(kill, code))) == wrong, (shown, code)

@@ -22,22 +22,6 @@ def test_the_committed_bugs_can_be_planted():
     assert not [(bug["id"], reason) for bug in bugs if (reason := unplantable(bug))]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"test": []}, "unknown key test"),
-        ({"meaning": " "}, "meaning is empty"),
-        ({"source": 1234567}, "source is not text in quotes"),
-        ({"replace": BUG["find"]}, "find and replace are equal"),
-        ({"tests": ["tests/none.py"]}, "the test file tests/none.py does not exist"),
-        ({"tests": ["tests/credit/test_credit.py::test_no"]}, "test_credit.py has no test_no"),
-    ],
-)
-def test_a_wrong_entry_is_named(change, message):
-    (line,) = mistakes([BUG | change])
-    assert line.startswith("credit: zero-gain: ") and line.endswith(message)
-
-
 def test_missing_keys_repeated_ids_and_texts_that_do_not_occur_once_are_named():
     short = {key: value for key, value in BUG.items() if key != "find"}
     assert mistakes([short]) == ["credit: zero-gain: missing key find"]

@@ -176,8 +176,6 @@ LORA = {"weights": ".", "model": "m", "prompts": "text[0:2]", "reward": "ocr"}
         (LORA | {"weights": "nowhere"}, "nowhere does not exist"),
         ({"weights": "w", "model": "m", "reward": "ocr"}, "prompts = "),
         ({"weights": "w", "model": "m", "prompts": "text[0:2]"}, "reward = "),
-        ({"weights": "w", "limit": -1}, "limit = -1"),
-        (LORA | {"guidance_scale": 0}, "guidance_scale = 0.0"),
         (LORA | {"resolution": 0}, "resolution = 0"),
     ],
 )

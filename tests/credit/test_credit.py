@@ -151,24 +151,6 @@ def test_generalised_gains_by_hand():
 # Balancing
 
 
-@seeds
-@pytest.mark.parametrize("by", ["aggregate", "trend"])
-@pytest.mark.parametrize("scope", ["prompt", "batch"])
-def test_balancing_leaves_equally_many_of_either_sign_and_the_largest(seed, by, scope):
-    values = table(seed)
-    turns, trend = turning_points(values), values[..., -1:] - values[..., :1]
-    kept = balanced(values, turns, by, scope)
-    assert not (kept & ~turns).any()
-    size = reward_to_go(values) if by == "aggregate" else trend.expand_as(turns)
-    for part in [slice(None)] if scope == "batch" else [slice(p, p + 1) for p in range(3)]:
-        for sign in (1, -1):
-            same, other = (turns[part] & (size[part] * s > 0) for s in (sign, -sign))
-            chosen, dropped = same & kept[part], same & ~kept[part]
-            assert int(chosen.sum()) == min(int(same.sum()), int(other.sum())) or not other.any()
-            if bool(chosen.any()) and bool(dropped.any()):
-                assert size[part][chosen].abs().min() >= size[part][dropped].abs().max()
-
-
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_balancing_leaves_entries_without_size_out_of_the_count(sign):
     """One turning point upwards, two downwards and one of size 0, which remains."""

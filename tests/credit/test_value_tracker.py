@@ -87,14 +87,6 @@ def test_at_a_first_visit_and_without_a_memory_it_is_uniform_credit():
         assert torch.allclose(ValueTracker().assign(rewards, decisions), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("std", ["prompt", "batch"])
-def test_a_group_of_equal_rewards_teaches_once_its_prompt_is_known(std):
-    rule = ValueTracker(std=std)
-    for reward, sign in ((0.3, 0), (0.3, 0), (0.9, 1), (0.0, -1)):
-        advantages = credit(rule, [[reward, reward], [0.2, 0.4]], [FOX, CAR])[0]
-        assert (advantages.sign() == sign).all()
-
-
 def test_the_scale_of_a_batch_is_the_root_mean_square_of_all_deviations():
     rule = ValueTracker(std="batch", clamp=None)
     advantages = credit(rule, [[0.0, 2.0], [5.0, 11.0]], [FOX, CAR])

@@ -7,14 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from family_cases import CASES, PROMPTS, TEXTS, TIME, draw, fill, noise_of, trainer_of, velocity
-from flowrl_compare.results import load_run
 from flowrl_testing import policy_contract
 from flowrl_testing.tiny import TINY, tiny_flux, tiny_sd3
-from safetensors.torch import load_file
 from seeded import seeded
 from torch.testing import assert_close
 
-from flowrl.cli.main import main
 from flowrl.core.errors import CheckpointError, ConfigError, DiskError
 from flowrl.core.types import Prompt
 from flowrl.methods import METHODS
@@ -26,7 +23,6 @@ from flowrl.policies import (
     load,
     load_policy,
 )
-from flowrl.training.build import trained_policy
 from flowrl.training.plan import plan
 
 test_qwen_image = policy_contract(
@@ -374,39 +370,6 @@ def test_compiled_blocks_compute_the_same():
     assert_close(*results, atol=1e-6, rtol=1e-5)
     with pytest.raises(ConfigError, match="compile = 'nothing'"):
         compile_blocks(policy.transformer, "nothing")
-
-
-@pytest.mark.slow
-def test_a_preset_of_videos_is_trained_and_resumed(tmp_path):
-    """With the preset's window, guidance, negative prompt and LoRA targets; motion and diversity as
-    metrics.
-    """
-    case, run = CASES["wan"], tmp_path / "run"
-    (tmp_path / "red.py").write_text(
-        "class Red:\n    def score(self, images, prompts): return images[:, 0].mean((1, 2))\n"
-    )
-    (tmp_path / "prompts.txt").write_text("\n".join(TEXTS))
-    case.make().save_pretrained(tmp_path / "model")
-    words = f"""train --preset wan2.1-t2v-1.3b,flow-grpo,pickscore --model={tmp_path}/model
-        --prompts={tmp_path}/prompts.txt --heldout-prompts= --negative-prompt=blurry
-        --reward=frame-mean(reward='{tmp_path}/red.py:Red',frames=2) --resolution=16 --width=16
-        --num-frames=5 --max-sequence-length=24 --iterations=2 --groups=2 --group-size=3
-        --num-steps=4 --eval-samples=2 --eval-steps=3 --heldout-rewards=motion --diversity=pixels
-        --lora-rank=2 --learning-rate=0.03 --device=cpu --dtype=float32 --tracker=none""".split()
-    assert main([*words, f"--out={run}", "--checkpoint-every=1", "--keep-checkpoints=2"]) == 0
-    record, weights = load_run(run), load_file(run / "weights.safetensors")
-    last = record.rows[-1]["evaluation"]
-    assert record.finished and last["heldout"]["motion"] > 0.01 and last["diversity"] > 0
-    # first, middle and last frame
-    assert load_file(run / "samples.safetensors")["after"].shape == (2, 3, 16, 3 * 16)
-    assert main(["train", "--resume", str(run), "--from", "000001", "--trust"]) == 0
-    again = load_file(run / "weights.safetensors")
-    assert all(torch.equal(again[name], weights[name]) for name in weights)
-    policy, _ = trained_policy(run, trust=True)
-    plain = case.make()
-    plain.load_lora_weights(run / "lora")
-    trained = case.picture(plain, noise_of(policy), policy.guidance_scale)
-    assert_close(draw(policy), trained, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,6 @@ def test_shared_evaluations_give_the_gradient_of_separate_ones(case):
     [
         (Branch({0: 2, 2: 2}), 6, "group_size = 6 is not allowed; allowed: a multiple of 4"),
         (Comb(4, low=6), 12, r"1 or more stochastic steps within \[6, 6\)"),
-        (Comb((4, 2)), 10, "group_size = 10 is not allowed; allowed: a multiple of 6"),
-        (Comb((4, 2), low=5), 6, r"2 or more stochastic steps within \[5, 6\)"),
     ],
 )
 def test_trees_that_do_not_fit_are_refused(mixture_policy, probe, members, message):

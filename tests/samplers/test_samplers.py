@@ -98,15 +98,6 @@ def test_which_steps_are_decisions():
     assert transition_stds(DDIMSDE(3.0), schedule).tolist() == pytest.approx([0.0, 0.1, 0.0])
 
 
-def test_merged_steps_have_the_noise_of_their_length():
-    """E-GRPO: one step of Flow-SDE over 1, 2 and 4 steps of SD3's grid from node 4."""
-    steps = torch.linspace(1.0, 0.003 / 1.002, 10)
-    times = torch.cat([3 * steps / (1 + 2 * steps), torch.zeros(1)])
-    merged = [Schedule(times[[0, 4, 4 + count, 10]]) for count in (1, 2, 4)]
-    stds = [float(transition_stds(FlowSDE(0.7), schedule)[1]) for schedule in merged]
-    assert stds == pytest.approx([0.3919, 0.5897, 0.9730], abs=2e-4)
-
-
 def test_a_window_is_the_kernel_inside_and_the_ode_outside():
     """Its steps need no order and no neighbours."""
     x, v, step = randn(STEPS, 3), randn(STEPS, 3, seed=1), torch.arange(STEPS)

@@ -18,7 +18,6 @@ from flowrl.rollout.batches import ForwardBatches, credited, finite_difference, 
 from flowrl.rollout.rollout import Groups
 from flowrl.samplers import FlowSDE, Multistep, Windowed
 from flowrl.training.build import make_method
-from flowrl.training.plan import plan
 
 CONFIG = TINY_RUN.replace(
     groups=3,
@@ -60,17 +59,6 @@ def trainer_for(loss, **changes):
 def test_network_evaluations_are_those_of_the_networks_that_differ(loss, draws, networks):
     rows, _ = trained(trainer_for(loss, minibatches=1, kl_weight=0.1))
     assert [row["train_nfe"] for row in rows] == [12 * draws * count for count in networks]
-
-
-@pytest.mark.parametrize(
-    ("loss", "draws", "networks"), [("diffusion-nft", 9, 3), ("awm", 6, 4), ("dgpo", 4, 3)]
-)
-def test_the_plan_counts_network_evaluations(loss, draws, networks):
-    config = CONFIG.replace(loss=loss, kl_weight=0.1)
-    planned = plan(config)
-    assert (planned.rows, planned.train_nfe) == (12 * draws, 12 * draws * networks)
-    twice = 2 if loss == "dgpo" else 1  # its sums over a group, spread over micro-batches
-    assert plan(config.replace(micro_batch=3)).train_nfe == twice * planned.train_nfe
 
 
 def test_trajectories_are_sampled_with_the_copy_that_the_loss_declares():

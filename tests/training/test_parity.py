@@ -2,16 +2,8 @@
 the quantity it belongs to.
 """
 
-import json
-import shutil
-import sys
-from contextlib import nullcontext
-
 import parity
 import pytest
-from safetensors.torch import load_file, save_file
-
-from flowrl.training.behaviour import Behaviour
 
 FORWARD = parity.DATA.parent / "golden_forward"
 DUAL, PLAIN = "dual_g4.5", "plain_g1"
@@ -67,18 +59,6 @@ ROWS = {"row losses", "loss of micro-batches"}
 
 
 @pytest.mark.parametrize(
-    ("name", "broken", "method", "state", "expected"),
-    [
-        ("after", lambda *arguments: None, "dgpo", "two_updates", "ratios of errors"),
-        ("weights", lambda copy: nullcontext(), "nft", "geneval", "squared distances"),
-    ],
-)
-def test_a_fault_of_the_copies_shows(name, broken, method, state, expected, monkeypatch):
-    monkeypatch.setattr(Behaviour, name, broken)
-    assert expected in failed(data=FORWARD, methods=[method], updates=[state])
-
-
-@pytest.mark.parametrize(
     ("method", "state"),
     [("nft", "two_updates_ocr"), ("awm", "off_policy_sum_first"), ("dgpo", "two_updates")],
 )
@@ -95,15 +75,8 @@ def test_the_split_of_the_work_changes_no_forward_process(method, state):
 
 GRADIENTS = {"gradients", "gradient norm"}
 FAULTS = {
-    "another beta": ("nft", "", "ocr", {"beta": 0.2}, {*ROWS, "gradients"}),
-    "no clip": ("awm", "", "off_policy_clip_policy_only", {"clip": 1.0}, {*ROWS, "gradients"}),
-    "unweighted penalties": ("awm", "", "kl_elbo", {"kl": "uniform"}, {"loss of micro-batches"}),
     "another anchor": ("dgpo", "", "ocr", {"anchor": "old"}, {"group sums", "gradients"}),
-    "an early copy": ("dgpo", "", "two_updates", {"decay": (2, 0.001, 0.3)}, {"ratios of errors"}),
     "an Euler sampler": ("nft", "", "geneval", {"sampler": "ode"}, {"latents"}),
-    "one branch more": ("fg", DUAL, "on_policy_beta0", {"guidance_gradient": "both"}, GRADIENTS),
-    "betas": ("fg", PLAIN, "two_updates", {"betas": (0.9, 0.99)}, {"weights / learning rate"}),
-    "more samples": ("fg", DUAL, "zero_group", {"drop_zero_advantages": False}, {"mean loss"}),
     "exact CPS density": ("tp", PLAIN, "off_policy_beta0", {"loss": "clipped"}, {"ratios"}),
     "a wider clip": ("tp", PLAIN, "off_policy_beta0", {"clip_range": 2e-5}, {"clipped pairs"}),
     "no guidance": ("tp", DUAL, "on_policy", {"guidance_scale": 1.0}, {"velocities (RMS)"}),
@@ -117,29 +90,6 @@ def test_another_setting_fails(method, case, update, settings, expected):
     recorded = {"cases": [case]} if case else {"data": FORWARD}
     wrong = failed(methods=[method], updates=[update], **recorded, **settings)
     assert expected <= wrong
-    if "betas" in settings:
-        assert wrong == expected  # nothing before the optimizer's step has changed
-
-
-def test_the_command_fails_if_one_recorded_gradient_differs(tmp_path, monkeypatch, capsys):
-    data, others = tmp_path / "data", shutil.ignore_patterns("tp", "*.md")
-    shutil.copytree(parity.DATA, data, ignore=others)
-    monkeypatch.setattr(sys, "argv", ["parity.py", "--data", str(data)])
-    path = data / "fg" / "meta.json"
-    meta = json.loads(path.read_text())
-    case = meta["cases"][PLAIN]
-    case["runs"] = {"on_policy": case["runs"]["on_policy"]}
-    path.write_text(json.dumps({**meta, "cases": {PLAIN: case}}))
-    assert parity.main() == 0 and "FAILED" not in capsys.readouterr().out
-    path = data / "fg" / f"update_{PLAIN}.safetensors"
-    tensors = load_file(path)
-    gradients = [tensor for name, tensor in tensors.items() if name.startswith("on_policy/grad/")]
-    gradients[0].view(-1)[0] += 4e-5 * max(tensor.abs().max() for tensor in gradients)
-    save_file(tensors, path)
-    assert parity.main() == 1
-    failures = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
-    assert all(f"fg {PLAIN} on_policy gradients" in " ".join(f.split()) for f in failures)
-    assert len(failures) == 2
 
 
 def test_the_trainer_agrees_with_formulas_in_plain_torch():
@@ -147,18 +97,3 @@ def test_the_trainer_agrees_with_formulas_in_plain_torch():
     assert [row for row in rows if not row.passed] == []
     assert {row.state for row in rows} == {"grpo", "nft", "nft at the floor"}
     assert {row.quantity for row in rows} == SHARED | CLIPPED | {"advantages", "latents"}
-
-
-UPDATED = SHARED | CLIPPED
-
-
-@pytest.mark.parametrize(
-    ("case", "settings", "expected"),
-    [
-        ("grpo", {"weight_decay": 0.0}, {"weights / learning rate"}),
-        ("grpo", {"max_grad_norm": 1e9}, CLIPPED),
-        ("nft at the floor", {"kl_weight": 1.01e5}, UPDATED),
-    ],
-)
-def test_another_setting_than_the_plain_formulas_have_fails(case, settings, expected):
-    assert expected <= {row.quantity for row in parity.plain([case], **settings) if not row.passed}

@@ -20,7 +20,7 @@ from flowrl.rewards import Clipped, FunctionReward, NoisyReward, WeightedSum
 from flowrl.serving.client import RemoteReward
 from flowrl.training.build import make_reward
 from flowrl.training.config import OptimConfig, preset
-from flowrl.training.optim import LossScaler, make_optimizer, prepare_policy, update_average
+from flowrl.training.optim import LossScaler, make_optimizer, prepare_policy
 from flowrl.training.trainer import overlaps_rewards
 
 TINY = TINY_RUN.replace(groups=4, iterations=3, method="tp-grpo", chunk=1)
@@ -140,21 +140,6 @@ def test_eight_bit_adam_is_made_by_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", fake)
     expected = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
     assert make_optimizer.__wrapped__(settings, []) == expected
-
-
-@pytest.mark.parametrize("on_cuda", [(True, True), (False, False), (True, False)])
-def test_adamw_is_fused_if_all_parameters_are_on_cuda(on_cuda, monkeypatch):
-    parameters = [SimpleNamespace(is_cuda=cuda) for cuda in on_cuda]
-    monkeypatch.setattr(torch.optim, "AdamW", lambda *given, **named: named)
-    assert make_optimizer.__wrapped__(OptimConfig(), parameters)["fused"] is (all(on_cuda) or None)
-
-
-def test_averages_of_many_tensors_have_the_bits_of_separate_ones():
-    average, tensors = ([torch.randn(n, 7) for n in (1, 5, 64)] for _ in range(2))
-    expected = [mean.lerp(tensor, 1 - 0.8) for mean, tensor in zip(average, tensors, strict=True)]
-    update_average(average, [nn.Parameter(tensor) for tensor in tensors], 0.8)
-    assert all(map(torch.equal, average, expected))
-    assert not any(mean.requires_grad for mean in average)
 
 
 def test_a_compiled_network_gives_the_same_numbers(monkeypatch):

@@ -194,11 +194,9 @@ def test_later_files_and_options_overrule_earlier_ones(tmp_path):
             "line 3: unknown setting 'gropus' (did you mean 'groups'?); allowed: chunk",
         ),
         ("settings:\n  seed: 1\n  groups: 4\n", "line 3: groups belongs below 'rollout:'"),
-        ("settings:\n  seed: 1\noptim: {}\n", "line 3: unknown section 'optim'"),
         ("settings: {}\nwith:\n  ocr:\n    optim: {lr: 3}\n", "line 4: unknown setting 'lr'"),
         ("rollout:\n  num_steps: ten\n", "line 2: num_steps = 'ten' is not allowed"),
         ("evaluation: {heldout_rewards: [3]}\n", "allowed: a list of texts"),
-        ("rollout: 3\n", "line 1: rollout must hold lines of 'name: value', not 3"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_line(text, words, tmp_path, capsys):
