@@ -243,8 +243,9 @@ def _timeout_minutes() -> float:
 def shard(
     network: nn.Module, distributed: Distributed, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Shard `network`'s weights over all processes in place (PyTorch's FSDP2): each process keeps a
-    part of every tensor.
+    """Shard the main process's weights of `network` over all processes in place (PyTorch's FSDP2):
+    each process keeps a part of every tensor. Buffers are the main process's too. The other
+    processes' weights may be on meta.
 
     A block (a module whose class the network names in `_no_split_modules`, as diffusers'
     transformers do) is gathered while it computes. Gathered weights have `dtype`, in which the
@@ -265,12 +266,21 @@ def shard(
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    values = {name: tensor.data for name, tensor in _tensors(network)}
     blocks = getattr(network, "_no_split_modules", None) or ()
     reshard = distributed.reshard_after_forward
     for module in list(network.modules()):
         if type(module).__name__ in blocks:
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision)
     fully_shard(network, mesh=mesh, mp_policy=precision)
+    network._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    load_full_tensors(dict(_tensors(network)), values, distributed)
+
+
+def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name; buffers that are not saved, too."""
+    yield from network.named_parameters()
+    yield from network.named_buffers()
 
 
 def free_gathered_weights(network: nn.Module) -> None:

@@ -63,6 +63,7 @@ class FlowPolicy(Protocol):
     Optional members, each independent of the others (`extras`): `velocity_network`, the module that
     `velocity` calls, with all trainable parameters; it can be compiled, and its weights can be
     sharded over processes, in place, after which `trainable` returns its new parameters.
+    `reference_network`, a frozen copy that `reference` calls, whose weights are then sharded too.
     `hidden_layer`, the layer whose input [row, ..., feature] is the last hidden state, for critics.
     `guidance_scale`, the scale of classifier-free guidance (1: off, one forward pass instead of
     two), and `guided(scale)`, a context with another scale. `warm(prompts, distributed, report)`

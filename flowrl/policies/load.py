@@ -55,10 +55,13 @@ def load_policy(
         folder = model if Path(model).is_dir() else kind.download(model, use_safetensors=True)
         others = set(index) - {"transformer", "vae", "scheduler"}
         embeddings = _embeddings(Path(folder), sorted(others), kind, family, options)
-        networks = {
-            part: _complete(folder, part, index[part], dtypes[part], config)
-            for part, config in (("transformer", _quantization(options)), ("vae", None))
-        }
+        networks = {"vae": _complete(folder, "vae", index["vae"], dtypes["vae"])}
+        part, given = index["transformer"], (dtypes["transformer"], _quantization(options))
+        networks["transformer"] = (
+            _without_weights(folder, part)
+            if options.load_to == "meta"
+            else _complete(folder, "transformer", part, *given)
+        )
         # a frozen adapter may have a part for the text encoders
         lazy = not options.frozen_adapters
         absent = [part for part in family.encoders if lazy and index.get(part, [None])[0]]
@@ -153,6 +156,16 @@ def _complete(
     missing = info["missing_keys"]
     require(not missing, f"model: missing weights of the {part} in {model!r}", missing[:3], "none")
     return network
+
+
+def _without_weights(model: str, entry: Sequence[str]) -> Any:
+    """The transformer with weights on meta. Its buffers are computed, as by diffusers: those that
+    are not in its files exist nowhere else.
+    """
+    library, name = entry
+    kind = getattr(import_module(library), name)
+    with import_module("accelerate").init_empty_weights(include_buffers=False):
+        return kind.from_config(kind.load_config(model, subfolder="transformer"))
 
 
 def _require_data_only(model: str, index: Mapping[str, Any], package: str) -> None:

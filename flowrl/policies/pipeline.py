@@ -110,9 +110,10 @@ class ModelOptions:
     """Precision of the frozen weights of the transformer's linear layers under a LoRA: int8
     (torchao), nf4 (bitsandbytes, on a GPU), or none: that of `dtype`.
     """
-    sharded: bool = False
-    """The transformer stays in main memory until its weights are sharded over the processes, block
-    by block (`flowrl.distributed.shard`), so that no device holds all of them.
+    load_to: Literal["device", "cpu", "meta"] = "device"
+    """Where the transformer's weights are loaded. Those that will be sharded over the processes
+    (`flowrl.distributed.shard`): cpu in the main process, and meta, without reading them, in all
+    others.
     """
     decode_batch: Count = 8
     """Latents per call of the image decoder."""
@@ -201,8 +202,8 @@ class PipelinePolicy:
         if family.hidden_layer:
             self.hidden_layer: nn.Module = getattr(pipe.transformer, family.hidden_layer)
         trained = torch.float32 if options.tuning == "full" else self.dtype
-        whole = torch.device("cpu") if options.sharded else self.device
-        _place(self.transformer, whole, trained)
+        first = self.device if options.load_to == "device" else torch.device("cpu")
+        _place(self.transformer, first, trained)
         if name := options.attention_backend:
             set_attention_backend(self.transformer, name, self.device, self.dtype)
         _place(pipe.vae, self.device, DTYPES[options.decode_dtype])
@@ -225,12 +226,16 @@ class PipelinePolicy:
         self.prompts = PromptCache(self._embed, self.device, limit, self.dtype, embeddings)
         self.guidance_scale = options.guidance_scale
         self.adapters: Adapters | None = None
-        self._active = self._reference = self.transformer
-        self._prepare_training(options)
+        self._active = self.reference_network = self.transformer
+        self._prepare_training(options, first)
 
-    def _prepare_training(self, options: ModelOptions) -> None:
-        fits = options.tuning == "lora" or options.quantize == "none"
-        require(fits, "quantize", options.quantize, "none unless tuning is lora")
+    def _prepare_training(self, options: ModelOptions, device: torch.device) -> None:
+        for fits, need in (
+            (options.tuning == "lora", "unless tuning is lora"),
+            (options.load_to == "device", "with sharded weights (fsdp2, zero2)"),
+        ):
+            fits = fits or options.quantize == "none"
+            require(fits, "quantize", options.quantize, f"none {need}")
         fits = options.tuning == "lora" or not options.frozen_adapters
         require(fits, "frozen_adapters", options.frozen_adapters, "none unless tuning is lora")
         if options.tuning == "lora":
@@ -246,8 +251,8 @@ class PipelinePolicy:
                 self.adapters.load(options.adapter, type(self.pipe))
         elif options.tuning == "full":
             if options.keep_reference:
-                self._reference = copy.deepcopy(self.transformer)
-                _place(self._reference, self.device, self.dtype)
+                self.reference_network = copy.deepcopy(self.transformer)
+                _place(self.reference_network, device, self.dtype)
             self.transformer.requires_grad_(True)
         self.resize()
 
@@ -260,7 +265,7 @@ class PipelinePolicy:
             self.transformer.enable_gradient_checkpointing()
         else:
             self.transformer.disable_gradient_checkpointing()
-        for network in {self.transformer, self._reference}:
+        for network in {self.transformer, self.reference_network}:
             if bool(options.compile) != has_compiled_blocks(network):
                 compile_blocks(network, options.compile)
 
@@ -394,7 +399,7 @@ class PipelinePolicy:
         lost = self.options.tuning == "full" and not self.options.keep_reference
         require(not lost, "keep_reference", False, "True: this loss compares with the base model")
         disabled = self.adapters.disabled() if self.adapters else nullcontext()
-        self._active = self._reference
+        self._active = self.reference_network
         try:
             with torch.no_grad(), disabled:
                 yield
@@ -455,10 +460,12 @@ def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
 
     As when diffusers loads a model in `dtype`, layers that its class keeps in float32 (Wan: norms,
     modulation, time embedding) and buffers that are not in its files (Wan: rotary frequencies) keep
-    their precision. diffusers' `to` would cast these buffers.
+    their precision. diffusers' `to` would cast these buffers. Weights on meta stay there.
     """
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    nn.Module.to(model.eval().requires_grad_(False), device)
+    model.eval().requires_grad_(False)
+    if not next(model.parameters()).is_meta:
+        nn.Module.to(model, device)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(torch.float32 if kept & set(name.split(".")) else dtype)

@@ -40,8 +40,9 @@ from flowrl.training.trainer import Trainer, overlaps_rewards
 from flowrl.worlds.base import ModelWorld, check_hash, check_policy, prompts_of, world
 
 
-def make_world(config: RunConfig, sharded: bool = False) -> World:
-    """The world that `world` names or is, or the world of a model, its prompts and its reward.
+def make_world(config: RunConfig, distributed: Distributed = Distributed()) -> World:
+    """The world that `world` names or is, or the world of a model, its prompts and its reward. Of
+    the processes that share a model's weights, the main one alone reads them.
 
     Raises `ConfigError` for a task or a form that the world does not have.
     """
@@ -49,7 +50,9 @@ def make_world(config: RunConfig, sharded: bool = False) -> World:
     environment, model = config.environment, config.policy.model
     if model:
         files = environment.prompts, environment.heldout_prompts
-        options = replace(model_options(config), sharded=sharded)
+        options = model_options(config)
+        if distributed.sharded:
+            options = replace(options, load_to="cpu" if distributed.is_main else "meta")
         spec, trust = environment.reward, config.trusts
         device = environment.reward_device
         chosen = ModelWorld(model, *files, spec, options, trust(spec), device)
@@ -180,7 +183,7 @@ def make_trainer(
     Raises `ConfigError` if a setting is not allowed, the policy or the prompts do not fit, or the
     trajectories do not fit into main memory.
     """
-    world = make_world(config, distributed.sharded) if world is None else world
+    world = make_world(config, distributed) if world is None else world
     method = make_method(config)
     # before the policy: errors, as of a missing file of weights, should not wait for a large model
     reward = make_reward(config)

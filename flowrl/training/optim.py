@@ -49,21 +49,24 @@ def make_optimizer(
 def prepare_policy(
     policy: FlowPolicy, distributed: Distributed, compiled: bool
 ) -> Mapping[str, nn.Parameter]:
-    """Send the main process's weights to all processes; shard the network if `distributed` requires
-    it, and compile it if `compiled`. Returns the trained parameters by name.
+    """Send the main process's weights to all processes; shard the networks if `distributed`
+    requires it, and compile the policy's if `compiled`. Returns the trained parameters by name.
 
     A network whose blocks are compiled already (`policies.compile_blocks`) is not compiled again.
     Raises `ConfigError` if sharding or compilation is required and the policy has no
     `velocity_network`.
     """
-    distributed.broadcast([parameter.data for parameter in policy.trainable().values()])
     extra = extras(policy, "velocity_network")
     for name, wanted in (("compile", compiled), ("sharded weights", distributed.sharded)):
         allowed = f"for a policy with a velocity_network, which {type(policy).__name__} lacks"
         require(not wanted or extra is not None, name, True, allowed)
     if extra is not None and distributed.sharded:
         dtype = getattr(policy, "dtype", torch.float32)  # in which the network computes
-        shard(extra.velocity_network, distributed, policy.device, dtype)
+        trained = extra.velocity_network
+        for network in dict.fromkeys([trained, getattr(policy, "reference_network", trained)]):
+            shard(network, distributed, policy.device, dtype)
+    else:
+        distributed.broadcast([parameter.data for parameter in policy.trainable().values()])
     if extra is not None and compiled and not has_compiled_blocks(extra.velocity_network):
         extra.velocity_network.compile()
     return policy.trainable()

@@ -169,7 +169,7 @@ class Run:
         if resume:
             self.config = self.config.replace(**self._in_main(self._measured_sizes))
         self._observers = Observers(self.config, self.folder, self.observers, self.distributed)
-        self._world = make_world(self.config, self.distributed.sharded)
+        self._world = make_world(self.config, self.distributed)
         self._heldout = make_heldout_metrics(self.config, self._world)
         for part in (*self._heldout.rewards.values(), self._heldout.features):
             load_reward(part)

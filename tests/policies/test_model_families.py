@@ -383,6 +383,7 @@ def test_compiled_blocks_compute_the_same():
             {"tuning": "full", "quantize": "int8"},
             "quantize = .int8.*none unless tuning is lora",
         ),
+        ("sd3", {"load_to": "cpu", "quantize": "int8"}, "quantize = .*none with sharded weights"),
         ("sd3", {"num_frames": 6}, "num_frames = 6 .*makes images"),
         ("wan", {"num_frames": 6}, "num_frames = 6 .* 1 more than a multiple of 4"),
     ],
