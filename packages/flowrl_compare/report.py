@@ -29,10 +29,12 @@ from flowrl_compare.figures import (
     value_quality,
 )
 from flowrl_compare.pages import render
+from flowrl_compare.paper import FOLDER, write_paper
 from flowrl_compare.results import (
     ArmSummary,
     Comparison,
     Mean,
+    evaluation_rows,
     load_comparison,
     summarise,
     summary_values,
@@ -216,18 +218,24 @@ def _named(summary: ArmSummary) -> str:
 
 
 def write_report(folder: Path) -> Path:
-    """Write summary.json, table.txt, the figures (PNG) and report.html of the comparison in
-    `folder`; returns the page's path.
+    """Write summary.json, table.txt, the figures (PNG), report.html and the folder paper of the
+    comparison in `folder`; returns the page's path.
     """
     comparison = load_comparison(folder)
     summaries, config = summarise(comparison), comparison.config
     shared, arms = comparison.shared, list(config["arms"])
     drawn = _figures(comparison) if summaries else {}
-    images = {name: png(figure) for name, figure in drawn.items() if figure is not None}
+    figures = {name: figure for name, figure in drawn.items() if figure is not None}
+    images = {name: png(figure) for name, figure in figures.items()}
     for name, image in images.items():
         write_bytes(folder / f"{name}.png", image)
     write_json(folder / "summary.json", summary_values(summaries))
     write_bytes(folder / "table.txt", table_text(summaries).encode())
+    names = ("arm", [summary.arm for summary in summaries])
+    tables = {title: [names, *block] for title, block in result_blocks(summaries).items()}
+    runs = [run.settings for run in comparison.runs]
+    rows = evaluation_rows(comparison)
+    write_paper(folder / FOLDER, rows, tables, figures, runs, config.get("command", ""))
     finished = sum(run.finished for run in comparison.runs)
     # 0 stands for the method's own number
     of_methods = [

@@ -479,6 +479,33 @@ def summary_values(summaries: Sequence[ArmSummary]) -> list[dict[str, Any]]:
     return finite([asdict(summary) for summary in summaries])
 
 
+def evaluation_rows(comparison: Comparison) -> list[dict[str, Any]]:
+    """A row per evaluation of every run: arm, seed, the settings in which the arms differ, the
+    budgets of `AXES`, and the scores with their paths in metrics.jsonl, as in "evaluation.reward".
+    """
+    rows = []
+    for run in comparison.runs:
+        spent = {axis: run.spent(axis) for axis in AXES}
+        for row in run.evaluations:
+            budgets = {axis: values[row["iteration"]] for axis, values in spent.items()}
+            scores = paths({"evaluation": row["evaluation"]})
+            rows.append(
+                {"arm": run.arm, "seed": run.seed}
+                | comparison.differences[run.arm]
+                | {**budgets, "iteration": row["iteration"], **scores}
+            )
+    return rows
+
+
+def paths(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values by their paths, joined with dots."""
+    flat = {}
+    for name, value in values.items():
+        inner = paths(value) if isinstance(value, dict) else {"": value}
+        flat |= {f"{name}.{path}".rstrip("."): leaf for path, leaf in inner.items()}
+    return flat
+
+
 def finite(values: Any) -> Any:
     """Nested values with None for numbers that JSON cannot represent."""
     if isinstance(values, dict):

@@ -41,6 +41,8 @@ matplotlib.rcParams.update(
         "xtick.color": SOFT,
         "ytick.color": SOFT,
         "svg.fonttype": "none",
+        "svg.hashsalt": "flowrl",
+        "pdf.fonttype": 42,  # TrueType: publishers refuse Type 3
     }
 )
 
@@ -110,6 +112,13 @@ def pdf(figure: Figure) -> bytes:
     """The figure as a PDF file on white, without a date, so that equal figures are equal files."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="pdf", facecolor="white", metadata=MADE_PDF)
+    return buffer.getvalue()
+
+
+def svg(figure: Figure) -> bytes:
+    """The figure as an SVG file on white, without a date; its text remains text."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", facecolor="white", metadata={"Date": None})
     return buffer.getvalue()
 
 

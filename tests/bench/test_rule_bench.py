@@ -230,14 +230,21 @@ class TestFolder:
         assert row.count("+0.000 undecided") >= 2  # a verdict needs five seeds
         assert "8 runs to make in runs/rule-Copy; Ctrl-C pauses" in text
         folder = tmp_path / "runs" / "rule-Copy"
-        rows = list(csv.DictReader((folder / "rule.csv").open()))
-        assert next(row["difference"] for row in rows if row["baseline"] == "uniform") == "0.0000"
-        tex = (folder / "rule.tex").read_text()
-        assert tex.count(r" \\") == len(rows) + 1 and r"\midrule" in tex
-        assert (folder / "rule-mixture.pdf").read_bytes().startswith(b"%PDF")
+        paper = folder / "rule-paper"
+        rows = list(csv.DictReader((paper / "results.csv").open()))
+        curves = {
+            arm: [(row["seed"], row["soft"]) for row in rows if row["arm"] == arm]
+            for arm in ("uniform", "Copy")
+        }
+        assert curves["Copy"] == curves["uniform"] and {row["seed"] for row in rows} == {
+            "200",
+            "201",
+        }
+        assert "uniform &" in (paper / "table.tex").read_text()
+        assert (paper / "rule-mixture.pdf").read_bytes().startswith(b"%PDF")
         assert self.bench("my.py:Copy") == 0 and self.bench("my.py:Copy", 3) == 4
-        (folder / "rule.tex").write_text("mine")
-        with pytest.raises(ConfigError, match=r"page = .*rule\.tex"):
+        (paper / "table.tex").write_text("mine")
+        with pytest.raises(ConfigError, match=r"page = .*table\.tex"):
             self.bench("my.py:Copy", 3)
 
     def test_exact_credit_is_made_on_demand_unless_it_is_shipped(self, monkeypatch):
@@ -246,8 +253,8 @@ class TestFolder:
         assert "No curve of exact credit was computed" in page.read_text()
         assert self.bench("weighted", bound=True) == 2
         assert "exact credit minus uniform credit is" in page.read_text()
-        row = next(csv.DictReader((page.parent / "rule-worlds.csv").open()))
-        assert (row["lead over uniform of"], row["seeds"]) == ("exact credit", "2")
+        table = (page.parent / "rule-paper" / "table.tex").read_text()
+        assert "& exact credit &" in table and "Headroom" in table
         assert self.bench("weighted") == 0 and "Dashed: exact credit" in page.read_text()
         run = Part("mixture", 0, 2).exact()[0].flat()
         curves = {"iterations": [0, 1], "curves": [[0, 1]] * 2, "seeds": [200, 201]}
@@ -289,7 +296,8 @@ class TestFolder:
         clips = [run["clip_range"] for run in settings if run["credit"] == "my.py:Mine"]
         assert clips == [best["clip_range"]] * 2
         page = Path("runs/rule-Mine/rule.md").read_text()
-        assert "Not tuned" not in page and Path("runs/rule-Mine/rule-mixture-search.pdf").exists()
+        figure = Path("runs/rule-Mine/rule-paper/rule-mixture-search.pdf")
+        assert "Not tuned" not in page and figure.exists()
         (row,) = re.findall(r"\| .* \| yes \|", page.partition("tried:")[2])
         assert row.startswith("| " + " | ".join(f"{value:g}" for value in best.values()))
 

@@ -2,6 +2,7 @@
 pages, lazy imports.
 """
 
+import csv
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ from flowrl_compare.arms import method_arms
 from flowrl_compare.comparison import CompareConfig
 from flowrl_compare.figures import curves, image_grid, proxy_and_heldout, trajectory
 from flowrl_compare.pages import inline, markdown_code, render
+from flowrl_compare.paper import ARXIV, bibliography, references
 from flowrl_compare.report import (
     collapse_text,
     headline,
@@ -48,6 +50,7 @@ from small_run import TINY_RUN, write_rows
 
 from flowrl.core.errors import ConfigError
 from flowrl.io import write_json
+from flowrl.methods import METHODS
 from flowrl.training.config import preset
 from flowrl.training.presets import MODEL_ONLY
 
@@ -199,11 +202,35 @@ def test_the_report_contains_every_run_escapes_every_value_and_loads_nothing(tmp
         assert f"<td>{0.5 + number / 100:.3f}</td>" in row and f"<td>{state}" in row
     assert page.count('src="data:image/png;base64,') == len(FIGURES)
     assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in FIGURES)
+    paper = tmp_path / "paper"
+    rows = list(csv.DictReader((paper / "results.csv").open()))
+    last = {(row["arm"], row["seed"]): row["evaluation.reward"] for row in rows}
+    assert last == {
+        (name, str(seed)): str(0.5 + number / 100)
+        for number, (name, seed) in enumerate(itertools.product(names, (0, 1)))
+    }
+    assert all(row[f"evaluation.heldout.mine.py:{EVIL}"] == "0.3" for row in rows)
+    tex = (paper / "table.tex").read_text()
+    assert tex.count(r"\bottomrule") == tex.count(r"\toprule") > 3 and "script$>$alert" in tex
+    assert "arxiv-2602.06422" in (paper / "references.bib").read_text()
+    for name in FIGURES:
+        assert (paper / f"{name}.pdf").read_bytes()[:4] == b"%PDF"
+        assert b"<svg" in (paper / f"{name}.svg").read_bytes()[:1000]
     assert "An observer stopped 1 of 8 runs early" in page
     assert "<b>mine.py:Rule</b>: Gains of &lt;script" in page
     settings = set(re.findall("<span>([a-z_]+)</span>", page))
     # 0: the method's
     assert not settings & {*MODEL_ONLY, "noise_level"} and "num_steps" in settings
+
+
+def test_every_method_and_built_in_part_cites_known_papers():
+    cited = {paper for compose in METHODS.values() for paper in ARXIV.findall(compose.__doc__)}
+    assert cited <= bibliography().keys()
+    text = references([{"method": "value-grpo"}, {"method": "awm", "credit": "mine.py:Rule"}])
+    assert set(ARXIV.findall(text)) >= {"1506.02438", "2505.05470", "2509.25050"}
+    nested = references([{"credit": "weighted(rule=depth-relative)"}])
+    assert {"2508.04324", "2509.06040"} <= set(ARXIV.findall(nested))
+    assert "2602.06422" not in text + nested
 
 
 def test_the_trajectory_is_the_one_that_changes_most_and_flat_ones_have_no_turning_points(tmp_path):

@@ -75,6 +75,7 @@ class Claims:
             claims_page,
             read_inputs,
         )
+        from flowrl_bench.evidence import evaluation_rows
         from flowrl_bench.page import require_page
         from flowrl_bench.results_file import ResultsFile, SamplesFile, joined
         from flowrl_bench.suite import (
@@ -137,7 +138,11 @@ class Claims:
         lines = joined(lines, samples.read())
         judged = judge_all(CLAIMS, lines)
         inputs = read_inputs(judged, lines, self.out)
-        written = claims_page(inputs).write(folder, "claims", "claims")
+        page = claims_page(inputs)
+        written = page.write(folder, "claims", "claims")
+        rows, settings = evaluation_rows(({}, line) for line in lines.values())
+        command = shlex.join(["flowrl", *sys.argv[1:]])
+        written += page.for_paper(folder / "claims-paper", rows, settings, command)
         written += claims_details.details_page(inputs, memory).write(folder / "claims", "details")
         for case in judged:
             if case.claim.id in chosen:
@@ -196,7 +201,7 @@ class Tune:
     def main(self) -> int:
         """Search, print and save the choices."""
         from flowrl_bench.arms import ARMS, chosen_worlds, in_world, named_arm, own_arms, short_name
-        from flowrl_bench.tune import Search, choices, save, tune, usual_budget
+        from flowrl_bench.tune import Search, choices, for_paper, save, tune, usual_budget
 
         if self.show:
             default = Tune.__dataclass_fields__["budget"].default
@@ -226,6 +231,8 @@ class Tune:
         command = shlex.join(["flowrl", *sys.argv[1:]])
         finished = self.show or tune(searches, self.out, command, self.workers, progress)
         print(choices(searches, self.out))
+        folder = self.out.with_name(f"{self.out.stem}-paper")
+        print(f"Wrote {', '.join(map(str, for_paper(searches, self.out, folder, command)))}")
         if self.save is not None:
             save(searches, self.out, self.save)
         return 0 if finished else _paused()
@@ -363,7 +370,15 @@ class Microscope:
         lines = Lines(cell_lines)
         if lines.worlds():
             page = microscope_page(cell_lines, all_sizes, str(out), command)
-            written = page.write(self.page or out.parent, "microscope", "microscope")
+            folder = self.page or out.parent
+            written = page.write(folder, "microscope", "microscope")
+            rows = [
+                {name: value for name, value in row.items() if not isinstance(value, list)}
+                for line in cell_lines.values()
+                for row in ({**line["cell"], **part} for part in line["rows"])
+            ]
+            settings = [{"credit": rule} for rule in rules.values()]
+            written += page.for_paper(folder / "microscope-paper", rows, settings, command)
             print(f"{summary(lines)}\nWrote {', '.join(map(str, written))}")
         return 0 if finished else _paused()
 
@@ -411,6 +426,7 @@ class Headroom:
 
     def main(self) -> int:
         """Search, run, write."""
+        from flowrl_bench.evidence import evaluation_rows
         from flowrl_bench.headroom import IMAGES, QUICK, QUICK_SIZE, TASKS, HeadroomStudy, Size
         from flowrl_bench.headroom_page import TITLE, headroom_page, summary, table
         from flowrl_bench.page import require_page
@@ -435,7 +451,10 @@ class Headroom:
         command = shlex.join(["flowrl", *sys.argv[1:]])
         finished = study.execute(command)
         if rows := study.rows():
-            written = headroom_page(rows, size, command).write(folder, page, page)
+            document = headroom_page(rows, size, command)
+            written = document.write(folder, page, page)
+            evaluated, settings = evaluation_rows(study.labelled())
+            written += document.for_paper(folder / f"{page}-paper", evaluated, settings, command)
             write_bytes(spreadsheet, table(rows).encode())
             print(f"{summary(rows)}\nWrote {', '.join(map(str, [*written, spreadsheet]))}")
         return 0 if finished else _paused()
@@ -458,6 +477,7 @@ class Verdict:
 
     def main(self) -> int:
         """Judge and write."""
+        from flowrl_bench.evidence import evaluation_rows
         from flowrl_bench.page import require_page
         from flowrl_bench.verdict import CAMPAIGNS, Verdicts
         from flowrl_bench.verdict_page import TITLE, details, summary
@@ -474,7 +494,14 @@ class Verdict:
             name: (Verdicts(study.pairs(any_code=True)), study) for name, study in studies.items()
         }
         command = shlex.join(["flowrl", *sys.argv[1:]])
-        written = details(worlds, command).write(self.page, "details")
+        page = details(worlds, command)
+        written = page.write(self.page, "details")
+        rows, settings = evaluation_rows(
+            ({"world": name, **labels}, line)
+            for name, study in studies.items()
+            for labels, line in study.labelled(any_code=True)
+        )
+        written += page.for_paper(self.page / "details-paper", rows, settings, command)
         print(f"{summary(worlds)}\nWrote {', '.join(map(str, written))}")
         return 0
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from flowrl_compare.costs import COUNTS, STATED, STATED_NAME, prices_of
+from flowrl_compare.results import without_groups
 from flowrl_compare.statistics import Values, collapsed
 
 from flowrl.core.errors import ConfigError, FlowrlError
@@ -99,6 +100,30 @@ def spent(line: Line, axis: str) -> list[float]:
         return column(line, "seconds")
     prices, unit = (prices_of(config), 1.0) if axis == "forwards" else (STATED, STATED.seconds)
     return [unit * prices.parts(row).total for row in counts(line)]
+
+
+def evaluation_rows(
+    labelled: Iterable[tuple[Mapping[str, str], Line]],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A row per evaluation of every line: its labels, the seed, the settings in which the lines
+    differ, and the learning curve with its budgets; then the settings of every line.
+    """
+    lines = list(labelled)
+    settings = [without_groups(line["config"]) for _, line in lines]
+    differ = [
+        name
+        for name in dict.fromkeys(name for chosen in settings for name in chosen)
+        if any(chosen.get(name) != settings[0].get(name) for chosen in settings)
+    ]
+    rows = []
+    for (labels, line), chosen in zip(lines, settings, strict=True):
+        budgets = {axis: spent(line, axis) for axis in ("forwards", "stated seconds")}
+        for number, values in enumerate(line["curve"]):
+            scores = dict(zip(CURVE, values, strict=False))
+            totals = {axis.replace(" ", "_"): cost[number] for axis, cost in budgets.items()}
+            different = {name: chosen.get(name) for name in differ}
+            rows.append({**labels, "seed": line["seed"], **different, **totals, **scores})
+    return rows, settings
 
 
 def curve(line: Line, axis: str = "updates", rewards: str = "soft") -> Curve:

@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from flowrl_compare.costs import STATED, STATED_NAME
 from flowrl_compare.statistics import BELOW_START, COLLAPSE
@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 
 from flowrl_bench.headroom import CANNOT, MARGIN, TELLS, UNCLEAR, Row, Size
 from flowrl_bench.page import Document, Image, Table, dot_plot_axes
+from flowrl_bench.tune import chosen_settings
 
 TITLE = "Headroom of credit"
 SHADES = {TELLS: COLOURS["tp-grpo"], UNCLEAR: SOFT, CANNOT: COLOURS["stepwise-flow-grpo"]}
@@ -132,16 +133,6 @@ def methods(rows: Sequence[Row]) -> Table:
         for arm, result in row.arms.items()
     ]
     return Table(head, cells)
-
-
-def chosen_settings(chosen: Mapping[tuple[str, str], Mapping[str, float]]) -> Table:
-    """What the searches chose, by task and arm; "-" for a number that an arm does not have."""
-    knobs = list(dict.fromkeys(knob for values in chosen.values() for knob in values))
-    cells = [
-        [*key, *(f"{values[knob]:g}" if knob in values else "-" for knob in knobs)]
-        for key, values in chosen.items()
-    ]
-    return Table(["task", "arm", *(knob.replace("_", " ") for knob in knobs)], cells)
 
 
 def headroom_page(rows: Sequence[Row], size: Size, command: str) -> Document:

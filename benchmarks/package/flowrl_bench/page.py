@@ -2,16 +2,15 @@
 general figures.
 """
 
-import csv
-import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flowrl_compare.pages import render
-from flowrl_compare.style import is_own, pdf, png
+from flowrl_compare.paper import Columns, write_paper
+from flowrl_compare.style import is_own, png
 from markupsafe import escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -80,20 +79,6 @@ class Table:
             "| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines
         )
 
-    def csv(self) -> str:
-        """The table as CSV."""
-        buffer = io.StringIO()
-        csv.writer(buffer, lineterminator="\n").writerows([self.head, *self.rows])
-        return buffer.getvalue()
-
-    def latex(self, made: str) -> str:
-        """The table as LaTeX (booktabs), with the command that it was `made` by as a comment."""
-        lines = [" & ".join(map(_latex, line)) + r" \\" for line in (self.head, *self.rows)]
-        columns = "l" * len(self.head)
-        body = [r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"]
-        begin, end = rf"\begin{{tabular}}{{{columns}}}", r"\end{tabular}"
-        return "\n".join([f"{LATEX}{made}", begin, *body, end]) + "\n"
-
 
 @dataclass(frozen=True)
 class Image:
@@ -107,40 +92,6 @@ class Image:
     def markdown(self, images: str) -> str:
         """The block as Markdown; `images` is the folder of the images."""
         return f"![{self.alt}]({images + '/' if images else ''}{self.name}.png)"
-
-
-LATEX = "% flowrl: made by "
-"""Begins the tables in LaTeX, which the next run of the command may replace."""
-_SPECIAL = {
-    **{character: "\\" + character for character in "&%$#_{}"},
-    **{"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"},
-    **{"<": "$<$", ">": "$>$", "±": r"$\pm$"},
-}
-
-
-def _latex(text: str) -> str:
-    return "".join(_SPECIAL.get(character, character) for character in text)
-
-
-def write_for_papers(
-    folder: Path, tables: Mapping[str, Table], figures: Mapping[str, Figure], made: str
-) -> list[Path]:
-    """Write tables by name as CSV and LaTeX, and figures as PDF files.
-
-    Raises `ConfigError`, before anything is written, for files of these names that are not of an
-    earlier call.
-    """
-    files = {f"{name}.pdf": (pdf(figure), is_own) for name, figure in figures.items()}
-    for name, table in tables.items():
-        text, tex = table.csv().encode(), table.latex(made).encode()
-        head = text.partition(b"\n")[0]
-        files[f"{name}.csv"] = text, lambda data, head=head: data.startswith(head)
-        files[f"{name}.tex"] = tex, lambda data: data.startswith(LATEX.encode())
-    for file, (_, own) in files.items():
-        require_new_file(folder / file, own, "page")
-    for file, (data, _) in files.items():
-        write_bytes(folder / file, data)
-    return [folder / file for file in files]
 
 
 def require_page(folder: Path, name: str, title: str, option: str = "page") -> None:
@@ -199,6 +150,26 @@ class Document:
         write_bytes(folder / f"{name}.md", self.markdown(images).encode())
         write_bytes(folder / f"{name}.html", self.html(files).encode())
         return [folder / f"{name}.md", folder / f"{name}.html"]
+
+    def for_paper(
+        self,
+        folder: Path,
+        results: Sequence[Mapping[str, Any]],
+        settings: Iterable[Mapping[str, Any]],
+        command: str,
+    ) -> list[Path]:
+        """Write the page's tables and figures, the rows `results` and the references of runs with
+        these `settings` to a folder (`flowrl_compare.paper.write_paper`).
+        """
+        section, tables = self.title, dict[str, Columns]()
+        figures = {block.name: block.figure for block in self.blocks if isinstance(block, Image)}
+        for block in self.blocks:
+            if isinstance(block, Heading):
+                section = block.text
+            elif isinstance(block, Table):
+                caption = f"{section} ({len(tables) + 1})"
+                tables[caption] = list(zip(block.head, zip(*block.rows, strict=True), strict=True))
+        return write_paper(folder, results, tables, figures, settings, command, "page")
 
     def markdown(self, images: str = "") -> str:
         """The page as Markdown; `images` is the folder of the images."""

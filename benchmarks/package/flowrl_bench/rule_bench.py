@@ -14,8 +14,8 @@ from flowrl.training.config import RunConfig
 from flowrl.workers import worker_count
 from flowrl_bench.arms import WORLDS, Arm, settings_of, tuned, world_label
 from flowrl_bench.digest import config_id
-from flowrl_bench.evidence import Evidence
-from flowrl_bench.page import Image, require_page, write_for_papers
+from flowrl_bench.evidence import Evidence, Line, evaluation_rows
+from flowrl_bench.page import Heading, require_page
 from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.rule_headroom import bound_among
@@ -33,7 +33,6 @@ from flowrl_bench.rule_page import (
     World,
     findings_table,
     judged,
-    known_headroom,
     rule_page,
     sentence,
     terminal,
@@ -181,6 +180,15 @@ class Bench:
         allowed = {**{line.get("id", ""): None for line in self.results.unchecked()}, **runs}
         return Suite(runs, self.results, allowed, self.command).execute(self.workers, finished)
 
+    def labelled(self) -> list[tuple[dict[str, str], Line]]:
+        """The finished runs of the results with their world and arm."""
+        lines = self.results.read()
+        return [
+            ({"world": world, "arm": arm}, lines[key])
+            for (world, arm, _), run in self.runs()
+            if run is not None and (key := config_id(run)) in lines
+        ]
+
     def worlds(self) -> list[World]:
         """The worlds with two or more seeds that all arms have, judged."""
         lines, evaluated = self.results.read(), []
@@ -228,8 +236,8 @@ def bench_rule(
     command: str = "",
     say: Say = print,
 ) -> bool:
-    """Tune and compare the rule, print the findings, and write rule.md, rule.html, the findings and
-    the headroom as CSV and LaTeX, and the figures as PDF; False if the runs were paused.
+    """Tune and compare the rule, print the findings, and write rule.md, rule.html and the folder
+    rule-paper (`flowrl_compare.paper`); False if the runs were paused.
 
     Runs in the folder are reused, whatever path named the rule then. Raises what `Bench` raises.
     """
@@ -239,13 +247,10 @@ def bench_rule(
     worlds = bench.worlds()
     if worlds:
         page = rule_page(bench.name, bench.text, worlds, command)
-        figures = {block.name: block.figure for block in page.blocks if isinstance(block, Image)}
         written = page.write(bench.folder, "rule")
-        tables = {
-            "rule": findings_table(worlds),
-            "rule-worlds": known_headroom(bench.name, worlds),
-        }
-        written += write_for_papers(bench.folder, tables, figures, command)
+        page.blocks = [Heading("Findings"), findings_table(worlds), *page.blocks]
+        rows, settings = evaluation_rows(bench.labelled())
+        written += page.for_paper(bench.folder / "rule-paper", rows, settings, command)
         for world in worlds:
             for text in (sentence(bench.name, world), world.tells(bench.name)):
                 say("\n" + textwrap.fill(text, 80))

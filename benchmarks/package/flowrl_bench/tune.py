@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flowrl_compare.results import without_groups
 
 from flowrl.core.errors import RewardContractError, TrainingError, require
 from flowrl.io import file_lock, write_json
@@ -28,6 +29,7 @@ from flowrl_bench.arms import SHORT, Arm, short_name, tuned_entry
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import column
 from flowrl_bench.measurements import CURVE, measure
+from flowrl_bench.page import Document, Table
 from flowrl_bench.results_file import ResultsFile, make_line, require_unchanged, stamp
 
 SEEDS = tuple(range(9000, 9100))
@@ -359,6 +361,37 @@ def choices(searches: Sequence[Search], path: Path) -> str:
         spread = f"{min(repeated):.3f} to {max(repeated):.3f}, {len(repeated)} seeds"
         texts.append(f"{place}: {settings}; score {np.mean(repeated):.3f} ({spread})")
     return "\n".join(texts)
+
+
+def chosen_settings(chosen: Mapping[tuple[str, str], Mapping[str, float]]) -> Table:
+    """What the searches chose, by task and arm; "-" for a number that an arm does not have."""
+    knobs = list(dict.fromkeys(knob for values in chosen.values() for knob in values))
+    cells = [
+        [*key, *(f"{values[knob]:g}" if knob in values else "-" for knob in knobs)]
+        for key, values in chosen.items()
+    ]
+    return Table(["task", "arm", *(knob.replace("_", " ") for knob in knobs)], cells)
+
+
+def for_paper(searches: Sequence[Search], log: Path, folder: Path, command: str) -> list[Path]:
+    """Write every run of the searches, and what they chose, to a folder
+    (`flowrl_compare.paper.write_paper`).
+    """
+    lines = ResultsFile(log).unchecked()
+    page, rows, settings = Document("Chosen settings"), list[dict[str, Any]](), list[Any]()
+    values: dict[tuple[str, str], dict[str, float]] = {}
+    for search in searches:
+        labels = {"world": short_name(search.world), "arm": search.arm.name}
+        made = [line for line in lines if search.made(line)]
+        rows += [
+            {**labels, **line["values"], "seed": line["seed"], "score": score_of(line, search.form)}
+            for line in made
+        ]
+        settings += [without_groups(line["config"]) for line in made]
+        if (best_values := chosen(search, lines)) is not None:
+            values[short_name(search.world), search.arm.name] = best_values
+    page.blocks.append(chosen_settings(values))
+    return page.for_paper(folder, rows, settings, command)
 
 
 def save(searches: Sequence[Search], log: Path, path: Path) -> None:

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from flowrl_bench.headroom import MARGIN, HeadroomStudy
-from flowrl_bench.headroom_page import chosen_settings
 from flowrl_bench.page import Document, Image, Table, dot_plot_axes
+from flowrl_bench.tune import chosen_settings
 from flowrl_bench.verdict import (
     CAMPAIGNS,
     CONTROLS,
