@@ -42,6 +42,15 @@ autodoc_preserve_defaults = True
 html_theme = "furo"
 html_title = "flowrl"
 html_static_path = ["_static", "../benchmarks/package/flowrl_bench/templates/sort.js"]
+templates_path = ["_templates"]
+# Lessons from number 5 on had the number before; their old addresses lead to the new ones.
+MOVED = {
+    f"course/{int(path.stem[:2]) - 1:02d}{path.stem[2:]}": f"course/{path.stem}"
+    for path in (HERE.parent / "tutorials").glob("[0-9][0-9]_*.ipynb")
+    if path.stem >= "05"
+}
+html_additional_pages = dict.fromkeys(MOVED, "moved.html")
+html_context = {"moved": MOVED}
 html_js_files = [("sort.js", {"defer": "defer"})]
 html_css_files = ["flowrl.css"]
 html_theme_options = {

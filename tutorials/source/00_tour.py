@@ -15,7 +15,7 @@
 #
 # **After this lesson you can** say what GRPO does to an image generator, what the credit question is, and how three papers answer it; and you have run all of it once.
 #
-# **Time** 15 minutes, of which the computer needs about one. **You need** no prior knowledge; the details come in lessons 1 to 10.
+# **Time** 15 minutes, of which the computer needs about one. **You need** no prior knowledge; the details come in the lessons that follow.
 #
 # `flowrl` ships a small text-to-image model that draws on a 4 x 4 lattice. It was trained on every word of its small language, but often draws the wrong number of objects, or puts them in the wrong place. Below are its images before any training,
 # with the scores of a verifier that compares each image with its prompt.
@@ -222,7 +222,7 @@ lesson.check_blame(blaming)
 # %% [markdown]
 # ## Does it matter?
 #
-# First in a world of two dimensions, where a run takes two seconds: the same model, sample counts and settings for all three rules, and one seed. (Lesson 7 measures how much results vary between seeds.)
+# First in a world of two dimensions, where a run takes two seconds: the same model, sample counts and settings for all three rules, and one seed. (The lesson Side by side measures how much results vary between seeds.)
 
 # %%
 base = preset("default").apply(world="mixture", iterations=30, window=":-1", learning_rate=3e-3, clip_range=2e-2, seed=1)

@@ -284,7 +284,7 @@ plt.show()
 # $$\hat x_0 = x_t - t\,v, \qquad \hat\varepsilon = x_t + (1-t)\,v,$$
 #
 # and if $v$ is the conditional mean, both are conditional means, since they are linear in $v$: $\hat x_0 = \mathbb E[x_0 \mid x_t]$. This is the **Tweedie estimate**. It is the cheapest way to score an
-# unfinished image, and stepwise credit is based on it (lesson 5).
+# unfinished image, and stepwise credit is based on it (the lesson on Stepwise-Flow-GRPO).
 #
 # ### Exercise 4 · the Tweedie estimate
 #
@@ -342,7 +342,7 @@ print(
 # The estimate starts at the mean of all data, which is far from every blob: at first it is further from the final point than the state. It moves outwards fast; from $t = 0.7$ on it is nearer
 # to the final point than the state, and by $t = 0.4$ much nearer. Its *direction* is right from the beginning: the ODE is
 # deterministic, so the noise alone determines the final point, and on this symmetric ring the angle of the noise determines the blob. An ODE therefore has no decisions
-# that reinforcement learning could credit, and lesson 2 adds randomness.
+# that reinforcement learning could credit, and the lesson on ODE and SDE adds randomness.
 #
 # ## The same with the library
 #

@@ -16,7 +16,7 @@
 # **After this lesson you can** turn the sampler's ODE into an SDE, prove that both have the same marginal distributions, compute the error of the SDE with few steps, choose between
 # the kernels of the papers, and identify the steps of a sampler that are decisions, which reinforcement learning can credit.
 #
-# **Time** 60 minutes, of which the computer needs less than one. **You need** lesson 1.
+# **Time** 60 minutes, of which the computer needs less than one. **You need** the lesson on flow matching.
 #
 # An ODE maps each noise to one image: it has no probabilities that training could raise. Reinforcement learning needs a *policy*. The animation shows trajectories from one initial noise:
 # one of the ODE, and sixty of an SDE with the same velocity.
@@ -101,7 +101,7 @@ opening()
 # The score of a flow needs no new network. Given the data point $x_0$, $x_t$ is Gaussian with mean $(1-t)x_0$ and standard deviation $t$, and the
 # gradient of its log-density is $-(x_t - (1-t)x_0)/t^2 = -\varepsilon/t$. The score of the marginal is the mean of these gradients over all $x_0$ given $x$,
 # because $\nabla p_t(x) = \int p(x_0)\,p(x \mid x_0)\,\nabla\log p(x \mid x_0)\,\mathrm dx_0$; divide by $p_t(x)$. Hence
-# $\nabla \log p_t(x) = -\mathbb E[\varepsilon \mid x_t = x]/t$. Lesson 1 computed the noise estimate from the velocity: $\hat\varepsilon = x + (1-t)v$.
+# $\nabla \log p_t(x) = -\mathbb E[\varepsilon \mid x_t = x]/t$. The lesson on flow matching computed the noise estimate from the velocity: $\hat\varepsilon = x + (1-t)v$.
 #
 # ### Exercise 1 · the score from the velocity
 #
@@ -349,7 +349,7 @@ def cps_step(x, velocity, t, s, eta):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute $\hat x_0$ and $\hat\varepsilon$ from lesson 1, then $\sigma$, then the formula. Rounding can make $s^2 - \sigma^2$ slightly negative; `max(0, ...)` prevents an error.
+# **Hint.** Compute $\hat x_0$ and $\hat\varepsilon$ from the lesson on flow matching, then $\sigma$, then the formula. Rounding can make $s^2 - \sigma^2$ slightly negative; `max(0, ...)` prevents an error.
 
 
 # %% tags=["solution"]

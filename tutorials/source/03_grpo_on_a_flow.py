@@ -16,7 +16,7 @@
 # **After this lesson you can** treat denoising as a decision process, derive the policy gradient and its baseline, write the log-probability, the group's advantage, the clipped loss and the KL penalty, and train a flow with them: first with plain
 # PyTorch in under 80 lines, then with the library in ten.
 #
-# **Time** 75 minutes, of which the computer needs less than one. **You need** lesson 2.
+# **Time** 75 minutes, of which the computer needs less than one. **You need** the lesson on ODE and SDE.
 #
 # The data are the ring again, now with *prompts*: "towards 45 degrees" describes points at that angle, and the reward is $\exp(-d^2/2)$ for a point at distance $d$ from the target. The base model samples from the ring and ignores the prompt.
 
@@ -60,11 +60,11 @@ opening()
 # |---|---|
 # | state | the node $x_i$, its time $t_i$, and the prompt |
 # | action | the next node $x_{i+1}$ |
-# | policy | the Gaussian $\pi(x_{i+1} \mid x_i)$ of lesson 2; its mean depends on the network, its standard deviation does not |
+# | policy | the Gaussian $\pi(x_{i+1} \mid x_i)$ of the lesson on ODE and SDE; its mean depends on the network, its standard deviation does not |
 # | episode | $T$ steps from noise to image |
 # | reward | one number $R$, for the finished image |
 #
-# To make an action more likely, the update needs its log-probability. For a Gaussian with mean $\mu$ and standard deviation $\sigma$ per element (here $\sigma$ is that of the whole step, lesson 2's $\sigma_t\sqrt\Delta$),
+# To make an action more likely, the update needs its log-probability. For a Gaussian with mean $\mu$ and standard deviation $\sigma$ per element (here $\sigma$ is that of the whole step, the $\sigma_t\sqrt\Delta$ of the lesson on ODE and SDE),
 #
 # $$\log \pi(x) = -\frac{(x-\mu)^2}{2\sigma^2} - \log\sigma - \tfrac12\log 2\pi .$$
 #
@@ -606,4 +606,4 @@ lesson.check_diagnosis(diagnosis)
 # - Liu et al. 2025, *Understanding R1-Zero-like training* (arXiv 2503.20783): the bias from dividing by the group's standard deviation.
 # - Zheng et al. 2025, *GSPO* (arXiv 2507.18071): the ratio of a whole text as a geometric mean over tokens, the counterpart of the mean over elements.
 #
-# **Next:** [4 · Flow-GRPO](04_flow_grpo.ipynb) fine-tunes an image model.
+# **Next:** [5 · Flow-GRPO](05_flow_grpo.ipynb) fine-tunes an image model.

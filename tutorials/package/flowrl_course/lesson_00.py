@@ -1,4 +1,4 @@
-"""Checks of lesson 0, the tour."""
+"""Checks of the tour."""
 
 from collections.abc import Callable
 from typing import Any

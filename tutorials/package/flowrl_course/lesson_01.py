@@ -1,4 +1,4 @@
-"""Checks of lesson 1, flow matching from scratch."""
+"""Checks of the lesson on flow matching."""
 
 from collections.abc import Callable
 from itertools import pairwise

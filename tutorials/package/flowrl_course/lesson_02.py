@@ -1,4 +1,4 @@
-"""Checks of lesson 2, from ODE to SDE."""
+"""Checks of the lesson on ODE and SDE."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Checks of lesson 3, GRPO on a flow."""
+"""Checks of the lesson on GRPO."""
 
 import math
 from collections.abc import Callable

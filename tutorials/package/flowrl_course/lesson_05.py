@@ -1,4 +1,4 @@
-"""Checks of lesson 5, Stepwise-Flow-GRPO."""
+"""Checks of the lesson on Flow-GRPO."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,291 +6,343 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl import Schedule
 from flowrl.core.experience import Decisions
-from flowrl.credit import StepwiseGain, gains, generalised_gains, reward_to_go
-from flowrl_course.checking import answered, check, close, expect, number, tensor
+from flowrl.credit import Uniform
+from flowrl.flow import kl
+from flowrl.samplers import FlowSDE
+from flowrl_course.checking import answered, check, close, expect, number, same, tensor
 
 Answer = Callable[..., Any]
 
 
-def _values() -> Tensor:
-    """2 prompts, 3 members, 4 decisions."""
-    return (
-        torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(5)).cumsum(-1)
-        * torch.tensor([0.3, 0.1])[:, None, None]
-    )
+def _finals() -> Tensor:
+    """Rewards of 3 prompts of different difficulty with 4 members each."""
+    generator = torch.Generator().manual_seed(4)
+    return torch.rand(3, 4, generator=generator) * torch.tensor(
+        [[0.1], [0.4], [0.2]]
+    ) + torch.tensor([[0.1], [0.3], [0.7]])
+
+
+def _scores(
+    final: Tensor,
+    dims: int | tuple[int, ...],
+    std_dims: Any = None,
+    unbiased: bool = False,
+    epsilon: float = 1e-4,
+) -> Tensor:
+    spread = final.std(dim=dims if std_dims is None else std_dims, keepdim=True, unbiased=unbiased)
+    return (final - final.mean(dim=dims, keepdim=True)) / (spread + epsilon)
 
 
 @check("Exercise 1")
-def check_gains(answer: Answer) -> None:
-    """`answer(values)` are the gains [prompt, member, decision]."""
-    values = _values()
-    got = answered(answer(values), "step_gains")
+def check_uniform(answer: Answer) -> None:
+    """`answer(final, decisions)` is the uniform credit [prompt, member, decision]."""
+    final, decisions = _finals(), 5
+    got = answered(answer(final, decisions), "uniform_advantages")
     expect(isinstance(got, Tensor), "the result must be a torch.Tensor")
     expect(
-        got.shape != values.shape,
-        "there are as many entries as columns; a gain lies between two columns, so there is one"
-        " less",
+        got.shape != (3, 4),
+        "the axis of decisions is missing: repeat the scores over it, [prompt, member, decision]",
     )
+    got = tensor(got, (3, 4, decisions), "the result")
     expect(
-        got.shape != (1, 3, 5) and got.shape != (2, 2, 5),
-        "the difference is taken along another axis; the columns are the last one",
+        bool((got == got[..., :1]).all()),
+        "the advantages differ from decision to decision; uniform credit gives every decision of a"
+        " trajectory the same number",
     )
-    mistakes = {
-        "the sign is wrong: a decision that raises the expected reward must get a positive "
-        "gain, R_{k+1} - R_k": -gains(values),
-        "this is the reward-to-go R - R_k; a gain compares neighbouring columns": reward_to_go(
-            values
+    values = torch.cat([torch.full((3, 4, decisions), torch.nan), final[..., None]], dim=-1)
+    wanted = Uniform().assign(values, Decisions.like(values))
+    slips = {
+        "the mean runs over the whole batch: take it over members (dim=1)": _scores(final, (0, 1)),
+        "the mean runs over prompts (dim=0); images are compared with those of the same "
+        "prompt: dim=1": _scores(final, 0),
+        "the standard deviation is that of the whole batch; here it is that of the group (dim=1)": (
+            _scores(final, 1, (0, 1))
         ),
-        "this is what was gained since the start, R_{k+1} - R_0; a gain compares "
-        "neighbouring columns": (values[..., 1:] - values[..., :1]),
-        "these are rewards, not differences": values[..., 1:],
+        "the standard deviation is the unbiased one (divided by G - 1): pass unbiased=False": (
+            _scores(final, 1, unbiased=True)
+        ),
+        "the standard deviation is missing: divide by it (plus 1e-4)": (
+            final - final.mean(1, keepdim=True)
+        ),
+        "the advantage is not shared out: each decision gets the whole of it": (
+            _scores(final, 1) / decisions
+        ),
+        "the group's mean is not taken away": (
+            final / (final.std(1, keepdim=True, unbiased=False) + 1e-4)
+        ),
     }
-    close(
-        tensor(got, (2, 3, 4), "the result"), gains(values), "this is not R_{k+1} - R_k", mistakes
-    )
-
-
-FIGURE_1 = {"g at 0.86": 3, "g at 0.71": 5, "into the dip at 0.86": 2}
-
-
-@check("Exercise 2")
-def check_figure_1(answer: dict[str, Any]) -> None:
-    """`answer` maps the paper's labels to steps: g_t leaves the state at t; the step before leads
-    into it.
-    """
-    expect(
-        isinstance(answer, dict) and set(answer) == set(FIGURE_1),
-        f"give a dict with the keys {', '.join(FIGURE_1)}",
-    )
-    given = {label: number(value, label) for label, value in answer.items()}
-    backwards = all(given[label] == 10 - FIGURE_1[label] for label in ("g at 0.86", "g at 0.71"))
-    expect(
-        not backwards,
-        "these count from the image; our steps count from the noise: step 0 leaves t = 1",
-    )
-    entered = given["g at 0.86"] == 2 or given["g at 0.71"] == 4
-    expect(
-        not entered,
-        "g at t is the gain of the step that leaves the state at t, not of the step that leads"
-        " to it",
-    )
-    late = given["g at 0.86"] == 4 or given["g at 0.71"] == 6
-    expect(not late, "one too large: node 0 is t = 1, and step i leaves node i")
-    expect(
-        given["g at 0.86"] == 3,
-        "g at 0.86: find the node with t = 0.86; the step that leaves it has the same number",
-    )
-    expect(
-        given["g at 0.71"] == 5,
-        "g at 0.71: find the node with t = 0.71; the step that leaves it has the same number",
-    )
-    dip = given["into the dip at 0.86"]
-    expect(dip != 3, "step 3 leads out of the dip; the step that leads into node 3 leaves node 2")
-    expect(dip == 2, "the step into node j is step j - 1")
-
-
-def _field(x: Tensor, t: Any) -> Tensor:
-    """A velocity that depends on both, so that every slip shows."""
-    return torch.sin(x) * (1.0 + 2.0 * float(t) ** 2)
-
-
-def _euler(
-    x: Tensor,
-    t: float,
-    count: int,
-    length: float | None = None,
-    still: bool = False,
-    ahead: int = 0,
-) -> Tensor:
-    length = t / count if length is None else length
-    v = _field(x, t)
-    for k in range(count):
-        if k > 0:
-            v = _field(x, t if still else t - (k + ahead) * t / count)
-        x = x - length * v
-    return x
-
-
-@check("Exercise 3")
-def check_substeps(answer: Answer) -> None:
-    """`answer(velocity, x, t, v, count)` is the estimate after `count` Euler steps."""
-    x, t, count = torch.randn(4, 3, generator=torch.Generator().manual_seed(6)), 0.6, 4
-    v, calls = _field(x, t), []
-
-    def velocity(state: Tensor, time: Any) -> Tensor:
-        one = torch.as_tensor(time).numel() == 1
-        expect(one, "`velocity` takes the time as one number here, not one per sample")
-        calls.append(float(time))
-        return _field(state, time)
-
-    given = x.clone()
-    got = tensor(answer(velocity, given, t, v, count), (4, 3), "the estimate")
     mistakes = {
-        "the first velocity is used for every substep: this is the Tweedie estimate; "
-        "evaluate `velocity` after each substep": (x - t * v),
-        "the velocity is always evaluated at the time t; after k substeps the time is t - k "
-        "t / count": _euler(x, t, count, still=True),
-        "substeps have the length 1 / count; only the time t remains: t / count": _euler(
-            x, t, count, length=1 / count
-        ),
-        "the sign is wrong: v points towards noise, so subtract it": _backwards(x, t, count),
-        "substeps have the length 1 / count, and the times too; only the time t remains: t / "
-        "count": _from_one(x, t, count),
-        "the velocity is evaluated one substep ahead of its state": _euler(x, t, count, ahead=1),
-        "the velocity is evaluated one substep behind its state: after k substeps the time "
-        "is t - k t / count": _euler(x, t, count, ahead=-1),
-        "one substep is missing: the last one ends at t = 0": _short(x, t, count),
+        message: value[..., None].repeat(1, 1, decisions) for message, value in slips.items()
     }
-    close(
-        got,
-        _euler(x, t, count),
-        "this is not `count` Euler steps of length t / count from x",
-        mistakes,
-    )
-    expect(
-        torch.equal(given, x),
-        "the estimate is right, but `x` itself was changed: write x = x - ..., not x -= ...",
-    )
-    expect(
-        len(calls) == count - 1,
-        f"the estimate is right, but the network was evaluated {len(calls)} times; v at (x, t) is"
-        f" given, so {count - 1} suffice",
-    )
-
-
-def _backwards(x: Tensor, t: float, count: int) -> Tensor:
-    v = _field(x, t)
-    for k in range(count):
-        v = _field(x, t - k * t / count) if k > 0 else v
-        x = x + t / count * v
-    return x
-
-
-def _from_one(x: Tensor, t: float, count: int) -> Tensor:
-    for k in range(count):
-        x = x - _field(x, t - k / count) / count
-    return x
-
-
-def _short(x: Tensor, t: float, count: int) -> Tensor:
-    for k in range(count - 1):
-        x = x - t / count * _field(x, t - k * t / count)
-    return x
-
-
-@check("Exercise 4")
-def check_joint(answer: Answer) -> None:
-    """`answer(gained)` are jointly normalised advantages."""
-    values = _values()
-    gained = gains(values)
-    got = tensor(answer(gained), (2, 3, 4), "the result")
-
-    def scores(
-        dims: tuple[int, ...], std_dims: tuple[int, ...] | None = None, unbiased: bool = False
-    ) -> Tensor:
-        spread = gained.std(dim=std_dims or dims, keepdim=True, unbiased=unbiased)
-        return (gained - gained.mean(dim=dims, keepdim=True)) / (spread + 1e-4)
-
-    mistakes = {
-        "every decision is normalised by itself; here mean and std run over members and "
-        "decisions together": scores((1,)),
-        "every trajectory is normalised by itself: a good one and a bad one then get the "
-        "same total, 0": scores((2,)),
-        "prompts are mixed: mean and std are those of one group": scores((0, 1, 2)),
-        "the standard deviation is unbiased: pass unbiased=False": scores((1, 2), unbiased=True),
-        "the mean is taken decision by decision: a joint mean is one number per group": scores(
-            (1,), (1, 2)
-        ),
-        "the mean is not taken away": (
-            gained / (gained.std(dim=(1, 2), keepdim=True, unbiased=False) + 1e-4)
-        ),
-        "the standard deviation is missing": gained - gained.mean(dim=(1, 2), keepdim=True),
-    }
-    wanted = StepwiseGain(clamp=None).assign(values, Decisions.like(values))
+    equal = answer(torch.full((2, 4), 0.3), 2)
+    safe = isinstance(equal, Tensor) and bool(torch.isfinite(equal).all())
+    expect(safe, "a group of equal rewards gives NaN: add 1e-4 to the standard deviation")
     close(
         got,
         wanted,
-        "this is not (g - mean) / (std + 1e-4), both over members and decisions of a group",
+        "this is not (R - mean) / (std + 1e-4) over the members of each prompt",
+        mistakes,
+        tolerance=2e-5,
+    )
+
+
+@check("Exercise 2")
+def check_silent(answer: Answer) -> None:
+    """`answer(success, size)` is the expected fraction of silent groups."""
+    success, size = torch.tensor([0.05, 0.3, 0.6, 0.97]), 4
+    fail, win = (1 - success) ** size, success**size
+    mean = success.mean()
+    mistakes = {
+        "only groups in which all fail are counted; groups in which all succeed are silent too": (
+            fail.mean()
+        ),
+        "only groups in which all succeed are counted; groups in which all fail are silent too": (
+            win.mean()
+        ),
+        "the formula got the mean success of all prompts; apply it to every prompt, then "
+        "take the mean": (mean**size + (1 - mean) ** size),
+        "the two probabilities are multiplied; all succeed OR all fail: add them": (
+            (fail * win).mean()
+        ),
+        "this is the fraction of groups that are not silent; return 1 minus this": (
+            1 - (fail + win).mean()
+        ),
+        "this sums over the prompts; take their mean": (fail + win).sum(),
+        "twice the share in which all succeed: all fail has probability (1 - p)^G": 2 * win.mean(),
+        "the exponents are one too small: all G members succeed with probability p^G, not "
+        "p^(G-1)": ((fail / (1 - success)).mean() + (win / success).mean()),
+    }
+    got = answer(success, size)
+    several = isinstance(got, Tensor) and got.shape == success.shape
+    expect(not several, "this is one share per prompt; take the mean over the prompts")
+    got = number(got, "silent_share")
+    close(
+        got,
+        (fail + win).mean(),
+        "this is not the mean over prompts of p^G + (1 - p)^G",
+        mistakes,
+        tolerance=1e-5,
+    )
+
+
+@check("Exercise 3")
+def check_cost(answer: Answer) -> None:
+    """`answer(trajectories, steps, decisions)` is the number of evaluations of one iteration."""
+    for trajectories, steps, decisions in ((96, 10, 4), (7, 40, 39)):
+        mistakes = {
+            "the backward pass is missing: a training evaluation counts as 3": (
+                trajectories * (steps + decisions)
+            ),
+            "every step is trained here; only the stochastic ones have a log-probability to "
+            "train": (trajectories * 4 * steps),
+            "the sampling is missing: one evaluation per step of every trajectory": (
+                trajectories * 3 * decisions
+            ),
+            "the update is missing: 3 evaluations per decision": trajectories * steps,
+            "this is for one trajectory: multiply everything by the number of trajectories": (
+                steps + 3 * decisions
+            ),
+            "the update must be counted per trajectory too": trajectories * steps + 3 * decisions,
+            "sampling and update are added, not multiplied": trajectories * steps * 3 * decisions,
+            "each trajectory has one training evaluation per decision, not per decision and step": (
+                trajectories * steps * (1 + 3 * decisions)
+            ),
+            "the factor 3 holds for the update only; sampling has no backward pass": (
+                3 * trajectories * (steps + decisions)
+            ),
+            "the stochastic steps are sampled too: count all steps once, and the decisions "
+            "again with 3": (trajectories * (steps + 2 * decisions)),
+            "3 is forward and backward together": trajectories * (steps + 4 * decisions),
+            "sampling must be counted per trajectory too": steps + 3 * trajectories * decisions,
+        }
+        got = number(answer(trajectories, steps, decisions), "iteration_cost")
+        close(
+            got,
+            trajectories * (steps + 3 * decisions),
+            "this is not trajectories x (steps + 3 decisions)",
+            mistakes,
+            1e-6,
+        )
+
+
+def _bools(value: Any, count: int) -> Tensor:
+    if isinstance(value, list | tuple):
+        value = torch.tensor(value)
+    expect(
+        isinstance(answered(value, "pushing"), Tensor),
+        "the result must be a torch.Tensor of booleans",
+    )
+    expect(value.dtype == torch.bool, f"the result has dtype {value.dtype}; booleans are wanted")
+    return tensor(value, (count,), "the result")
+
+
+@check("Exercise 4")
+def check_kl_from_velocities(answer: Answer) -> None:
+    """`answer(velocity, reference_velocity, t, s, noise_level)` is the KL per element of a Flow-SDE
+    step.
+    """
+    t, s, a = 0.7, 0.55, 0.8
+    schedule, index = Schedule(torch.tensor([0.9, t, s, 0.0])), torch.ones(6, dtype=torch.long)
+    x, velocity, reference = torch.randn(3, 6, 5, generator=torch.Generator().manual_seed(8))
+    new, old = (FlowSDE(a).transition(x, v, schedule, index) for v in (velocity, reference))
+    wanted, delta, sigma = kl(new, old), t - s, a * (t / (1 - t)) ** 0.5
+    squares = (velocity - reference).square().mean(1)
+    factor = sigma * (1 - t) / (2 * t) + 1 / sigma
+    swapped = a * ((1 - t) / t) ** 0.5
+    mistakes = {
+        "this is the sum over elements; return the mean, which does not grow with the resolution": (
+            wanted * 5
+        ),
+        "the bracket is not squared": delta / 2 * factor * squares,
+        "the step length is missing: the factor begins with Delta / 2": wanted / delta,
+        "divided by Delta twice, or not multiplied by it: the factor begins with Delta / 2, "
+        "not 1 / (2 Delta)": (wanted / delta**2),
+        "this is the KL times Delta, as the released code computes it; the exact KL has "
+        "Delta to the power of one": (wanted * delta),
+        "the 2 in Delta / 2 is missing": wanted * 2,
+        "the squares of the two terms are added; square the sum: (p + q)^2": (
+            delta / 2 * ((sigma * (1 - t) / (2 * t)) ** 2 + 1 / sigma**2) * squares
+        ),
+        "only the term 1 / sigma is there; the score correction contributes sigma (1 - t) / "
+        "(2 t)": (delta / 2 / sigma**2 * squares),
+        "sigma has t and 1 - t swapped: sigma = a sqrt(t / (1 - t))": (
+            delta / 2 * (swapped * (1 - t) / (2 * t) + 1 / swapped) ** 2 * squares
+        ),
+        "the root in sigma is missing: sigma = a sqrt(t / (1 - t))": (
+            delta / 2 * (a / 2 + (1 - t) / (a * t)) ** 2 * squares
+        ),
+        "sigma is the noise level only; multiply it by sqrt(t / (1 - t))": (
+            delta / 2 * (a * (1 - t) / (2 * t) + 1 / a) ** 2 * squares
+        ),
+        "the velocities are not squared": (
+            delta / 2 * factor**2 * (velocity - reference).abs().mean(1)
+        ),
+        "the difference is averaged before it is squared, so that signs cancel": (
+            delta / 2 * factor**2 * (velocity - reference).mean(1).square()
+        ),
+    }
+    got = answered(answer(velocity, reference, t, s, a), "kl_from_velocities")
+    expect(
+        not same(got, wanted.mean()), "return one number per sample, not the mean over the batch"
+    )
+    expect(
+        not isinstance(got, Tensor) or got.shape != (6, 5),
+        "return one number per sample: take the mean over elements",
+    )
+    close(
+        tensor(got, (6,), "the KL"),
+        wanted,
+        "this is not the KL of the two Flow-SDE transitions (flow.kl)",
         mistakes,
     )
 
 
-def _from_gains(gained: Tensor) -> Tensor:
-    """Rewards that begin at 0 and have these gains."""
-    return torch.cat([torch.zeros_like(gained[..., :1]), gained.cumsum(-1)], dim=-1)
-
-
 @check("Exercise 5")
-def check_generalised(answer: Answer) -> None:
-    """`answer(gained, lam)` is the discounted sum of the gains from each decision on."""
-    values = _values()
-    gained = gains(values)
-    lam = 0.6
-    given = gained.clone()
-    got = tensor(answer(given, lam), (2, 3, 4), "the result")
-    wanted = generalised_gains(values, lam)
-    past = generalised_gains(_from_gains(gained.flip(-1)), lam).flip(-1)
-    after = torch.cat([wanted[..., 1:], torch.zeros_like(wanted[..., :1])], dim=-1)
-    powers = lam ** torch.arange(4.0)
-    mistakes = {
-        "the sum runs over the past (j <= 0): a decision gets credit for earlier ones; run "
-        "from the last one to the first": (past),
-        "the result is in reversed order: flip it back": wanted.flip(-1),
-        "the decision's own gain is left out: j starts at 0": after,
-        "the decision's own gain is left out: j starts at 0, with lam^0 = 1": lam * after,
-        "the first gain is discounted too: lam^0 = 1": lam * wanted,
-        "there is no factor 1 - lambda: at lambda = 1 the sum must be R - R_k": (1 - lam) * wanted,
-        "gains and reward-to-go are not mixed linearly; every later gain has its own power "
-        "of lambda": ((1 - lam) * gained + lam * reward_to_go(values)),
-        "lambda is not applied: this is the reward-to-go for every lambda": reward_to_go(values),
-        "only the next gain is added; the sum goes on to the end": (
-            gained + lam * torch.cat([gained[..., 1:], 0 * gained[..., :1]], -1)
-        ),
-        "gains are discounted by their position, not by their distance from decision k": (
-            (gained * powers).flip(-1).cumsum(-1).flip(-1)
-        ),
+def check_kl_estimates(answer: Answer) -> None:
+    """`answer(log_ratio)` is k1, k2, k3 of KL(pi || pi_ref)."""
+    ell = torch.tensor([-0.8, -0.1, 0.0, 0.3, 1.4])
+    got = answer(ell)
+    expect(isinstance(got, tuple | list) and len(got) == 3, "return three tensors: k1, k2, k3")
+    k1, k2, k3 = (
+        tensor(value, (5,), name) for value, name in zip(got, ("k1", "k2", "k3"), strict=True)
+    )
+    signs = {"the sign is wrong: k1 = log pi - log pi_ref, which is log_ratio": -ell}
+    close(
+        k1,
+        ell,
+        "k1 is the log-ratio itself",
+        signs | {"this is the ratio; k1 is its logarithm": ell.exp()},
+    )
+    halves = {
+        "the factor 1/2 of k2 is missing": ell.square(),
+        "k2 is half of the square, not the square of the half": (ell / 2).square(),
+        "k2 squares the log-ratio, not the ratio": (-ell).exp().square() / 2,
     }
-    close(got, wanted, "this is not the sum over j of lam^j g_{k+j}", mistakes)
-    expect(
-        torch.equal(given, gained),
-        "the result is right, but `gained` itself was changed: write the sums into a new tensor",
-    )
-    close(
-        answer(gained.clone(), 0.0), gained, "with lam = 0 the result must be the gains themselves"
-    )
-    close(
-        answer(gained.clone(), 1.0), reward_to_go(values), "with lam = 1 the result must be R - R_k"
-    )
+    close(k2, ell.square() / 2, "k2 is log_ratio squared, divided by 2", halves)
+    others = {
+        "r is inverted: r = pi_ref / pi = exp(-log_ratio)": ell.exp() - 1 - ell,
+        "r is inverted: r = pi_ref / pi = exp(-log_ratio); now the mean is not the KL": (
+            ell.exp() - 1 + ell
+        ),
+        "the sign of log_ratio is wrong: (r - 1) - log r, and log r = -log_ratio": (
+            (-ell).exp() - 1 - ell
+        ),
+        "the -1 is missing: k3 must be 0 where both policies agree": (-ell).exp() + ell,
+        "this is r - 1 alone, whose mean is 0: add log_ratio": (-ell).exp() - 1,
+    }
+    close(k3, (-ell).exp() - 1 + ell, "k3 is exp(-log_ratio) - 1 + log_ratio", others)
 
 
 @check("Exercise 6")
-def check_worth(answer: Answer) -> None:
-    """`answer(weak, strong)` is how many batches of the weak rule are as clear as one of the
-    strong.
-    """
-    weak, strong = 0.2, 0.65
+def check_path_kl(answer: Answer) -> None:
+    """`answer(step_kl, elements)` is the KL of the path in nats."""
+    step_kl, elements = torch.rand(5, 3, generator=torch.Generator().manual_seed(9)) / 50, 40
+    wanted = elements * step_kl.sum(1).mean()
     mistakes = {
-        "this is the ratio of the cosines; the signal-to-noise ratio of a batch is c / (1 - c)": (
-            strong / weak
+        "this is the mean over steps; the KLs of the steps of a trajectory add up": wanted / 3,
+        "this is the KL of the path per element: multiply by the number of elements": (
+            wanted / elements
         ),
-        "this is the ratio of the squared cosines; solve c = rho / (rho + 1) for rho": (
-            (strong / weak) ** 2
+        "this is the sum over samples; the formula is an expectation, so take their mean": (
+            wanted * 5
         ),
-        "this is the inverse: one batch of the clearer rule is worth more than one of the other": (
-            (1 - strong) / strong * weak / (1 - weak)
+        "this is the mean over everything; sum over steps, and multiply by the elements": (
+            step_kl.mean()
         ),
-        "this compares the noise only; divide signal by noise, c / (1 - c)": (
-            (1 - weak) / (1 - strong)
+        "steps and elements add up; the mean over samples is missing, and so is the factor "
+        "for elements": (step_kl.sum()),
+        "divided by the elements; the step's KL is already per element, so multiply": (
+            wanted / elements**2
         ),
-        "rho is a ratio of squared lengths already: no root": (
-            (strong / (1 - strong) * (1 - weak) / weak) ** 0.5
+        "the KLs of the steps are multiplied; those of probabilities multiply, but their "
+        "logarithms add up": (elements * step_kl.prod(1).mean()),
+    }
+    got = answered(answer(step_kl, elements), "path_kl")
+    expect(
+        not isinstance(got, Tensor) or got.numel() == 1,
+        "return one number: the mean over samples of the sum over steps",
+    )
+    close(
+        number(got, "path_kl"),
+        wanted,
+        "this is not elements x mean over samples of the sum over steps",
+        mistakes,
+        1e-6,
+    )
+
+
+@check("Exercise 7")
+def check_pushing(answer: Answer) -> None:
+    """`answer(ratio, advantage, clip)` says which pairs have a gradient."""
+    ratio = torch.tensor([0.7, 0.7, 0.95, 0.95, 1.0, 1.0, 1.05, 1.05, 1.4, 1.4])
+    advantage = torch.tensor([1.0, -1.0] * 5) * torch.linspace(0.3, 2.0, 10)
+    clip = 0.1
+    leaf = ratio.clone().requires_grad_(True)
+    torch.maximum(-advantage * leaf, -advantage * leaf.clamp(1 - clip, 1 + clip)).sum().backward()
+    wanted = leaf.grad is not None and leaf.grad != 0
+    assert isinstance(wanted, Tensor)
+    inside = (ratio - 1).abs() <= clip
+    positive = advantage > 0
+    mistakes = {
+        "every pair outside 1 - c to 1 + c is dropped; but a good pair whose ratio fell "
+        "still pushes back up": (inside),
+        "the sides are swapped: a good pair stops when its ratio has grown beyond 1 + c, not "
+        "when it fell": ~((positive & (ratio < 1 - clip)) | (~positive & (ratio > 1 + clip))),
+        "these are the pairs whose gradient is zero; return the others": ~wanted,
+        "the upper bound holds for good pairs only: a bad pair whose ratio grew must be "
+        "pushed down": (ratio <= 1 + clip),
+        "pairs with negative advantages push too, down": wanted & positive,
+        "not all of them: where the clipped term is the larger loss, it is constant in the ratio": (
+            torch.ones(10, dtype=torch.bool)
         ),
     }
-    got = number(answer(weak, strong), "batches_worth")
+    got = _bools(answer(ratio, advantage, clip), len(ratio))
     close(
         got,
-        strong / (1 - strong) * (1 - weak) / weak,
-        "this is not the ratio of the two c / (1 - c)",
+        wanted,
+        "compare with the derivative of max(-A ratio, -A clip(ratio)) by hand: four cases, A > 0"
+        " or < 0",
         mistakes,
     )

@@ -1,15 +1,93 @@
-"""Checks of lesson 6, TP-GRPO."""
+"""Checks of the lesson on Stepwise-Flow-GRPO."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.credit import balanced, gains, reward_to_go, turning_points
-from flowrl_course.checking import answered, check, close, expect, number, same, tensor
+from flowrl.core.experience import Decisions
+from flowrl.credit import StepwiseGain, gains, generalised_gains, reward_to_go
+from flowrl_course.checking import answered, check, close, expect, number, tensor
 
 Answer = Callable[..., Any]
+
+
+def _values() -> Tensor:
+    """2 prompts, 3 members, 4 decisions."""
+    return (
+        torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(5)).cumsum(-1)
+        * torch.tensor([0.3, 0.1])[:, None, None]
+    )
+
+
+@check("Exercise 1")
+def check_gains(answer: Answer) -> None:
+    """`answer(values)` are the gains [prompt, member, decision]."""
+    values = _values()
+    got = answered(answer(values), "step_gains")
+    expect(isinstance(got, Tensor), "the result must be a torch.Tensor")
+    expect(
+        got.shape != values.shape,
+        "there are as many entries as columns; a gain lies between two columns, so there is one"
+        " less",
+    )
+    expect(
+        got.shape != (1, 3, 5) and got.shape != (2, 2, 5),
+        "the difference is taken along another axis; the columns are the last one",
+    )
+    mistakes = {
+        "the sign is wrong: a decision that raises the expected reward must get a positive "
+        "gain, R_{k+1} - R_k": -gains(values),
+        "this is the reward-to-go R - R_k; a gain compares neighbouring columns": reward_to_go(
+            values
+        ),
+        "this is what was gained since the start, R_{k+1} - R_0; a gain compares "
+        "neighbouring columns": (values[..., 1:] - values[..., :1]),
+        "these are rewards, not differences": values[..., 1:],
+    }
+    close(
+        tensor(got, (2, 3, 4), "the result"), gains(values), "this is not R_{k+1} - R_k", mistakes
+    )
+
+
+FIGURE_1 = {"g at 0.86": 3, "g at 0.71": 5, "into the dip at 0.86": 2}
+
+
+@check("Exercise 2")
+def check_figure_1(answer: dict[str, Any]) -> None:
+    """`answer` maps the paper's labels to steps: g_t leaves the state at t; the step before leads
+    into it.
+    """
+    expect(
+        isinstance(answer, dict) and set(answer) == set(FIGURE_1),
+        f"give a dict with the keys {', '.join(FIGURE_1)}",
+    )
+    given = {label: number(value, label) for label, value in answer.items()}
+    backwards = all(given[label] == 10 - FIGURE_1[label] for label in ("g at 0.86", "g at 0.71"))
+    expect(
+        not backwards,
+        "these count from the image; our steps count from the noise: step 0 leaves t = 1",
+    )
+    entered = given["g at 0.86"] == 2 or given["g at 0.71"] == 4
+    expect(
+        not entered,
+        "g at t is the gain of the step that leaves the state at t, not of the step that leads"
+        " to it",
+    )
+    late = given["g at 0.86"] == 4 or given["g at 0.71"] == 6
+    expect(not late, "one too large: node 0 is t = 1, and step i leaves node i")
+    expect(
+        given["g at 0.86"] == 3,
+        "g at 0.86: find the node with t = 0.86; the step that leaves it has the same number",
+    )
+    expect(
+        given["g at 0.71"] == 5,
+        "g at 0.71: find the node with t = 0.71; the step that leaves it has the same number",
+    )
+    dip = given["into the dip at 0.86"]
+    expect(dip != 3, "step 3 leads out of the dip; the step that leads into node 3 leaves node 2")
+    expect(dip == 2, "the step into node j is step j - 1")
 
 
 def _field(x: Tensor, t: Any) -> Tensor:
@@ -17,415 +95,202 @@ def _field(x: Tensor, t: Any) -> Tensor:
     return torch.sin(x) * (1.0 + 2.0 * float(t) ** 2)
 
 
-def _walk(
-    x: Tensor, times: Tensor, first: int, last: int, ahead: int = 0, sign: float = -1.0
+def _euler(
+    x: Tensor,
+    t: float,
+    count: int,
+    length: float | None = None,
+    still: bool = False,
+    ahead: int = 0,
 ) -> Tensor:
-    for i in range(first, last):
-        x = x + sign * (times[i] - times[i + 1]) * _field(x, times[i + ahead])
+    length = t / count if length is None else length
+    v = _field(x, t)
+    for k in range(count):
+        if k > 0:
+            v = _field(x, t if still else t - (k + ahead) * t / count)
+        x = x - length * v
     return x
 
 
-@check("Exercise 1")
-def check_complete(answer: Answer) -> None:
-    """`answer(velocity, x, node, times)` is the ODE's end point."""
-    times = torch.tensor([1.0, 0.85, 0.6, 0.3, 0.1, 0.0])
-    x, node, steps = torch.randn(4, 3, generator=torch.Generator().manual_seed(6)), 2, 5
-    given = x.clone()
+@check("Exercise 3")
+def check_substeps(answer: Answer) -> None:
+    """`answer(velocity, x, t, v, count)` is the estimate after `count` Euler steps."""
+    x, t, count = torch.randn(4, 3, generator=torch.Generator().manual_seed(6)), 0.6, 4
+    v, calls = _field(x, t), []
 
     def velocity(state: Tensor, time: Any) -> Tensor:
         one = torch.as_tensor(time).numel() == 1
         expect(one, "`velocity` takes the time as one number here, not one per sample")
+        calls.append(float(time))
         return _field(state, time)
 
-    got = tensor(answer(velocity, given, node, times), (4, 3), "the end point")
-    even = x
-    for k in range(steps - node):
-        t = float(times[node]) * (1 - k / (steps - node))
-        even = even - float(times[node]) / (steps - node) * _field(even, t)
+    given = x.clone()
+    got = tensor(answer(velocity, given, t, v, count), (4, 3), "the estimate")
     mistakes = {
-        "all steps from t = 1 are taken; the state is at times[node], and only the remaining "
-        "steps are left": _walk(x, times, 0, steps),
-        "this is the one-step (Tweedie) estimate; take the remaining steps one by one": (
-            x - times[node] * _field(x, times[node])
+        "the first velocity is used for every substep: this is the Tweedie estimate; "
+        "evaluate `velocity` after each substep": (x - t * v),
+        "the velocity is always evaluated at the time t; after k substeps the time is t - k "
+        "t / count": _euler(x, t, count, still=True),
+        "substeps have the length 1 / count; only the time t remains: t / count": _euler(
+            x, t, count, length=1 / count
         ),
-        "the steps are even; a completion uses the sampler's own grid, times[i] - times[i + 1]": (
-            even
-        ),
-        "one step is missing: the last one ends at t = 0": _walk(x, times, node, steps - 1),
-        "the velocity is taken at times[i + 1]; take it where the step starts": _walk(
-            x, times, node, steps, ahead=1
-        ),
-        "the sign is wrong: v points towards noise, so subtract it": _walk(
-            x, times, node, steps, sign=1.0
-        ),
-        "the first step is missing: begin at node itself": _walk(x, times, node + 1, steps),
+        "the sign is wrong: v points towards noise, so subtract it": _backwards(x, t, count),
+        "substeps have the length 1 / count, and the times too; only the time t remains: t / "
+        "count": _from_one(x, t, count),
+        "the velocity is evaluated one substep ahead of its state": _euler(x, t, count, ahead=1),
+        "the velocity is evaluated one substep behind its state: after k substeps the time "
+        "is t - k t / count": _euler(x, t, count, ahead=-1),
+        "one substep is missing: the last one ends at t = 0": _short(x, t, count),
     }
     close(
         got,
-        _walk(x, times, node, steps),
-        "this is not the Euler path over times[node:], from x",
+        _euler(x, t, count),
+        "this is not `count` Euler steps of length t / count from x",
         mistakes,
     )
     expect(
         torch.equal(given, x),
-        "the end point is right, but `x` itself was changed: write x = x - ..., not x -= ...",
-    )
-
-
-PLAIN = {"a": [2], "b": [2], "c": [0, 2]}
-CONSISTENT = {"a": [2], "b": [2], "c": [0]}
-
-
-def _lists(answer: Any, what: str) -> dict[str, list[int]]:
-    expect(
-        isinstance(answered(answer, what), Mapping),
-        f"{what} must be a dictionary with the keys a, b, c",
-    )
-    expect(set(answer) == set(PLAIN), f"{what} must have the keys a, b, c")
-    for name, steps in answer.items():
-        expect(
-            steps is not ...,
-            f"{what}[{name!r}] is not answered yet: a list of decisions, [] for none",
-        )
-        expect(
-            isinstance(steps, list | tuple | set),
-            f"{what}[{name!r}] must be a list of decisions, such as [2]",
-        )
-    return {name: sorted(int(step) for step in steps) for name, steps in answer.items()}
-
-
-@check("Exercise 2")
-def check_by_hand(plain: Any, consistent: Any) -> None:
-    """The turning points of the three example trajectories under both rules."""
-    first, second = _lists(plain, "plain"), _lists(consistent, "consistent")
-    expect(
-        first != {name: [step + 1 for step in steps] for name, steps in PLAIN.items()},
-        "each is one too large: decision k leads from column k to column k + 1; give the number of"
-        " the first",
+        "the estimate is right, but `x` itself was changed: write x = x - ..., not x -= ...",
     )
     expect(
-        bool(first["b"]) or not first["a"],
-        "b ends below its start, so its trend Δ is negative: turning points of b go down",
-    )
-    expect(
-        not (1 in first["a"] and 1 in first["b"] and 2 not in first["a"]),
-        "a and b turn at column 2, and the decision that turned them is the one that starts there:"
-        " decision 2, not 1",
-    )
-    expect(
-        not (3 in first["a"] or 3 in first["b"]),
-        "only the first decision in the new direction turns; the one before decision 3 of a and b"
-        " already went with the trend",
-    )
-    expect(
-        not (1 in first["c"] or 3 in first["c"]),
-        "decisions 1 and 3 of c go down, but c ends higher than it began: a turning point goes with"
-        " the trend",
-    )
-    expect(
-        0 in first["c"],
-        "decision 0 of c is missing: the first decision counts when it has the sign of the trend,"
-        " d_0 Δ > 0",
-    )
-    expect(
-        0 not in first["a"] and 0 not in first["b"],
-        "decision 0 of a and b goes against the trend; compare with Δ = R - R_0",
-    )
-    expect(
-        2 in first["c"],
-        "decision 2 of c is missing under the plain rule: decision 1 went down, decision 2 goes up,"
-        " as the trend does",
-    )
-    wrong = ", ".join(name for name in PLAIN if first[name] != PLAIN[name])
-    expect(first == PLAIN, f"plain: look again at the signs of d_{{k-1}}, d_k and Δ of {wrong}")
-    expect(
-        2 not in second["c"],
-        "decision 2 of c is not consistent: after it the reward falls from 0.65 to 0.62, against"
-        " the decision's own direction",
-    )
-    expect(
-        0 in second["c"],
-        "decision 0 of c is consistent: it rises, and from 0.55 to 0.62 so does the rest",
-    )
-    expect(
-        second == CONSISTENT,
-        "consistent: for each plain turning point compare d_k with R - R_{k+1}",
+        len(calls) == count - 1,
+        f"the estimate is right, but the network was evaluated {len(calls)} times; v at (x, t) is"
+        f" given, so {count - 1} suffice",
     )
 
 
-def _table() -> Tensor:
-    """Many short trajectories with repeated values, so that zero differences occur."""
-    return torch.randint(0, 6, (2, 60, 6), generator=torch.Generator().manual_seed(8)).float() / 5
+def _backwards(x: Tensor, t: float, count: int) -> Tensor:
+    v = _field(x, t)
+    for k in range(count):
+        v = _field(x, t - k * t / count) if k > 0 else v
+        x = x + t / count * v
+    return x
 
 
-def _bools(value: Any, shape: tuple[int, ...], what: str) -> Tensor:
-    expect(
-        isinstance(answered(value, what), Tensor), f"{what} must return a torch.Tensor of booleans"
-    )
-    expect(value.dtype == torch.bool, f"{what} returned dtype {value.dtype}; booleans are wanted")
-    if tuple(value.shape) == (*shape[:-1], shape[-1] - 1):
-        expect(False, "there is one entry too few on the last axis: fill decision 0 with False")
-    return tensor(value, shape, "the result")
+def _from_one(x: Tensor, t: float, count: int) -> Tensor:
+    for k in range(count):
+        x = x - _field(x, t - k / count) / count
+    return x
 
 
-def _signs(values: Tensor) -> tuple[Tensor, Tensor]:
-    return gains(values).sign(), (values[..., -1:] - values[..., :1]).sign()
-
-
-def _later(pairs: Tensor) -> Tensor:
-    return torch.cat([torch.zeros_like(pairs[..., :1]), pairs], dim=-1)
-
-
-@check("Exercise 3")
-def check_plain(answer: Answer) -> None:
-    """`answer(values)` marks the plain turning points of decisions 1 and later."""
-    values = _table()
-    step, trend = _signs(values)
-    along = step * trend
-    before, here = along[..., :-1], along[..., 1:]
-    got = _bools(answer(values), (2, 60, 5), "plain_turns")
-    turns = (before < 0) & (here > 0)
-    mistakes = {
-        "every change of direction is marked; a turning point turns towards the trend R - R_0": (
-            _later(step[..., :-1] * step[..., 1:] < 0)
-        ),
-        "only turns upwards are marked; where the trend is down, turning points go down": _later(
-            (step[..., :-1] < 0) & (step[..., 1:] > 0)
-        ),
-        "the mark is one too early: it belongs to the decision that goes with the trend, not "
-        "to the one before it": torch.cat([turns, torch.zeros_like(turns[..., :1])], dim=-1),
-        "zero differences are taken for a decision against the trend; they never qualify: "
-        "use < 0, not <= 0": _later((before <= 0) & (here > 0)),
-        "zero differences are taken for a decision with the trend; they never qualify: use > "
-        "0, not >= 0": _later((before < 0) & (here >= 0)),
-        "zero differences qualify here; they must not: use strict inequalities": _later(
-            (before <= 0) & (here >= 0)
-        ),
-        "these are turns away from the trend; the decision before went against it, this one "
-        "goes with it": _later((before > 0) & (here < 0)),
-        "decision 0 is marked; leave it False here, the next exercise adds it": turning_points(
-            values, consistent=False
-        ),
-    }
-    wanted = turning_points(values, consistent=False, first_step=False)
-    close(
-        got,
-        wanted,
-        "compare sign(d_{k-1}) sign(Δ) < 0 and sign(d_k) sign(Δ) > 0 decision by decision",
-        mistakes,
-    )
+def _short(x: Tensor, t: float, count: int) -> Tensor:
+    for k in range(count - 1):
+        x = x - t / count * _field(x, t - k * t / count)
+    return x
 
 
 @check("Exercise 4")
-def check_consistent(answer: Answer) -> None:
-    """`answer(values)` marks the consistent turning points, the first decision included."""
-    values = _table()
-    got = _bools(answer(values), (2, 60, 5), "consistent_turns")
-    step, trend = _signs(values)
-    plain = turning_points(values, consistent=False, first_step=False)
-    after = (values[..., -1:] - values[..., 1:]).sign()
-    agrees = step * after > 0
+def check_joint(answer: Answer) -> None:
+    """`answer(gained)` are jointly normalised advantages."""
+    values = _values()
+    gained = gains(values)
+    got = tensor(answer(gained), (2, 3, 4), "the result")
 
-    def first(turns: Tensor, mark: Tensor) -> Tensor:
-        return torch.cat([mark[..., :1], turns[..., 1:]], dim=-1)
+    def scores(
+        dims: tuple[int, ...], std_dims: tuple[int, ...] | None = None, unbiased: bool = False
+    ) -> Tensor:
+        spread = gained.std(dim=std_dims or dims, keepdim=True, unbiased=unbiased)
+        return (gained - gained.mean(dim=dims, keepdim=True)) / (spread + 1e-4)
 
-    local = step * reward_to_go(values).sign() > 0
     mistakes = {
-        "the first decision is missing: it counts where d_0 (R - R_1) > 0": plain & agrees,
-        "the first decision follows the plain rule here, d_0 Δ > 0; the consistent one "
-        "requires d_0 (R - R_1) > 0": first(plain & agrees, step * trend > 0),
-        "R - R_k contains the decision's own gain; what comes after decision k is R - R_{k+1}": (
-            first(plain & local, local)
+        "every decision is normalised by itself; here mean and std run over members and "
+        "decisions together": scores((1,)),
+        "every trajectory is normalised by itself: a good one and a bad one then get the "
+        "same total, 0": scores((2,)),
+        "prompts are mixed: mean and std are those of one group": scores((0, 1, 2)),
+        "the standard deviation is unbiased: pass unbiased=False": scores((1, 2), unbiased=True),
+        "the mean is taken decision by decision: a joint mean is one number per group": scores(
+            (1,), (1, 2)
         ),
-        "R - R_k contains the decision's own gain; what comes after it is R - R_{k+1} (the "
-        "first decision is right)": first(plain & local, agrees),
-        "consistency is not required: these are the plain turning points": turning_points(
-            values, consistent=False
+        "the mean is not taken away": (
+            gained / (gained.std(dim=(1, 2), keepdim=True, unbiased=False) + 1e-4)
         ),
-        "only consistency is required; the plain rule must hold too": agrees,
-        "zero differences qualify here; use > 0, not >= 0": first(
-            plain & (step * after >= 0), step * after >= 0
-        ),
+        "the standard deviation is missing": gained - gained.mean(dim=(1, 2), keepdim=True),
     }
-    wanted = turning_points(values, consistent=True)
+    wanted = StepwiseGain(clamp=None).assign(values, Decisions.like(values))
     close(
         got,
         wanted,
-        "a consistent turning point is a plain one with d_k (R - R_{k+1}) > 0; decision 0 needs"
-        " that alone",
+        "this is not (g - mean) / (std + 1e-4), both over members and decisions of a group",
         mistakes,
     )
 
 
-def _ranked(turns: Tensor, size: Tensor, plus: int, minus: int, largest: bool = True) -> Tensor:
-    kept = torch.zeros_like(turns)
-    for sign, count in ((1.0, plus), (-1.0, minus)):
-        value = torch.where(turns & (size * sign > 0), size.abs(), torch.nan).flatten()
-        order = value.nan_to_num(nan=-1.0 if largest else 9.0).argsort(descending=largest)[:count]
-        kept.view(-1)[order] = True
-    return kept & turns
-
-
-PAPER_LABELS = {5: 0.35, 2: 0.45}
+def _from_gains(gained: Tensor) -> Tensor:
+    """Rewards that begin at 0 and have these gains."""
+    return torch.cat([torch.zeros_like(gained[..., :1]), gained.cumsum(-1)], dim=-1)
 
 
 @check("Exercise 5")
-def check_paper_labels(answer: dict[int, float]) -> None:
-    """`answer` maps the paper's t of the consistent turning points to their aggregated values."""
-    expect(isinstance(answer, dict), "give a dict such as {4: 0.10}")
-    expect(... not in answer and ... not in answer.values(), "not answered yet: replace the dots")
-    given = {
-        int(number(t, "t")): number(value, f"the reward at t = {t}") for t, value in answer.items()
+def check_generalised(answer: Answer) -> None:
+    """`answer(gained, lam)` is the discounted sum of the gains from each decision on."""
+    values = _values()
+    gained = gains(values)
+    lam = 0.6
+    given = gained.clone()
+    got = tensor(answer(given, lam), (2, 3, 4), "the result")
+    wanted = generalised_gains(values, lam)
+    past = generalised_gains(_from_gains(gained.flip(-1)), lam).flip(-1)
+    after = torch.cat([wanted[..., 1:], torch.zeros_like(wanted[..., :1])], dim=-1)
+    powers = lam ** torch.arange(4.0)
+    mistakes = {
+        "the sum runs over the past (j <= 0): a decision gets credit for earlier ones; run "
+        "from the last one to the first": (past),
+        "the result is in reversed order: flip it back": wanted.flip(-1),
+        "the decision's own gain is left out: j starts at 0": after,
+        "the decision's own gain is left out: j starts at 0, with lam^0 = 1": lam * after,
+        "the first gain is discounted too: lam^0 = 1": lam * wanted,
+        "there is no factor 1 - lambda: at lambda = 1 the sum must be R - R_k": (1 - lam) * wanted,
+        "gains and reward-to-go are not mixed linearly; every later gain has its own power "
+        "of lambda": ((1 - lam) * gained + lam * reward_to_go(values)),
+        "lambda is not applied: this is the reward-to-go for every lambda": reward_to_go(values),
+        "only the next gain is added; the sum goes on to the end": (
+            gained + lam * torch.cat([gained[..., 1:], 0 * gained[..., :1]], -1)
+        ),
+        "gains are discounted by their position, not by their distance from decision k": (
+            (gained * powers).flip(-1).cumsum(-1).flip(-1)
+        ),
     }
+    close(got, wanted, "this is not the sum over j of lam^j g_{k+j}", mistakes)
     expect(
-        set(given) != {0, 3},
-        "these are our numbers of decisions; the paper's t is T - k, with T = 5",
+        torch.equal(given, gained),
+        "the result is right, but `gained` itself was changed: write the sums into a new tensor",
     )
-    expect(set(given) != {4, 1}, "one too small: the first decision has t = T = 5, so t = T - k")
-    expect(
-        1 not in given,
-        "the last decision goes up after one up, so nothing turns there; and none follows it",
+    close(
+        answer(gained.clone(), 0.0), gained, "with lam = 0 the result must be the gains themselves"
     )
-    expect(
-        3 not in given, "t = 3 goes down, against the trend; a turning point goes with the trend"
+    close(
+        answer(gained.clone(), 1.0), reward_to_go(values), "with lam = 1 the result must be R - R_k"
     )
-    expect(
-        4 not in given, "t = 4 goes down, against the trend; a turning point goes with the trend"
-    )
-    expect(
-        5 in given, "the first decision is missing: by Remark 5.2 it counts if d_0 (R - R_1) > 0"
-    )
-    expect(2 in given, "a decision that goes up after one down is missing")
-    expect(
-        set(given) == set(PAPER_LABELS),
-        f"t runs from 5 to 1; there is no t among {sorted(given)} beyond 5 and 2 that qualifies",
-    )
-    for amounts, mistake in (
-        (
-            (0.10, 0.15),
-            (
-                "these are the increments r_t; a turning point has R - R_k, the change from before"
-                " the decision to the end"
-            ),
-        ),
-        (
-            (0.25, 0.30),
-            (
-                "these are the changes after the decision, R - R_{k+1}; the aggregated reward"
-                " includes the decision itself"
-            ),
-        ),
-        (
-            (0.35, 0.35),
-            (
-                "this is the trend Δ for both; the aggregated reward begins at the state before the"
-                " decision"
-            ),
-        ),
-        ((-0.35, -0.45), "the signs are wrong: R - R_k is positive if the reward rises"),
-        (
-            (0.40, 0.30),
-            "these are the rewards before the decisions; subtract them from the last one",
-        ),
-    ):
-        expect(not (same(given[5], amounts[0], 1e-3) and same(given[2], amounts[1], 1e-3)), mistake)
-    for t, value in PAPER_LABELS.items():
-        expect(
-            same(given[t], value, 1e-3),
-            f"the aggregated reward at t = {t} is R - R_k with k = {5 - t}",
-        )
 
 
 @check("Exercise 6")
-def check_balance(answer: Answer) -> None:
-    """`answer(turns, size)` says which turning points remain."""
-    generator = torch.Generator().manual_seed(13)
-    size = torch.rand(2, 3, 4, generator=generator) - 0.35
-    turns = torch.rand(2, 3, 4, generator=generator) < 0.7
-    plus, minus = int((turns & (size > 0)).sum()), int((turns & (size < 0)).sum())
-    k = min(plus, minus)
-    got = _bools(answer(turns.clone(), size.clone()), (2, 3, 4), "balance")
-    scope = torch.stack(
-        [balanced(size_to_values(s)[None], t[None])[0] for t, s in zip(turns, size, strict=True)]
-    )
-    total = torch.where(turns, size.abs(), -1.0).flatten()
-    top = torch.zeros_like(turns)
-    top.view(-1)[total.argsort(descending=True)[: 2 * k]] = True
-    wanted = _ranked(turns, size, k, k)
+def check_worth(answer: Answer) -> None:
+    """`answer(weak, strong)` is how many batches of the weak rule are as clear as one of the
+    strong.
+    """
+    weak, strong = 0.2, 0.65
     mistakes = {
-        "nothing is dropped; of the more frequent sign only the min(n+, n-) largest remain": turns,
-        "the smallest are kept; keep those of the largest |R - R_k|": _ranked(
-            turns, size, k, k, largest=False
+        "this is the ratio of the cosines; the signal-to-noise ratio of a batch is c / (1 - c)": (
+            strong / weak
         ),
-        "the largest of both signs together are kept; keep min(n+, n-) of each sign": top & turns,
-        "each prompt is balanced by itself; here the whole table is one batch": scope,
-        "entries that are no turning points are kept: combine with `turns`": _ranked(
-            torch.ones_like(turns), size, k, k
+        "this is the ratio of the squared cosines; solve c = rho / (rho + 1) for rho": (
+            (strong / weak) ** 2
+        ),
+        "this is the inverse: one batch of the clearer rule is worth more than one of the other": (
+            (1 - strong) / strong * weak / (1 - weak)
+        ),
+        "this compares the noise only; divide signal by noise, c / (1 - c)": (
+            (1 - weak) / (1 - strong)
+        ),
+        "rho is a ratio of squared lengths already: no root": (
+            (strong / (1 - strong) * (1 - weak) / weak) ** 0.5
         ),
     }
-    close(got, wanted, "keep the min(n+, n-) largest of each sign", mistakes)
-    single = answer(turns.clone(), size.abs())
-    one_sign = (
-        "if all turning points have the same sign, all of them remain; here some or all are dropped"
-    )
-    close(_bools(single, (2, 3, 4), "balance"), turns, one_sign)
-    mirrored = _bools(answer(turns.clone(), -size), (2, 3, 4), "balance")
-    swapped = (
-        "right if positive turns are more frequent, but not if negative ones are: then the most"
-        " negative are the largest"
-    )
-    close(mirrored, wanted, swapped)
-
-
-def size_to_values(size: Tensor) -> Tensor:
-    """Values [member, decision+1] with R - R_k = `size` [member, decision] and R = 0."""
-    return torch.cat([-size, torch.zeros_like(size[..., :1])], dim=-1)
-
-
-@check("Exercise 7")
-def check_null(answer: Answer) -> None:
-    """`answer(turning, columns)` is the mean count of turning points of pure noise."""
-    seen: list[tuple[int, ...]] = []
-
-    def plain(values: Tensor) -> Tensor:
-        seen.append(tuple(values.shape))
-        return turning_points(values, consistent=False)
-
-    got = number(answer(plain, 10), "noise_count")
-    expect(bool(seen), "`turning` was not called")
-    expect(seen[0][-1] == 10, f"`turning` was given {seen[0][-1]} columns; use `columns` = 10")
-    expect(len(seen[0]) == 3, "`turning` needs a table [prompt, member, decision+1]: three axes")
-    trajectories = sum(shape[0] * shape[1] for shape in seen)
-    expect(
-        abs(got - 3.33 / 9) > 0.02,
-        "this is the share of decisions that turn; sum over the decisions of a trajectory, then"
-        " take the mean",
-    )
-    expect(
-        abs(got - 2.61) > 0.03,
-        "this is the count of a random walk; here the values of different columns are independent",
-    )
-    expect(got < 20, "this is a total over trajectories; take the mean per trajectory")
-    if abs(got - 3.33) < 0.5 and trajectories < 5000:
-        expect(
-            False, f"{trajectories:,} trajectories are too few for two digits; take 20,000 or more"
-        )
-    expect(
-        abs(got - 3.33) < 0.03,
-        "the plain rule has 3.33 turning points per trajectory in noise of 10 columns; you get"
-        f" {got:.2f}",
-    )
-    strict = number(
-        answer(lambda values: turning_points(values, consistent=True), 10), "noise_count"
-    )
-    expect(
-        abs(strict - 1.60) < 0.03,
-        f"the consistent rule has 1.60; you get {strict:.2f}: is `turning` used?",
-    )
-    seen.clear()
-    answer(plain, 6)
-    expect(
-        seen and seen[0][-1] == 6,
-        "right for 10 columns, but with `columns` = 6 the trajectories still have another length:"
-        " use `columns`",
+    got = number(answer(weak, strong), "batches_worth")
+    close(
+        got,
+        strong / (1 - strong) * (1 - weak) / weak,
+        "this is not the ratio of the two c / (1 - c)",
+        mistakes,
     )

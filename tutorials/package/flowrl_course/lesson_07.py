@@ -1,290 +1,431 @@
-"""Checks of lesson 7, side by side: intervals, permutation test, cost to a target, tuned
-comparison, claims.
-"""
+"""Checks of the lesson on TP-GRPO."""
 
-import itertools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl_course.checking import answered, check, close, expect, number, tensor
+from flowrl.credit import balanced, gains, reward_to_go, turning_points
+from flowrl_course.checking import answered, check, close, expect, number, same, tensor
 
 Answer = Callable[..., Any]
 
-_QUANTILES = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-    2.120,
-)
-T_QUANTILE = dict(enumerate(_QUANTILES, 1))
-"""The 97.5% quantile of Student's t by degrees of freedom, 1 to 16."""
+
+def _field(x: Tensor, t: Any) -> Tensor:
+    """A velocity that depends on both, so that every slip shows."""
+    return torch.sin(x) * (1.0 + 2.0 * float(t) ** 2)
 
 
-def _interval(values: Tensor, quantile: float, unbiased: bool = True, root: bool = True) -> float:
-    return (
-        quantile * float(values.std(unbiased=unbiased)) / (math.sqrt(len(values)) if root else 1.0)
-    )
+def _walk(
+    x: Tensor, times: Tensor, first: int, last: int, ahead: int = 0, sign: float = -1.0
+) -> Tensor:
+    for i in range(first, last):
+        x = x + sign * (times[i] - times[i + 1]) * _field(x, times[i + ahead])
+    return x
 
 
 @check("Exercise 1")
-def check_interval(answer: Answer) -> None:
-    """`answer(values)` is (mean, half width) of the 95% interval of the mean."""
-    for values in (torch.tensor([0.52, 0.61, 0.47]), torch.tensor([0.9, 0.82, 0.95, 0.88, 0.79])):
-        got = answered(answer(values), "interval")
+def check_complete(answer: Answer) -> None:
+    """`answer(velocity, x, node, times)` is the ODE's end point."""
+    times = torch.tensor([1.0, 0.85, 0.6, 0.3, 0.1, 0.0])
+    x, node, steps = torch.randn(4, 3, generator=torch.Generator().manual_seed(6)), 2, 5
+    given = x.clone()
+
+    def velocity(state: Tensor, time: Any) -> Tensor:
+        one = torch.as_tensor(time).numel() == 1
+        expect(one, "`velocity` takes the time as one number here, not one per sample")
+        return _field(state, time)
+
+    got = tensor(answer(velocity, given, node, times), (4, 3), "the end point")
+    even = x
+    for k in range(steps - node):
+        t = float(times[node]) * (1 - k / (steps - node))
+        even = even - float(times[node]) / (steps - node) * _field(even, t)
+    mistakes = {
+        "all steps from t = 1 are taken; the state is at times[node], and only the remaining "
+        "steps are left": _walk(x, times, 0, steps),
+        "this is the one-step (Tweedie) estimate; take the remaining steps one by one": (
+            x - times[node] * _field(x, times[node])
+        ),
+        "the steps are even; a completion uses the sampler's own grid, times[i] - times[i + 1]": (
+            even
+        ),
+        "one step is missing: the last one ends at t = 0": _walk(x, times, node, steps - 1),
+        "the velocity is taken at times[i + 1]; take it where the step starts": _walk(
+            x, times, node, steps, ahead=1
+        ),
+        "the sign is wrong: v points towards noise, so subtract it": _walk(
+            x, times, node, steps, sign=1.0
+        ),
+        "the first step is missing: begin at node itself": _walk(x, times, node + 1, steps),
+    }
+    close(
+        got,
+        _walk(x, times, node, steps),
+        "this is not the Euler path over times[node:], from x",
+        mistakes,
+    )
+    expect(
+        torch.equal(given, x),
+        "the end point is right, but `x` itself was changed: write x = x - ..., not x -= ...",
+    )
+
+
+PLAIN = {"a": [2], "b": [2], "c": [0, 2]}
+CONSISTENT = {"a": [2], "b": [2], "c": [0]}
+
+
+def _lists(answer: Any, what: str) -> dict[str, list[int]]:
+    expect(
+        isinstance(answered(answer, what), Mapping),
+        f"{what} must be a dictionary with the keys a, b, c",
+    )
+    expect(set(answer) == set(PLAIN), f"{what} must have the keys a, b, c")
+    for name, steps in answer.items():
         expect(
-            isinstance(got, tuple | list) and len(got) == 2,
-            "return two numbers: the mean and the half width",
+            steps is not ...,
+            f"{what}[{name!r}] is not answered yet: a list of decisions, [] for none",
         )
-        close(
-            number(got[0], "the mean"),
-            float(values.mean()),
-            "the first number must be the mean of the values",
+        expect(
+            isinstance(steps, list | tuple | set),
+            f"{what}[{name!r}] must be a list of decisions, such as [2]",
         )
-        n = len(values)
-        mistakes = {
-            "1.96 holds for a known spread; with few seeds take T_QUANTILE[n - 1]": _interval(
-                values, 1.96
-            ),
-            "this divides by n inside the std; the sample std divides by n - 1": _interval(
-                values, T_QUANTILE[n - 1], False
-            ),
-            "this is how far single seeds lie apart; divide by the root of n for their mean": (
-                _interval(values, T_QUANTILE[n - 1], root=False)
-            ),
-            "n seeds leave n - 1 degrees of freedom: T_QUANTILE[n - 1]": _interval(
-                values, T_QUANTILE[n]
-            ),
-            "this is the standard error; multiply it by the quantile": _interval(values, 1.0),
-            "this is the standard deviation of single seeds; multiply by the quantile, "
-            "divide by the root of n": float(values.std()),
-            "this divides by n; the mean's standard error is std / sqrt(n)": (
-                _interval(values, T_QUANTILE[n - 1]) / math.sqrt(n)
-            ),
-            "this is the whole width of the interval; return half of it": (
-                2 * _interval(values, T_QUANTILE[n - 1])
-            ),
-        }
-        half = number(got[1], "the half width")
-        close(
-            half,
-            _interval(values, T_QUANTILE[n - 1]),
-            "the half width is not t std / sqrt(n)",
-            mistakes,
-        )
-
-
-def _differences(a: Tensor, b: Tensor) -> Tensor:
-    """mean - mean of every way to split the values into groups of these sizes."""
-    everything = torch.cat([a, b]).double()
-    differences = []
-    for chosen in itertools.combinations(range(len(everything)), len(a)):
-        mask = torch.zeros(len(everything), dtype=torch.bool)
-        mask[list(chosen)] = True
-        differences.append(everything[mask].mean() - everything[~mask].mean())
-    return torch.stack(differences)
+    return {name: sorted(int(step) for step in steps) for name, steps in answer.items()}
 
 
 @check("Exercise 2")
-def check_permutation(answer: Answer) -> None:
-    """`answer(a, b)` is the exact two-sided p of the difference of means."""
-    tables = (
-        (torch.tensor([0.60, 0.72, 0.55, 0.81]), torch.tensor([0.10, 0.20, 0.17])),
-        (torch.tensor([0.71, 0.74, 0.66, 0.73]), torch.tensor([0.61, 0.72, 0.55])),
-        (torch.tensor([0.40, 0.53, 0.47]), torch.tensor([0.44, 0.50, 0.55])),
+def check_by_hand(plain: Any, consistent: Any) -> None:
+    """The turning points of the three example trajectories under both rules."""
+    first, second = _lists(plain, "plain"), _lists(consistent, "consistent")
+    expect(
+        first != {name: [step + 1 for step in steps] for name, steps in PLAIN.items()},
+        "each is one too large: decision k leads from column k to column k + 1; give the number of"
+        " the first",
     )
-    for a, b in tables:
-        splits, observed = _differences(a, b), float(a.double().mean() - b.double().mean())
-        size = abs(observed)
-        got = number(answer(a, b), "p")
-        expect(
-            got > 0,
-            "p = 0 cannot be: the split that was observed is one of all splits, so count"
-            " differences >= the observed",
-        )
-        one_sided = "this counts one side only; compare absolute differences"
-        mistakes = {
-            "a difference as large as the observed one counts too: write >= (less a rounding)": (
-                splits.abs() > size + 1e-9
-            ),
-            "this is the other tail: count the splits that differ as much or more": (
-                splits.abs() <= size + 1e-9
-            ),
-            one_sided: splits >= observed - 1e-9,
-            f"{one_sided} (it was the left side)": splits <= observed + 1e-9,
-        }
-        wrong = {message: float(chosen.double().mean()) for message, chosen in mistakes.items()}
-        wanted = float((splits.abs() >= size - 1e-9).double().mean())
-        otherwise = "p is not the share of all splits whose difference is at least the observed one"
-        if 0 < wanted - got < 1.5 / len(splits):
-            otherwise += (
-                ": a split as far apart as the observed one is missing (lost to rounding? allow"
-                " 1e-6)"
-            )
-        close(got, wanted, otherwise, wrong, 1e-6)
+    expect(
+        bool(first["b"]) or not first["a"],
+        "b ends below its start, so its trend Δ is negative: turning points of b go down",
+    )
+    expect(
+        not (1 in first["a"] and 1 in first["b"] and 2 not in first["a"]),
+        "a and b turn at column 2, and the decision that turned them is the one that starts there:"
+        " decision 2, not 1",
+    )
+    expect(
+        not (3 in first["a"] or 3 in first["b"]),
+        "only the first decision in the new direction turns; the one before decision 3 of a and b"
+        " already went with the trend",
+    )
+    expect(
+        not (1 in first["c"] or 3 in first["c"]),
+        "decisions 1 and 3 of c go down, but c ends higher than it began: a turning point goes with"
+        " the trend",
+    )
+    expect(
+        0 in first["c"],
+        "decision 0 of c is missing: the first decision counts when it has the sign of the trend,"
+        " d_0 Δ > 0",
+    )
+    expect(
+        0 not in first["a"] and 0 not in first["b"],
+        "decision 0 of a and b goes against the trend; compare with Δ = R - R_0",
+    )
+    expect(
+        2 in first["c"],
+        "decision 2 of c is missing under the plain rule: decision 1 went down, decision 2 goes up,"
+        " as the trend does",
+    )
+    wrong = ", ".join(name for name in PLAIN if first[name] != PLAIN[name])
+    expect(first == PLAIN, f"plain: look again at the signs of d_{{k-1}}, d_k and Δ of {wrong}")
+    expect(
+        2 not in second["c"],
+        "decision 2 of c is not consistent: after it the reward falls from 0.65 to 0.62, against"
+        " the decision's own direction",
+    )
+    expect(
+        0 in second["c"],
+        "decision 0 of c is consistent: it rises, and from 0.55 to 0.62 so does the rest",
+    )
+    expect(
+        second == CONSISTENT,
+        "consistent: for each plain turning point compare d_k with R - R_{k+1}",
+    )
+
+
+def _table() -> Tensor:
+    """Many short trajectories with repeated values, so that zero differences occur."""
+    return torch.randint(0, 6, (2, 60, 6), generator=torch.Generator().manual_seed(8)).float() / 5
+
+
+def _bools(value: Any, shape: tuple[int, ...], what: str) -> Tensor:
+    expect(
+        isinstance(answered(value, what), Tensor), f"{what} must return a torch.Tensor of booleans"
+    )
+    expect(value.dtype == torch.bool, f"{what} returned dtype {value.dtype}; booleans are wanted")
+    if tuple(value.shape) == (*shape[:-1], shape[-1] - 1):
+        expect(False, "there is one entry too few on the last axis: fill decision 0 with False")
+    return tensor(value, shape, "the result")
+
+
+def _signs(values: Tensor) -> tuple[Tensor, Tensor]:
+    return gains(values).sign(), (values[..., -1:] - values[..., :1]).sign()
+
+
+def _later(pairs: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(pairs[..., :1]), pairs], dim=-1)
 
 
 @check("Exercise 3")
-def check_reach(answer: Answer) -> None:
-    """`answer(cost, reward, target)` is the cost at which the curve first reaches the target."""
-    cost = torch.tensor([0.0, 10.0, 30.0, 40.0, 80.0])
-    reward = torch.tensor([0.2, 0.4, 0.8, 0.5, 0.9])
+def check_plain(answer: Answer) -> None:
+    """`answer(values)` marks the plain turning points of decisions 1 and later."""
+    values = _table()
+    step, trend = _signs(values)
+    along = step * trend
+    before, here = along[..., :-1], along[..., 1:]
+    got = _bools(answer(values), (2, 60, 5), "plain_turns")
+    turns = (before < 0) & (here > 0)
     mistakes = {
-        "this is the next evaluation after the crossing; go between the two on a straight line": (
-            30.0
+        "every change of direction is marked; a turning point turns towards the trend R - R_0": (
+            _later(step[..., :-1] * step[..., 1:] < 0)
         ),
-        "this is the last evaluation before the crossing; go between the two on a straight line": (
-            10.0
+        "only turns upwards are marked; where the trend is down, turning points go down": _later(
+            (step[..., :-1] < 0) & (step[..., 1:] > 0)
         ),
-        "this is the last crossing; the curve fell back once, and the first one counts": 60.0,
-        "this is a number of evaluations, not a cost": 1.75,
-        "this is the place of the evaluation, not its cost": 2.0,
+        "the mark is one too early: it belongs to the decision that goes with the trend, not "
+        "to the one before it": torch.cat([turns, torch.zeros_like(turns[..., :1])], dim=-1),
+        "zero differences are taken for a decision against the trend; they never qualify: "
+        "use < 0, not <= 0": _later((before <= 0) & (here > 0)),
+        "zero differences are taken for a decision with the trend; they never qualify: use > "
+        "0, not >= 0": _later((before < 0) & (here >= 0)),
+        "zero differences qualify here; they must not: use strict inequalities": _later(
+            (before <= 0) & (here >= 0)
+        ),
+        "these are turns away from the trend; the decision before went against it, this one "
+        "goes with it": _later((before > 0) & (here < 0)),
+        "decision 0 is marked; leave it False here, the next exercise adds it": turning_points(
+            values, consistent=False
+        ),
     }
-    got = number(answer(cost, reward, 0.7), "the cost")
+    wanted = turning_points(values, consistent=False, first_step=False)
     close(
         got,
-        25.0,
-        "between (10, 0.4) and (30, 0.8) a straight line passes 0.7 at a cost of 25",
+        wanted,
+        "compare sign(d_{k-1}) sign(Δ) < 0 and sign(d_k) sign(Δ) > 0 decision by decision",
         mistakes,
     )
-    unsorted = (
-        "right where the curve rises, not where it falls back: take the first evaluation at or"
-        " above the target, from the left"
-    )
-    sharp = number(answer(cost, torch.tensor([0.2, 0.8, 0.5, 0.6, 0.9]), 0.7), "the cost")
-    close(sharp, 25.0 / 3, unsorted)
-    never = answer(cost, reward, 0.95)
-    expect(
-        never is not None, "a target that is never reached has no cost: return math.nan, not None"
-    )
-    never = number(never, "the cost of a target that is never reached")
-    expect(
-        math.isnan(never),
-        f"a target that is never reached has no cost: return nan, not {never:g}; averages of it"
-        " would be wrong",
-    )
-    start = number(answer(cost, reward, 0.1), "the cost of a target below the start")
-    expect(start == 0.0, "a target below the first evaluation is reached at once: at cost[0]")
 
 
 @check("Exercise 4")
-def check_tuned(answer: Answer) -> None:
-    """`answer(scores, tuning)` is [rule]: the mean over the reporting seeds at the setting that the
-    tuning seeds chose.
-    """
-    scores = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(4))
-    for tuning in (2, 3):
-        tune, report = scores[..., :tuning].mean(-1), scores[..., tuning:].mean(-1)
-        everything = scores.mean(-1)
+def check_consistent(answer: Answer) -> None:
+    """`answer(values)` marks the consistent turning points, the first decision included."""
+    values = _table()
+    got = _bools(answer(values), (2, 60, 5), "consistent_turns")
+    step, trend = _signs(values)
+    plain = turning_points(values, consistent=False, first_step=False)
+    after = (values[..., -1:] - values[..., 1:]).sign()
+    agrees = step * after > 0
 
-        def pick(choice: Tensor, values: Tensor) -> Tensor:
-            return values.gather(1, choice[:, None])[:, 0]
+    def first(turns: Tensor, mark: Tensor) -> Tensor:
+        return torch.cat([mark[..., :1], turns[..., 1:]], dim=-1)
 
-        best = tune.argmax(1)
-        common = torch.full((3,), int(tune.mean(0).argmax()))
-        mistakes = {
-            "the setting is chosen on the reporting seeds, so luck is reported as skill; "
-            "choose on the first ones": report.amax(1),
-            "the setting is chosen with all seeds, the reporting ones among them; choose on "
-            "the first ones only": pick(everything.argmax(1), report),
-            "this reports the seeds that chose the setting: the best of several is too good. "
-            "Report the others": tune.amax(1),
-            "one setting for all rules favours the rule it suits; choose for each rule by itself": (
-                pick(common, report)
-            ),
-            "this reports all seeds, those that chose among them; report the others only": pick(
-                best, everything
-            ),
-            "all seeds choose and all report: choose with the first ones, report the others": (
-                everything.amax(1)
-            ),
-        }
-        got = tensor(answer(scores.clone(), tuning), (3,), "tuned")
-        close(
-            got,
-            pick(best, report),
-            "this is not each rule's own best setting, scored on the seeds left over",
-            mistakes,
-        )
+    local = step * reward_to_go(values).sign() > 0
+    mistakes = {
+        "the first decision is missing: it counts where d_0 (R - R_1) > 0": plain & agrees,
+        "the first decision follows the plain rule here, d_0 Δ > 0; the consistent one "
+        "requires d_0 (R - R_1) > 0": first(plain & agrees, step * trend > 0),
+        "R - R_k contains the decision's own gain; what comes after decision k is R - R_{k+1}": (
+            first(plain & local, local)
+        ),
+        "R - R_k contains the decision's own gain; what comes after it is R - R_{k+1} (the "
+        "first decision is right)": first(plain & local, agrees),
+        "consistency is not required: these are the plain turning points": turning_points(
+            values, consistent=False
+        ),
+        "only consistency is required; the plain rule must hold too": agrees,
+        "zero differences qualify here; use > 0, not >= 0": first(
+            plain & (step * after >= 0), step * after >= 0
+        ),
+    }
+    wanted = turning_points(values, consistent=True)
+    close(
+        got,
+        wanted,
+        "a consistent turning point is a plain one with d_k (R - R_{k+1}) > 0; decision 0 needs"
+        " that alone",
+        mistakes,
+    )
 
 
-SUPPORTED, CONTRADICTED, OPEN = "supported", "contradicted", "open"
+def _ranked(turns: Tensor, size: Tensor, plus: int, minus: int, largest: bool = True) -> Tensor:
+    kept = torch.zeros_like(turns)
+    for sign, count in ((1.0, plus), (-1.0, minus)):
+        value = torch.where(turns & (size * sign > 0), size.abs(), torch.nan).flatten()
+        order = value.nan_to_num(nan=-1.0 if largest else 9.0).argsort(descending=largest)[:count]
+        kept.view(-1)[order] = True
+    return kept & turns
 
-_CLAIMS: dict[str, tuple[str, str]] = {
-    "A": (
-        SUPPORTED,
-        (
-            "all seeds of both step-wise rules reach the target at 2e-3 long before any seed of"
-            " uniform credit"
-        ),
-    ),
-    "B": (
-        CONTRADICTED,
-        "look at the rows of clip 0.2: in iterations the rules are nearly equal there",
-    ),
-    "C": (
-        CONTRADICTED,
-        (
-            "the control without any turning point rises as fast, and so does the one with random"
-            " steps"
-        ),
-    ),
-    "D": (
-        SUPPORTED,
-        (
-            "at each rule's own best clip uniform credit needs the fewest forward passes, by a"
-            " factor of about 1.5"
-        ),
-    ),
-    "E": (
-        OPEN,
-        "seconds in a tiny network are mostly overhead per call; nothing here measured a large one",
-    ),
-    "F": (
-        CONTRADICTED,
-        (
-            "every run was evaluated on the same six prompts and the same noise; the interval"
-            " covers seeds only"
-        ),
-    ),
-    "G": (
-        OPEN,
-        (
-            "results in two dimensions do not decide claims about image models; they show which"
-            " control such a claim needs"
-        ),
-    ),
-}
+
+PAPER_LABELS = {5: 0.35, 2: 0.45}
 
 
 @check("Exercise 5")
-def check_claims(answer: Mapping[str, str]) -> None:
-    """`answer` maps a claim's letter to supported, contradicted or open."""
-    allowed = (SUPPORTED, CONTRADICTED, OPEN)
-    expect(isinstance(answer, Mapping), "write a dictionary from letters to words")
-    for letter, (verdict, reason) in _CLAIMS.items():
-        expect(letter in answer, f"claim {letter} has no verdict")
-        choice = answered(answer[letter], f"claim {letter}")
-        expect(choice in allowed, f"claim {letter}: {choice!r} is none of {', '.join(allowed)}")
-        if verdict == OPEN:
-            wrong = f"claim {letter} is about something that was not measured here: {reason}"
-        elif choice == OPEN:
-            wrong = f"claim {letter} can be decided with the runs above: {reason}"
-        else:
-            wrong = f"claim {letter}: {reason}"
-        expect(choice == verdict, wrong)
+def check_paper_labels(answer: dict[int, float]) -> None:
+    """`answer` maps the paper's t of the consistent turning points to their aggregated values."""
+    expect(isinstance(answer, dict), "give a dict such as {4: 0.10}")
+    expect(... not in answer and ... not in answer.values(), "not answered yet: replace the dots")
+    given = {
+        int(number(t, "t")): number(value, f"the reward at t = {t}") for t, value in answer.items()
+    }
+    expect(
+        set(given) != {0, 3},
+        "these are our numbers of decisions; the paper's t is T - k, with T = 5",
+    )
+    expect(set(given) != {4, 1}, "one too small: the first decision has t = T = 5, so t = T - k")
+    expect(
+        1 not in given,
+        "the last decision goes up after one up, so nothing turns there; and none follows it",
+    )
+    expect(
+        3 not in given, "t = 3 goes down, against the trend; a turning point goes with the trend"
+    )
+    expect(
+        4 not in given, "t = 4 goes down, against the trend; a turning point goes with the trend"
+    )
+    expect(
+        5 in given, "the first decision is missing: by Remark 5.2 it counts if d_0 (R - R_1) > 0"
+    )
+    expect(2 in given, "a decision that goes up after one down is missing")
+    expect(
+        set(given) == set(PAPER_LABELS),
+        f"t runs from 5 to 1; there is no t among {sorted(given)} beyond 5 and 2 that qualifies",
+    )
+    for amounts, mistake in (
+        (
+            (0.10, 0.15),
+            (
+                "these are the increments r_t; a turning point has R - R_k, the change from before"
+                " the decision to the end"
+            ),
+        ),
+        (
+            (0.25, 0.30),
+            (
+                "these are the changes after the decision, R - R_{k+1}; the aggregated reward"
+                " includes the decision itself"
+            ),
+        ),
+        (
+            (0.35, 0.35),
+            (
+                "this is the trend Δ for both; the aggregated reward begins at the state before the"
+                " decision"
+            ),
+        ),
+        ((-0.35, -0.45), "the signs are wrong: R - R_k is positive if the reward rises"),
+        (
+            (0.40, 0.30),
+            "these are the rewards before the decisions; subtract them from the last one",
+        ),
+    ):
+        expect(not (same(given[5], amounts[0], 1e-3) and same(given[2], amounts[1], 1e-3)), mistake)
+    for t, value in PAPER_LABELS.items():
+        expect(
+            same(given[t], value, 1e-3),
+            f"the aggregated reward at t = {t} is R - R_k with k = {5 - t}",
+        )
+
+
+@check("Exercise 6")
+def check_balance(answer: Answer) -> None:
+    """`answer(turns, size)` says which turning points remain."""
+    generator = torch.Generator().manual_seed(13)
+    size = torch.rand(2, 3, 4, generator=generator) - 0.35
+    turns = torch.rand(2, 3, 4, generator=generator) < 0.7
+    plus, minus = int((turns & (size > 0)).sum()), int((turns & (size < 0)).sum())
+    k = min(plus, minus)
+    got = _bools(answer(turns.clone(), size.clone()), (2, 3, 4), "balance")
+    scope = torch.stack(
+        [balanced(size_to_values(s)[None], t[None])[0] for t, s in zip(turns, size, strict=True)]
+    )
+    total = torch.where(turns, size.abs(), -1.0).flatten()
+    top = torch.zeros_like(turns)
+    top.view(-1)[total.argsort(descending=True)[: 2 * k]] = True
+    wanted = _ranked(turns, size, k, k)
+    mistakes = {
+        "nothing is dropped; of the more frequent sign only the min(n+, n-) largest remain": turns,
+        "the smallest are kept; keep those of the largest |R - R_k|": _ranked(
+            turns, size, k, k, largest=False
+        ),
+        "the largest of both signs together are kept; keep min(n+, n-) of each sign": top & turns,
+        "each prompt is balanced by itself; here the whole table is one batch": scope,
+        "entries that are no turning points are kept: combine with `turns`": _ranked(
+            torch.ones_like(turns), size, k, k
+        ),
+    }
+    close(got, wanted, "keep the min(n+, n-) largest of each sign", mistakes)
+    single = answer(turns.clone(), size.abs())
+    one_sign = (
+        "if all turning points have the same sign, all of them remain; here some or all are dropped"
+    )
+    close(_bools(single, (2, 3, 4), "balance"), turns, one_sign)
+    mirrored = _bools(answer(turns.clone(), -size), (2, 3, 4), "balance")
+    swapped = (
+        "right if positive turns are more frequent, but not if negative ones are: then the most"
+        " negative are the largest"
+    )
+    close(mirrored, wanted, swapped)
+
+
+def size_to_values(size: Tensor) -> Tensor:
+    """Values [member, decision+1] with R - R_k = `size` [member, decision] and R = 0."""
+    return torch.cat([-size, torch.zeros_like(size[..., :1])], dim=-1)
+
+
+@check("Exercise 7")
+def check_null(answer: Answer) -> None:
+    """`answer(turning, columns)` is the mean count of turning points of pure noise."""
+    seen: list[tuple[int, ...]] = []
+
+    def plain(values: Tensor) -> Tensor:
+        seen.append(tuple(values.shape))
+        return turning_points(values, consistent=False)
+
+    got = number(answer(plain, 10), "noise_count")
+    expect(bool(seen), "`turning` was not called")
+    expect(seen[0][-1] == 10, f"`turning` was given {seen[0][-1]} columns; use `columns` = 10")
+    expect(len(seen[0]) == 3, "`turning` needs a table [prompt, member, decision+1]: three axes")
+    trajectories = sum(shape[0] * shape[1] for shape in seen)
+    expect(
+        abs(got - 3.33 / 9) > 0.02,
+        "this is the share of decisions that turn; sum over the decisions of a trajectory, then"
+        " take the mean",
+    )
+    expect(
+        abs(got - 2.61) > 0.03,
+        "this is the count of a random walk; here the values of different columns are independent",
+    )
+    expect(got < 20, "this is a total over trajectories; take the mean per trajectory")
+    if abs(got - 3.33) < 0.5 and trajectories < 5000:
+        expect(
+            False, f"{trajectories:,} trajectories are too few for two digits; take 20,000 or more"
+        )
+    expect(
+        abs(got - 3.33) < 0.03,
+        "the plain rule has 3.33 turning points per trajectory in noise of 10 columns; you get"
+        f" {got:.2f}",
+    )
+    strict = number(
+        answer(lambda values: turning_points(values, consistent=True), 10), "noise_count"
+    )
+    expect(
+        abs(strict - 1.60) < 0.03,
+        f"the consistent rule has 1.60; you get {strict:.2f}: is `turning` used?",
+    )
+    seen.clear()
+    answer(plain, 6)
+    expect(
+        seen and seen[0][-1] == 6,
+        "right for 10 columns, but with `columns` = 6 the trajectories still have another length:"
+        " use `columns`",
+    )

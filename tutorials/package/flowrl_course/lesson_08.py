@@ -1,339 +1,290 @@
-"""Checks of lesson 8, a credit rule of one's own: a repaired rule, reward to go, ranks, a rule with
-memory.
+"""Checks of the lesson Side by side: intervals, permutation test, cost to a target, tuned
+comparison, claims.
 """
 
-import copy
-import inspect
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.credit import gains, reward_to_go
-from flowrl.probes import NoProbe
-from flowrl_course import rule_checks as rules
-from flowrl_course.checking import Unsolved, check, close, expect, same
-from flowrl_course.rule_checks import (
-    SILENT,
-    by_step,
-    centred,
-    centred_by_step,
-    centred_to_go,
-    joint,
+from flowrl_course.checking import answered, check, close, expect, number, tensor
+
+Answer = Callable[..., Any]
+
+_QUANTILES = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
 )
+T_QUANTILE = dict(enumerate(_QUANTILES, 1))
+"""The 97.5% quantile of Student's t by degrees of freedom, 1 to 16."""
+
+
+def _interval(values: Tensor, quantile: float, unbiased: bool = True, root: bool = True) -> float:
+    return (
+        quantile * float(values.std(unbiased=unbiased)) / (math.sqrt(len(values)) if root else 1.0)
+    )
 
 
 @check("Exercise 1")
-def check_mended(rule: Any) -> None:
-    """`rule` is the class EstimateGain without its faults."""
-    made = rules.make_rule(rule)
-    rules.check_equal_values(made, SILENT)
-    hints = {
-        "declares_a_probe": "`probe` is a function, not a probe: write Tweedie(), with brackets",
-        "reads_only_what_its_probe_fills": (
-            "NoProbe() scores the finished sample only; the rule reads all columns: use Tweedie()"
-        ),
-        "leaves_its_input_alone": (
-            "the value table is changed: -= works in place. Other code reads the same table"
-        ),
-        "gives_a_silent_group_zero": SILENT,
-        **rules.MASKED,
-        "survives_extremes": (
-            "advantages are not finite for a group of one or for equal values: divide by std + 1e-4"
-        ),
-    }
-    rules.check_contract(made, hints)
-    rules.check_one_step_probe(made)
-    expect(
-        getattr(made, "shared_noise", False),
-        "shared_noise = True is gone: then members start from different noise",
-    )
-
-    def scaled(values: Tensor, std: Tensor, over: tuple[int, ...] = (0, 1, 2)) -> Tensor:
-        return (values - values.mean(over, keepdim=True)) / (std + 1e-4)
-
-    mistakes = {
-        "every decision is normalised by itself; the mean and the std run over members and "
-        "decisions together": (by_step),
-        "the mean and the std run over the prompts too; a group is compared with itself only": (
-            lambda g: scaled(g, g.std(unbiased=False))
-        ),
-        "the sign is wrong: the credit of a decision is R_{k+1} - R_k": lambda g: joint(-g),
-        "the std divides by n - 1; use the population's, unbiased=False": lambda g: scaled(
-            g, g.std((1, 2), keepdim=True), (1, 2)
-        ),
-    }
-    rules.check_advantages(
-        made,
-        lambda table: joint(gains(table)),
-        "the advantages are not the z-score over members and decisions of the gains R_{k+1} - R_k",
-        {
-            message: lambda table, wrong=wrong: wrong(gains(table))
-            for message, wrong in mistakes.items()
-        },
-    )
+def check_interval(answer: Answer) -> None:
+    """`answer(values)` is (mean, half width) of the 95% interval of the mean."""
+    for values in (torch.tensor([0.52, 0.61, 0.47]), torch.tensor([0.9, 0.82, 0.95, 0.88, 0.79])):
+        got = answered(answer(values), "interval")
+        expect(
+            isinstance(got, tuple | list) and len(got) == 2,
+            "return two numbers: the mean and the half width",
+        )
+        close(
+            number(got[0], "the mean"),
+            float(values.mean()),
+            "the first number must be the mean of the values",
+        )
+        n = len(values)
+        mistakes = {
+            "1.96 holds for a known spread; with few seeds take T_QUANTILE[n - 1]": _interval(
+                values, 1.96
+            ),
+            "this divides by n inside the std; the sample std divides by n - 1": _interval(
+                values, T_QUANTILE[n - 1], False
+            ),
+            "this is how far single seeds lie apart; divide by the root of n for their mean": (
+                _interval(values, T_QUANTILE[n - 1], root=False)
+            ),
+            "n seeds leave n - 1 degrees of freedom: T_QUANTILE[n - 1]": _interval(
+                values, T_QUANTILE[n]
+            ),
+            "this is the standard error; multiply it by the quantile": _interval(values, 1.0),
+            "this is the standard deviation of single seeds; multiply by the quantile, "
+            "divide by the root of n": float(values.std()),
+            "this divides by n; the mean's standard error is std / sqrt(n)": (
+                _interval(values, T_QUANTILE[n - 1]) / math.sqrt(n)
+            ),
+            "this is the whole width of the interval; return half of it": (
+                2 * _interval(values, T_QUANTILE[n - 1])
+            ),
+        }
+        half = number(got[1], "the half width")
+        close(
+            half,
+            _interval(values, T_QUANTILE[n - 1]),
+            "the half width is not t std / sqrt(n)",
+            mistakes,
+        )
 
 
-def _std_of_centred(values: Tensor) -> Tensor:
-    deviations = values - values.mean(1, keepdim=True)
-    return deviations / (deviations.std((1, 2), keepdim=True, unbiased=False) + 1e-4)
+def _differences(a: Tensor, b: Tensor) -> Tensor:
+    """mean - mean of every way to split the values into groups of these sizes."""
+    everything = torch.cat([a, b]).double()
+    differences = []
+    for chosen in itertools.combinations(range(len(everything)), len(a)):
+        mask = torch.zeros(len(everything), dtype=torch.bool)
+        mask[list(chosen)] = True
+        differences.append(everything[mask].mean() - everything[~mask].mean())
+    return torch.stack(differences)
 
 
 @check("Exercise 2")
-def check_to_go(rule: Any) -> None:
-    """`rule` gives R - R_k, centred decision by decision, scaled by one std for the group."""
-    made = rules.make_rule(rule)
-    rules.check_contract(made, {"gives_a_silent_group_zero": SILENT, **rules.MASKED})
-    rules.check_one_step_probe(made)
-    mistakes = {
-        "this is R - R_{k+1}, what comes after the decision; its own gain belongs to it: R - R_k": (
-            lambda table: centred_by_step(table[..., -1:] - table[..., 1:])
-        ),
-        "these are the gains again; the credit of a decision runs to the end: R - R_k": (
-            lambda table: centred_by_step(gains(table))
-        ),
-        "the std is each decision's own, which inflates late ones: std_over=('member', "
-        "'decision')": lambda table: by_step(reward_to_go(table)),
-        "the mean runs over the decisions too, so that early ones get credit for being "
-        "early: over=('member',)": lambda table: joint(reward_to_go(table)),
-        "the std is taken after the mean was subtracted; use that of the values themselves, "
-        "as zscore does": lambda table: _std_of_centred(reward_to_go(table)),
-        "the sign is wrong: R - R_k": lambda table: -centred_to_go(table),
-    }
-    otherwise = (
-        "the advantages are not the z-scores of R - R_k with the mean over members and the std over"
-        " members and decisions"
+def check_permutation(answer: Answer) -> None:
+    """`answer(a, b)` is the exact two-sided p of the difference of means."""
+    tables = (
+        (torch.tensor([0.60, 0.72, 0.55, 0.81]), torch.tensor([0.10, 0.20, 0.17])),
+        (torch.tensor([0.71, 0.74, 0.66, 0.73]), torch.tensor([0.61, 0.72, 0.55])),
+        (torch.tensor([0.40, 0.53, 0.47]), torch.tensor([0.44, 0.50, 0.55])),
     )
-    rules.check_advantages(made, centred_to_go, otherwise, mistakes)
-
-
-def _ranks(final: Tensor) -> Tensor:
-    """Mid-ranks over the members, [prompt, member]."""
-    above = (final[:, :, None] > final[:, None]).to(final).sum(-1)
-    ties = (final[:, :, None] == final[:, None]).to(final).sum(-1)
-    return above + (ties - 1) / 2
-
-
-def _every_decision(values: Tensor, table: Tensor) -> Tensor:
-    """`values` [prompt, member] at every decision."""
-    return values[..., None].repeat(1, 1, table.shape[-1] - 1)
-
-
-def _rank_credit(table: Tensor) -> Tensor:
-    return by_step(_every_decision(_ranks(table[..., -1]), table))
-
-
-def _refuse_wrong_ranks(rule: Any, sorting: str) -> None:
-    """Raise `Unsolved` if the rule returns the ranks themselves, or sorts once."""
-    table = rules.value_tables(1)[0]
-    try:
-        advantages = rules.advantages_of(copy.deepcopy(rule), table)
-    except Exception:  # `check_contract` gives the reason
-        return
-    raw = any(
-        same(advantages, _every_decision(_ranks(table[..., -1]) + first, table), 2e-3)
-        for first in (0.0, 1.0)
-    )
-    expect(not raw, "the ranks are right but not normalised: take the z-score over the members")
-    once = by_step(_every_decision(table[..., -1].argsort(1).to(table), table))
-    expect(not same(advantages, once, 2e-3), sorting)
+    for a, b in tables:
+        splits, observed = _differences(a, b), float(a.double().mean() - b.double().mean())
+        size = abs(observed)
+        got = number(answer(a, b), "p")
+        expect(
+            got > 0,
+            "p = 0 cannot be: the split that was observed is one of all splits, so count"
+            " differences >= the observed",
+        )
+        one_sided = "this counts one side only; compare absolute differences"
+        mistakes = {
+            "a difference as large as the observed one counts too: write >= (less a rounding)": (
+                splits.abs() > size + 1e-9
+            ),
+            "this is the other tail: count the splits that differ as much or more": (
+                splits.abs() <= size + 1e-9
+            ),
+            one_sided: splits >= observed - 1e-9,
+            f"{one_sided} (it was the left side)": splits <= observed + 1e-9,
+        }
+        wrong = {message: float(chosen.double().mean()) for message, chosen in mistakes.items()}
+        wanted = float((splits.abs() >= size - 1e-9).double().mean())
+        otherwise = "p is not the share of all splits whose difference is at least the observed one"
+        if 0 < wanted - got < 1.5 / len(splits):
+            otherwise += (
+                ": a split as far apart as the observed one is missing (lost to rounding? allow"
+                " 1e-6)"
+            )
+        close(got, wanted, otherwise, wrong, 1e-6)
 
 
 @check("Exercise 3")
-def check_rank(rule: Any) -> None:
-    """`rule` is Z over the members of the ranks of R, ties sharing their mean rank, the same at
-    every decision.
-    """
-    made = rules.make_rule(rule)
-    ties = (
-        "a group of equal rewards is not 0: equal rewards share their mean rank (sorting gives them"
-        " different ones)"
-    )
-    sorting = (
-        "one argsort gives the first, the second, ...; the rank of a member is the argsort of that"
-        " argsort"
-    )
-    _refuse_wrong_ranks(made, sorting)
-    last = "with NoProbe() all columns but the last are NaN: rank values[..., -1]"
-    upside_down = "the best member has the lowest rank here; higher rewards are better"
-    hints = {
-        "gives_a_silent_group_zero": ties,
-        "pays_the_better_member": upside_down,
-        "reads_only_what_its_probe_fills": last,
-        "treats_members_alike": sorting,
-        **rules.MASKED,
-    }
-    rules.check_contract(made, hints)
-    expect(
-        isinstance(made.probe, NoProbe),
-        "the probe costs network evaluations that a rank of R does not need: NoProbe()",
-    )
+def check_reach(answer: Answer) -> None:
+    """`answer(cost, reward, target)` is the cost at which the curve first reaches the target."""
+    cost = torch.tensor([0.0, 10.0, 30.0, 40.0, 80.0])
+    reward = torch.tensor([0.2, 0.4, 0.8, 0.5, 0.9])
     mistakes = {
-        upside_down: lambda table: -_rank_credit(table),
-        "the ranks are centred but not normalised: take the z-score over the members": (
-            lambda table: _every_decision(_ranks(table[..., -1]) - 2.0, table)
+        "this is the next evaluation after the crossing; go between the two on a straight line": (
+            30.0
         ),
-        "the ranks run over all prompts; rank within each prompt's group": lambda table: by_step(
-            _every_decision(_ranks(table[..., -1].reshape(1, -1)).view_as(table[..., -1]), table)
+        "this is the last evaluation before the crossing; go between the two on a straight line": (
+            10.0
         ),
-        "these are the rewards' own z-scores (Uniform); take ranks first": lambda table: by_step(
-            _every_decision(table[..., -1], table)
-        ),
+        "this is the last crossing; the curve fell back once, and the first one counts": 60.0,
+        "this is a number of evaluations, not a cost": 1.75,
+        "this is the place of the evaluation, not its cost": 2.0,
     }
-    rules.check_advantages(made, _rank_credit, "these are not the z-scores of the ranks", mistakes)
-    tied = rules.value_tables(1)[0]
-    tied[:, 1] = tied[:, 0]
-    close(rules.advantages_of(made, tied), _rank_credit(tied), ties, None, 2e-3)
-
-
-def _one_ruler(
-    tables: list[Tensor],
-    decay: float,
-    late: bool = False,
-    roots: bool = False,
-    start: Tensor | None = None,
-    over: tuple[int, ...] = (0, 1, 2),
-    centre: Callable[[Tensor], Tensor] = centred,
-    limit: float = 5.0,
-) -> Tensor:
-    """The last table's advantages, scaled by a root mean square `over` some axes, kept over all
-    tables.
-
-    `roots` averages roots instead of squares.
-    """
-    memory = start
-    values, scale = torch.zeros(()), torch.ones(())
-    for table in tables:
-        values = centre(reward_to_go(table))
-        squares = values.square().mean(over, keepdim=True)
-        new = squares.sqrt() if roots else squares
-        before, memory = memory, new if memory is None else decay * memory + (1 - decay) * new
-        scale = before if late and before is not None else memory
-        scale = scale if roots else scale.sqrt()
-    return (values / (scale + 1e-4)).clamp(-limit, limit)
-
-
-def _without_root(tables: list[Tensor]) -> Tensor:
-    memory, values = None, torch.zeros(())
-    for table in tables:
-        values = centred(reward_to_go(table))
-        new = values.square().mean()
-        memory = new if memory is None else 0.9 * memory + 0.1 * new
-    return (values / (memory + 1e-4)).clamp(-5, 5) if memory is not None else values
+    got = number(answer(cost, reward, 0.7), "the cost")
+    close(
+        got,
+        25.0,
+        "between (10, 0.4) and (30, 0.8) a straight line passes 0.7 at a cost of 25",
+        mistakes,
+    )
+    unsorted = (
+        "right where the curve rises, not where it falls back: take the first evaluation at or"
+        " above the target, from the left"
+    )
+    sharp = number(answer(cost, torch.tensor([0.2, 0.8, 0.5, 0.6, 0.9]), 0.7), "the cost")
+    close(sharp, 25.0 / 3, unsorted)
+    never = answer(cost, reward, 0.95)
+    expect(
+        never is not None, "a target that is never reached has no cost: return math.nan, not None"
+    )
+    never = number(never, "the cost of a target that is never reached")
+    expect(
+        math.isnan(never),
+        f"a target that is never reached has no cost: return nan, not {never:g}; averages of it"
+        " would be wrong",
+    )
+    start = number(answer(cost, reward, 0.1), "the cost of a target below the start")
+    expect(start == 0.0, "a target below the first evaluation is reached at once: at cost[0]")
 
 
 @check("Exercise 4")
-def check_remembers(rule: Any) -> None:
-    """`rule` scales R - R_k by a running root mean square, and its memory survives a checkpoint."""
-    first = rules.make_rule(rule)
-    stateful = hasattr(first, "state_dict") and hasattr(first, "load_state_dict")
-    expect(stateful, "a rule with memory has state_dict and load_state_dict")
-    expect(
-        len(first.state_dict()) == 0,
-        "before the first table the memory is empty: state_dict() must be {}",
-    )
-    kept = (
-        "after load_state_dict(state_dict()) the rule gives other numbers: is the memory in"
-        " state_dict, as a tensor?"
-    )
-    rules.check_equal_values(first, "a table of equal values gives 0/0: add 1e-4 to the root")
-    outside = "entries outside decisions.mask enter a mean: set them to nan, and use nanmean"
-    by_group = (
-        "each group has a scale of its own: take the mean of the squares over the whole table"
-    )
-    hints = {
-        "keeps_its_memory": kept,
-        "treats_prompts_alike": by_group,  # a memory by the place of the group
-        "gives_a_silent_group_zero": "centre over the members before you divide",
-        **dict.fromkeys(rules.MASKED, outside),
-    }
-    rules.check_contract(first, hints)
-    rules.check_one_step_probe(first)
-    tables = [
-        table * factor for table, factor in zip(rules.value_tables(), (1.0, 3.0, 1.0), strict=True)
-    ]
-    got = [rules.advantages_of(first, table) for table in tables][-1]
-    expect(bool(first.state_dict()), f"{kept} state_dict() is empty after three tables")
-    mistakes = {
-        "this has no memory: the scale is that of the present table alone": _one_ruler(
-            tables[-1:], 0.9
-        ),
-        "the weights of the average are swapped: decay belongs to the memory": _one_ruler(
-            tables, 0.1
-        ),
-        "the table is scaled by the tables before it; add its own squares first": _one_ruler(
-            tables, 0.9, late=True
-        ),
-        "this averages roots; average the squares, and take the root at the end": _one_ruler(
-            tables, 0.9, roots=True
-        ),
-        by_group: _one_ruler(tables, 0.9, over=(1, 2)),
-        "each decision has a scale of its own: one number for the whole table": _one_ruler(
-            tables, 0.9, over=(0, 1)
-        ),
-        "the values are not centred: subtract the mean over the members, decision by decision": (
-            _one_ruler(tables, 0.9, centre=lambda values: values)
-        ),
-        "the mean runs over the decisions too: centre over the members, decision by decision": (
-            _one_ruler(
-                tables, 0.9, centre=lambda values: values - values.mean((1, 2), keepdim=True)
-            )
-        ),
-        "the root of m is missing": _without_root(tables),
-        "the memory starts from 0; at the first table it is that table's mean square": _one_ruler(
-            tables, 0.9, start=torch.zeros(())
-        ),
-        "this is one std for each group (exercise 2), without memory": centred_to_go(tables[-1]),
-    }
-    otherwise = (
-        "the third table's advantages are not (R - R_k - mean) / (running root mean square + 1e-4)"
-    )
-    close(got, _one_ruler(tables, 0.9), otherwise, mistakes, 2e-3)
-    outlier = tables[0].clone()
-    outlier[0, 0, -1] += 100.0
-    clamped = same(
-        rules.advantages_of(copy.deepcopy(first), outlier),
-        _one_ruler([*tables, outlier], 0.9),
-        2e-3,
-    )
-    expect(clamped, "with one reward far above all others advantages exceed 5: clamp them to ±5")
-    if inspect.isclass(rule):
-        again = rules.make_rule(rule)
-        again.load_state_dict(first.state_dict())
-        for made in (again, first):
-            expect(
-                same(
-                    rules.advantages_of(made, tables[0]),
-                    _one_ruler([*tables, tables[0]], 0.9),
-                    2e-3,
-                ),
-                kept,
-            )
-        _check_memory_options(rule, tables)
+def check_tuned(answer: Answer) -> None:
+    """`answer(scores, tuning)` is [rule]: the mean over the reporting seeds at the setting that the
+    tuning seeds chose.
+    """
+    scores = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(4))
+    for tuning in (2, 3):
+        tune, report = scores[..., :tuning].mean(-1), scores[..., tuning:].mean(-1)
+        everything = scores.mean(-1)
+
+        def pick(choice: Tensor, values: Tensor) -> Tensor:
+            return values.gather(1, choice[:, None])[:, 0]
+
+        best = tune.argmax(1)
+        common = torch.full((3,), int(tune.mean(0).argmax()))
+        mistakes = {
+            "the setting is chosen on the reporting seeds, so luck is reported as skill; "
+            "choose on the first ones": report.amax(1),
+            "the setting is chosen with all seeds, the reporting ones among them; choose on "
+            "the first ones only": pick(everything.argmax(1), report),
+            "this reports the seeds that chose the setting: the best of several is too good. "
+            "Report the others": tune.amax(1),
+            "one setting for all rules favours the rule it suits; choose for each rule by itself": (
+                pick(common, report)
+            ),
+            "this reports all seeds, those that chose among them; report the others only": pick(
+                best, everything
+            ),
+            "all seeds choose and all report: choose with the first ones, report the others": (
+                everything.amax(1)
+            ),
+        }
+        got = tensor(answer(scores.clone(), tuning), (3,), "tuned")
+        close(
+            got,
+            pick(best, report),
+            "this is not each rule's own best setting, scored on the seeds left over",
+            mistakes,
+        )
 
 
-def _check_memory_options(rule: Any, tables: list[Tensor]) -> None:
-    """An empty memory can be loaded, and `decay` decides how long memory lasts."""
-    fresh = rules.make_rule(rule)
-    try:
-        fresh.load_state_dict(fresh.state_dict())
-    except Exception as error:
-        empty = (
-            "the state of a rule that has seen no table is empty, and load_state_dict must"
-            " accept it"
-        )
-        raise Unsolved(f"{empty}; yours raised {type(error).__name__}") from error
-    used = rules.make_rule(rule)
-    rules.advantages_of(used, tables[0])
-    used.load_state_dict({})
-    expect(len(used.state_dict()) == 0, "loading an empty state must empty the memory")
-    forgetful = copy.deepcopy(fresh)
-    if hasattr(forgetful, "decay"):
-        forgetful.decay = 0.0
-        got = [rules.advantages_of(forgetful, table) for table in tables][-1]
-        fixed = (
-            "with decay = 0 the memory must hold the present table alone: is 0.9 written into the"
-            " rule?"
-        )
-        expect(same(got, _one_ruler(tables, 0.0), 2e-3), fixed)
+SUPPORTED, CONTRADICTED, OPEN = "supported", "contradicted", "open"
+
+_CLAIMS: dict[str, tuple[str, str]] = {
+    "A": (
+        SUPPORTED,
+        (
+            "all seeds of both step-wise rules reach the target at 2e-3 long before any seed of"
+            " uniform credit"
+        ),
+    ),
+    "B": (
+        CONTRADICTED,
+        "look at the rows of clip 0.2: in iterations the rules are nearly equal there",
+    ),
+    "C": (
+        CONTRADICTED,
+        (
+            "the control without any turning point rises as fast, and so does the one with random"
+            " steps"
+        ),
+    ),
+    "D": (
+        SUPPORTED,
+        (
+            "at each rule's own best clip uniform credit needs the fewest forward passes, by a"
+            " factor of about 1.5"
+        ),
+    ),
+    "E": (
+        OPEN,
+        "seconds in a tiny network are mostly overhead per call; nothing here measured a large one",
+    ),
+    "F": (
+        CONTRADICTED,
+        (
+            "every run was evaluated on the same six prompts and the same noise; the interval"
+            " covers seeds only"
+        ),
+    ),
+    "G": (
+        OPEN,
+        (
+            "results in two dimensions do not decide claims about image models; they show which"
+            " control such a claim needs"
+        ),
+    ),
+}
+
+
+@check("Exercise 5")
+def check_claims(answer: Mapping[str, str]) -> None:
+    """`answer` maps a claim's letter to supported, contradicted or open."""
+    allowed = (SUPPORTED, CONTRADICTED, OPEN)
+    expect(isinstance(answer, Mapping), "write a dictionary from letters to words")
+    for letter, (verdict, reason) in _CLAIMS.items():
+        expect(letter in answer, f"claim {letter} has no verdict")
+        choice = answered(answer[letter], f"claim {letter}")
+        expect(choice in allowed, f"claim {letter}: {choice!r} is none of {', '.join(allowed)}")
+        if verdict == OPEN:
+            wrong = f"claim {letter} is about something that was not measured here: {reason}"
+        elif choice == OPEN:
+            wrong = f"claim {letter} can be decided with the runs above: {reason}"
+        else:
+            wrong = f"claim {letter}: {reason}"
+        expect(choice == verdict, wrong)

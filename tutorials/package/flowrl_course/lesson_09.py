@@ -1,345 +1,339 @@
-"""Checks of lesson 9, a test of one's own rule: state values, learning curves, verdicts, power,
-calibrated estimates.
+"""Checks of the lesson Your own credit rule: a repaired rule, reward to go, ranks, a rule with
+memory.
 """
 
+import copy
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flowrl.credit import gains, reward_to_go
+from flowrl.probes import NoProbe
 from flowrl_course import rule_checks as rules
-from flowrl_course.checking import answered, check, close, expect, number, tensor
-from flowrl_course.rule_checks import centred, centred_by_step
-
-Answer = Callable[..., Any]
-
-_NOISE = (0.8, 0.9, 0.4, 0.7)
+from flowrl_course.checking import Unsolved, check, close, expect, same
+from flowrl_course.rule_checks import (
+    SILENT,
+    by_step,
+    centred,
+    centred_by_step,
+    centred_to_go,
+    joint,
+)
 
 
 @check("Exercise 1")
-def check_state_value(answer: Answer) -> None:
-    """`answer(latents, node, steps, go, score, count)` is the mean reward of stochastic
-    continuations.
-    """
-    generator = torch.Generator().manual_seed(1)
-    rows: list[int] = []
-    visited: list[int] = []
-
-    def go(latents: Tensor, step: int) -> Tensor:
-        expect(
-            0 <= int(step) < 4, f"go was called with step {int(step)}; with 4 steps they are 0 to 3"
-        )
-        rows.append(len(latents))
-        visited.append(int(step))
-        return latents + _NOISE[int(step)] * torch.randn(latents.shape, generator=generator)
-
-    def score(latents: Tensor) -> Tensor:
-        return latents.flatten(1).square().sum(1)
-
-    latents, node, count = torch.tensor([2.0, 0.0, -1.0])[:, None, None], 1, 20_000
-    got = answered(answer(latents, node, 4, go, score, count), "state_value")
-    expect(bool(rows), "go was never called: from node j the steps j, j + 1, ..., T - 1 follow")
-    expect(
-        sum(rows) >= 2 * len(latents) * count,
-        "there is only one continuation (or few) of each state; make `count` of them",
-    )
-    got = tensor(got, (3,), "the values")
-    base = latents[:, 0, 0].square()
-    full = sum(_NOISE[i] ** 2 for i in range(node, 4))
-    mistakes = {
-        "the first step is missing: step j leads from node j to node j + 1, so start with it": (
-            base + full - _NOISE[node] ** 2
+def check_mended(rule: Any) -> None:
+    """`rule` is the class EstimateGain without its faults."""
+    made = rules.make_rule(rule)
+    rules.check_equal_values(made, SILENT)
+    hints = {
+        "declares_a_probe": "`probe` is a function, not a probe: write Tweedie(), with brackets",
+        "reads_only_what_its_probe_fills": (
+            "NoProbe() scores the finished sample only; the rule reads all columns: use Tweedie()"
         ),
-        "the last step, T - 1, is missing: range(node, steps)": base + full - _NOISE[3] ** 2,
-        "all steps from 0 are made; the state is already at `node`": base + full + _NOISE[0] ** 2,
-        "the states are averaged before they are scored; average the rewards": base,
-        "the continuations of different states are mixed: repeat_interleave keeps those of "
-        "one state together": (base.mean() + torch.full((3,), full)),
+        "leaves_its_input_alone": (
+            "the value table is changed: -= works in place. Other code reads the same table"
+        ),
+        "gives_a_silent_group_zero": SILENT,
+        **rules.MASKED,
+        "survives_extremes": (
+            "advantages are not finite for a group of one or for equal values: divide by std + 1e-4"
+        ),
     }
-    close(
-        got, base + full, "the values are not the mean rewards of the continuations", mistakes, 0.05
-    )
-    made = sorted(set(visited))
+    rules.check_contract(made, hints)
+    rules.check_one_step_probe(made)
     expect(
-        made == [1, 2, 3],
-        f"from node 1 of 4 steps the steps 1, 2, 3 follow; you made {', '.join(map(str, made))}",
+        getattr(made, "shared_noise", False),
+        "shared_noise = True is gone: then members start from different noise",
+    )
+
+    def scaled(values: Tensor, std: Tensor, over: tuple[int, ...] = (0, 1, 2)) -> Tensor:
+        return (values - values.mean(over, keepdim=True)) / (std + 1e-4)
+
+    mistakes = {
+        "every decision is normalised by itself; the mean and the std run over members and "
+        "decisions together": (by_step),
+        "the mean and the std run over the prompts too; a group is compared with itself only": (
+            lambda g: scaled(g, g.std(unbiased=False))
+        ),
+        "the sign is wrong: the credit of a decision is R_{k+1} - R_k": lambda g: joint(-g),
+        "the std divides by n - 1; use the population's, unbiased=False": lambda g: scaled(
+            g, g.std((1, 2), keepdim=True), (1, 2)
+        ),
+    }
+    rules.check_advantages(
+        made,
+        lambda table: joint(gains(table)),
+        "the advantages are not the z-score over members and decisions of the gains R_{k+1} - R_k",
+        {
+            message: lambda table, wrong=wrong: wrong(gains(table))
+            for message, wrong in mistakes.items()
+        },
     )
 
 
-def _area(cost: Tensor, reward: Tensor, budget: float, cut: bool = True, end: bool = True) -> float:
-    """The area below the curve up to the budget; `cut`: not beyond it, `end`: with the piece after
-    the last evaluation.
-    """
-    if not cut:
-        return float(torch.trapezoid(reward, cost))
-    i = int((cost < budget).sum())
-    part = (budget - cost[i - 1]) / (cost[i] - cost[i - 1])
-    last = reward[i - 1] + part * (reward[i] - reward[i - 1])
-    x = torch.cat([cost[:i], torch.tensor([budget], dtype=cost.dtype)])
-    y = torch.cat([reward[:i], last[None]])
-    return float(torch.trapezoid(y, x) if end else torch.trapezoid(y[:-1], x[:-1]))
+def _std_of_centred(values: Tensor) -> Tensor:
+    deviations = values - values.mean(1, keepdim=True)
+    return deviations / (deviations.std((1, 2), keepdim=True, unbiased=False) + 1e-4)
 
 
 @check("Exercise 2")
-def check_mean_reward(answer: Answer) -> None:
-    """`answer(cost, reward, budget)` is the mean of the piecewise linear curve from 0 to the
-    budget.
-    """
-    cost = torch.tensor([0.0, 2.0, 3.0, 8.0, 12.0], dtype=torch.float64)
-    reward = torch.tensor([0.2, 0.3, 0.7, 0.9, 0.6], dtype=torch.float64)
-    for budget in (10.0, 5.0, 8.0, 12.0):
-        got = number(answer(cost, reward, budget), "the mean reward")
-        wanted = _area(cost, reward, budget)
-        inside = cost <= budget
-        steps = reward[inside]
-        mistakes = {
-            "this is the area; divide it by the budget": wanted,
-            "this is the mean of the evaluated rewards; the evaluations are not evenly spaced": (
-                float(steps.mean())
-            ),
-            "the curve beyond the budget is included; stop at the budget": (
-                _area(cost, reward, budget, cut=False) / budget
-            ),
-            "the whole area is divided by the last cost, whatever the budget is": (
-                _area(cost, reward, budget, cut=False) / 12.0
-            ),
-            "the piece from the last evaluation to the budget is missing": (
-                _area(cost, reward, budget, end=False) / budget
-            ),
-            "these are rectangles; the curve is linear between evaluations: torch.trapezoid": (
-                float((reward[:-1] * (cost[1:].clamp(max=budget) - cost[:-1]).clamp(min=0)).sum())
-                / budget
-            ),
-            "this is the reward at the budget, not the mean up to it": _end(cost, reward, budget),
-        }
-        close(
-            got,
-            wanted / budget,
-            f"{got:.4g} instead of {wanted / budget:.4g} for a budget of {budget:g}",
-            mistakes,
-            1e-6,
-        )
-
-
-def _end(cost: Tensor, reward: Tensor, budget: float) -> float:
-    i = int((cost < budget).sum())
-    part = (budget - cost[i - 1]) / (cost[i] - cost[i - 1])
-    return float(reward[i - 1] + part * (reward[i] - reward[i - 1]))
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A mean difference with its interval and an uncorrected p-value."""
-
-    value: float
-    low: float
-    high: float
-    p: float = 0.0
-
-
-WORDS = ("better", "worse", "no difference that matters", "undecided")
-"""The verdicts of exercise 3."""
-
-_ALIKE_FIRST = (
-    "the p-value is read first: a difference whose whole interval lies within ±0.02 does not"
-    " matter, even if it excludes 0"
-)
-_VERDICTS = (
-    (
-        _Found(0.08, 0.05, 0.11),
-        0.001,
-        "better",
-        "a clear positive difference is better: value > 0 and adjusted < 0.05",
-    ),
-    (
-        _Found(-0.08, -0.11, -0.05),
-        0.001,
-        "worse",
-        "a clear negative difference is worse: the sign of the mean decides",
-    ),
-    (_Found(0.01, 0.004, 0.016), 0.001, "no difference that matters", _ALIKE_FIRST),
-    (_Found(-0.01, -0.016, -0.004), 0.001, "no difference that matters", _ALIKE_FIRST),
-    (
-        _Found(0.01, -0.30, 0.32),
-        0.9,
-        "undecided",
-        (
-            "only the mean (or the p-value) decides here; the whole interval must lie within ±0.02,"
-            " and this one is wide"
+def check_to_go(rule: Any) -> None:
+    """`rule` gives R - R_k, centred decision by decision, scaled by one std for the group."""
+    made = rules.make_rule(rule)
+    rules.check_contract(made, {"gives_a_silent_group_zero": SILENT, **rules.MASKED})
+    rules.check_one_step_probe(made)
+    mistakes = {
+        "this is R - R_{k+1}, what comes after the decision; its own gain belongs to it: R - R_k": (
+            lambda table: centred_by_step(table[..., -1:] - table[..., 1:])
         ),
-    ),
-    (
-        _Found(0.03, 0.001, 0.059),
-        0.13,
-        "undecided",
-        "the interval excludes 0, but the corrected p-value is not below 0.05: undecided",
-    ),
-    (
-        _Found(0.01, -0.015, 0.035),
-        0.4,
-        "undecided",
-        "one end of the interval is beyond 0.02; both ends must lie within ±0.02",
-    ),
-    (
-        _Found(-0.01, -0.035, 0.015),
-        0.4,
-        "undecided",
-        "one end of the interval is beyond -0.02; both ends must lie within ±0.02",
-    ),
-    (
-        _Found(0.015, 0.005, 0.025),
-        0.01,
-        "better",
-        "one end of the interval is beyond 0.02 and the p-value is small: better",
-    ),
-)
+        "these are the gains again; the credit of a decision runs to the end: R - R_k": (
+            lambda table: centred_by_step(gains(table))
+        ),
+        "the std is each decision's own, which inflates late ones: std_over=('member', "
+        "'decision')": lambda table: by_step(reward_to_go(table)),
+        "the mean runs over the decisions too, so that early ones get credit for being "
+        "early: over=('member',)": lambda table: joint(reward_to_go(table)),
+        "the std is taken after the mean was subtracted; use that of the values themselves, "
+        "as zscore does": lambda table: _std_of_centred(reward_to_go(table)),
+        "the sign is wrong: R - R_k": lambda table: -centred_to_go(table),
+    }
+    otherwise = (
+        "the advantages are not the z-scores of R - R_k with the mean over members and the std over"
+        " members and decisions"
+    )
+    rules.check_advantages(made, centred_to_go, otherwise, mistakes)
+
+
+def _ranks(final: Tensor) -> Tensor:
+    """Mid-ranks over the members, [prompt, member]."""
+    above = (final[:, :, None] > final[:, None]).to(final).sum(-1)
+    ties = (final[:, :, None] == final[:, None]).to(final).sum(-1)
+    return above + (ties - 1) / 2
+
+
+def _every_decision(values: Tensor, table: Tensor) -> Tensor:
+    """`values` [prompt, member] at every decision."""
+    return values[..., None].repeat(1, 1, table.shape[-1] - 1)
+
+
+def _rank_credit(table: Tensor) -> Tensor:
+    return by_step(_every_decision(_ranks(table[..., -1]), table))
+
+
+def _refuse_wrong_ranks(rule: Any, sorting: str) -> None:
+    """Raise `Unsolved` if the rule returns the ranks themselves, or sorts once."""
+    table = rules.value_tables(1)[0]
+    try:
+        advantages = rules.advantages_of(copy.deepcopy(rule), table)
+    except Exception:  # `check_contract` gives the reason
+        return
+    raw = any(
+        same(advantages, _every_decision(_ranks(table[..., -1]) + first, table), 2e-3)
+        for first in (0.0, 1.0)
+    )
+    expect(not raw, "the ranks are right but not normalised: take the z-score over the members")
+    once = by_step(_every_decision(table[..., -1].argsort(1).to(table), table))
+    expect(not same(advantages, once, 2e-3), sorting)
 
 
 @check("Exercise 3")
-def check_verdict(answer: Answer) -> None:
-    """`answer(found, adjusted, smallest)` is one of `WORDS`."""
-    for interval, adjusted, wanted, mistake in _VERDICTS:
-        got = answered(answer(interval, adjusted), "verdict")
-        expect(
-            got in WORDS, f"{got!r} is not one of the four strings {', '.join(map(repr, WORDS))}"
-        )
-        expect(
-            got == wanted,
-            f"{got!r} for [{interval.low:g}, {interval.high:g}] with p = {adjusted:g}: {mistake}",
-        )
-    wide = answer(_Found(0.03, 0.01, 0.05), 0.001, 0.06)
-    expect(
-        wide == WORDS[2],
-        "with smallest=0.06 the interval [0.01, 0.05] does not matter: is the 0.02 written into the"
-        " function?",
+def check_rank(rule: Any) -> None:
+    """`rule` is Z over the members of the ranks of R, ties sharing their mean rank, the same at
+    every decision.
+    """
+    made = rules.make_rule(rule)
+    ties = (
+        "a group of equal rewards is not 0: equal rewards share their mean rank (sorting gives them"
+        " different ones)"
     )
+    sorting = (
+        "one argsort gives the first, the second, ...; the rank of a member is the argsort of that"
+        " argsort"
+    )
+    _refuse_wrong_ranks(made, sorting)
+    last = "with NoProbe() all columns but the last are NaN: rank values[..., -1]"
+    upside_down = "the best member has the lowest rank here; higher rewards are better"
+    hints = {
+        "gives_a_silent_group_zero": ties,
+        "pays_the_better_member": upside_down,
+        "reads_only_what_its_probe_fills": last,
+        "treats_members_alike": sorting,
+        **rules.MASKED,
+    }
+    rules.check_contract(made, hints)
+    expect(
+        isinstance(made.probe, NoProbe),
+        "the probe costs network evaluations that a rank of R does not need: NoProbe()",
+    )
+    mistakes = {
+        upside_down: lambda table: -_rank_credit(table),
+        "the ranks are centred but not normalised: take the z-score over the members": (
+            lambda table: _every_decision(_ranks(table[..., -1]) - 2.0, table)
+        ),
+        "the ranks run over all prompts; rank within each prompt's group": lambda table: by_step(
+            _every_decision(_ranks(table[..., -1].reshape(1, -1)).view_as(table[..., -1]), table)
+        ),
+        "these are the rewards' own z-scores (Uniform); take ranks first": lambda table: by_step(
+            _every_decision(table[..., -1], table)
+        ),
+    }
+    rules.check_advantages(made, _rank_credit, "these are not the z-scores of the ranks", mistakes)
+    tied = rules.value_tables(1)[0]
+    tied[:, 1] = tied[:, 0]
+    close(rules.advantages_of(made, tied), _rank_credit(tied), ties, None, 2e-3)
+
+
+def _one_ruler(
+    tables: list[Tensor],
+    decay: float,
+    late: bool = False,
+    roots: bool = False,
+    start: Tensor | None = None,
+    over: tuple[int, ...] = (0, 1, 2),
+    centre: Callable[[Tensor], Tensor] = centred,
+    limit: float = 5.0,
+) -> Tensor:
+    """The last table's advantages, scaled by a root mean square `over` some axes, kept over all
+    tables.
+
+    `roots` averages roots instead of squares.
+    """
+    memory = start
+    values, scale = torch.zeros(()), torch.ones(())
+    for table in tables:
+        values = centre(reward_to_go(table))
+        squares = values.square().mean(over, keepdim=True)
+        new = squares.sqrt() if roots else squares
+        before, memory = memory, new if memory is None else decay * memory + (1 - decay) * new
+        scale = before if late and before is not None else memory
+        scale = scale if roots else scale.sqrt()
+    return (values / (scale + 1e-4)).clamp(-limit, limit)
+
+
+def _without_root(tables: list[Tensor]) -> Tensor:
+    memory, values = None, torch.zeros(())
+    for table in tables:
+        values = centred(reward_to_go(table))
+        new = values.square().mean()
+        memory = new if memory is None else 0.9 * memory + 0.1 * new
+    return (values / (memory + 1e-4)).clamp(-5, 5) if memory is not None else values
 
 
 @check("Exercise 4")
-def check_rate(answer: Answer) -> None:
-    """`answer(judge, spread, seeds, effect, draws, generator)` is the fraction of simulated
-    experiments judged "better".
-    """
-    drawn: list[Tensor] = []
-
-    def judge(differences: Tensor) -> str:
-        drawn.append(
-            tensor(differences, (7,), "the differences of an experiment of 7 seeds").clone()
-        )
-        return WORDS[len(drawn) % 4]
-
-    got = answered(
-        answer(judge, 0.5, 7, 2.0, 400, torch.Generator().manual_seed(1)), "rate_of_better"
-    )
+def check_remembers(rule: Any) -> None:
+    """`rule` scales R - R_k by a running root mean square, and its memory survives a checkpoint."""
+    first = rules.make_rule(rule)
+    stateful = hasattr(first, "state_dict") and hasattr(first, "load_state_dict")
+    expect(stateful, "a rule with memory has state_dict and load_state_dict")
     expect(
-        len(drawn) == 400,
-        f"judge was called {len(drawn)} times for 400 draws: judge every experiment once",
+        len(first.state_dict()) == 0,
+        "before the first table the memory is empty: state_dict() must be {}",
     )
-    values = torch.stack(drawn)
-    expect(
-        float((values - values.flatten()[0]).abs().max()) > 0,
-        "the differences have no noise: spread * torch.randn(...)",
+    kept = (
+        "after load_state_dict(state_dict()) the rule gives other numbers: is the memory in"
+        " state_dict, as a tensor?"
     )
-    expect(
-        bool((values[0] != values[1]).any()),
-        "all experiments have the same noise: draw inside the loop",
-    )
-    scale, centre = float(values.std()), float(values.mean())
-    expect(
-        abs(scale - 0.5 / 7**0.5) > 0.03,
-        "this is the spread of a mean of 7 seeds; each difference has the whole spread",
-    )
-    expect(
-        abs(scale - 0.25) > 0.05,
-        "the spread is squared: multiply standard normal noise by the spread",
-    )
-    expect(
-        abs(scale - 0.5) < 0.05,
-        f"the differences have a standard deviation of {scale:.2f} instead of 0.5: spread * randn",
-    )
-    expect(abs(centre) > 0.1, "the effect is missing: the differences have the mean `effect`")
-    expect(
-        abs(centre - 2.0) < 0.1,
-        f"the differences have a mean of {centre:.2f} instead of 2: add the effect, unscaled",
-    )
-    value = number(got, "the rate")
-    wrong = {
-        "this is a number of experiments; divide it by `draws`": 100.0,
-        "this is the fraction that is not better": 0.75,
-        'this counts "worse" too; count "better" alone': 0.5,
-    }
-    close(
-        value,
-        0.25,
-        f"{value:.3g} instead of 0.25, the fraction of experiments judged better",
-        wrong,
-        1e-6,
-    )
-
-
-def calibration_slopes(
-    table: Tensor, over: tuple[int, ...] = (0, 1), inverse: bool = False
-) -> Tensor:
-    """The slope of the final reward on the value of each column, both centred within their group:
-    [1, 1, decision+1].
-    """
-    values = centred(table)
-    final = values[..., -1:]
-    below = final.square().expand_as(values) if inverse else values.square()
-    return (values * final).mean(over, keepdim=True) / (below.mean(over, keepdim=True) + 1e-8)
-
-
-def _calibrated(table: Tensor, slopes: Tensor) -> Tensor:
-    return centred_by_step((slopes * centred(table)).diff(dim=-1))
-
-
-@check("Exercise 5")
-def check_calibrated(rule: Any) -> None:
-    """`rule` gives the gains of slope_k (R_k - group mean), slope_k regressed on R over the whole
-    table.
-    """
-    made = rules.make_rule(rule)
-    shared = (
-        "a state that all members share (noise) has no spread: add 1e-8 to the denominator of the"
-        " slope"
-    )
-    level = (
-        "the slope measures easy and hard prompts: subtract the group's mean from the values first"
+    rules.check_equal_values(first, "a table of equal values gives 0/0: add 1e-4 to the root")
+    outside = "entries outside decisions.mask enter a mean: set them to nan, and use nanmean"
+    by_group = (
+        "each group has a scale of its own: take the mean of the squares over the whole table"
     )
     hints = {
-        "gives_a_silent_group_zero": shared,
-        "survives_extremes": shared,
-        "ignores_a_constant": level,
-        **rules.MASKED,
+        "keeps_its_memory": kept,
+        "treats_prompts_alike": by_group,  # a memory by the place of the group
+        "gives_a_silent_group_zero": "centre over the members before you divide",
+        **dict.fromkeys(rules.MASKED, outside),
     }
-    rules.check_contract(made, hints, rounding=True)
-    rules.check_one_step_probe(made)
-
-    def late(table: Tensor, shift: int = 0) -> Tensor:
-        slopes = calibration_slopes(table)
-        return centred_by_step(
-            slopes[..., shift : slopes.shape[-1] - 1 + shift] * centred(table).diff(dim=-1)
-        )
-
-    after = (
-        "the slope multiplies the gain R_{k+1} - R_k; calibrate both values first, then take their"
-        " difference"
-    )
+    rules.check_contract(first, hints)
+    rules.check_one_step_probe(first)
+    tables = [
+        table * factor for table, factor in zip(rules.value_tables(), (1.0, 3.0, 1.0), strict=True)
+    ]
+    got = [rules.advantages_of(first, table) for table in tables][-1]
+    expect(bool(first.state_dict()), f"{kept} state_dict() is empty after three tables")
     mistakes = {
-        "the slope is inverted: it predicts R_k from R. Divide by the spread of R_k": (
-            lambda table: _calibrated(table, calibration_slopes(table, inverse=True))
+        "this has no memory: the scale is that of the present table alone": _one_ruler(
+            tables[-1:], 0.9
         ),
-        "every group has its own slope, which is noisy with few members; pool over prompts "
-        "and members": lambda table: _calibrated(table, calibration_slopes(table, over=(1,))),
-        after: late,
-        f"{after} ": lambda table: late(table, 1),
-        "the slopes are missing: these are plain gains": lambda table: _calibrated(
-            table, torch.ones(table.shape[-1])
+        "the weights of the average are swapped: decay belongs to the memory": _one_ruler(
+            tables, 0.1
         ),
+        "the table is scaled by the tables before it; add its own squares first": _one_ruler(
+            tables, 0.9, late=True
+        ),
+        "this averages roots; average the squares, and take the root at the end": _one_ruler(
+            tables, 0.9, roots=True
+        ),
+        by_group: _one_ruler(tables, 0.9, over=(1, 2)),
+        "each decision has a scale of its own: one number for the whole table": _one_ruler(
+            tables, 0.9, over=(0, 1)
+        ),
+        "the values are not centred: subtract the mean over the members, decision by decision": (
+            _one_ruler(tables, 0.9, centre=lambda values: values)
+        ),
+        "the mean runs over the decisions too: centre over the members, decision by decision": (
+            _one_ruler(
+                tables, 0.9, centre=lambda values: values - values.mean((1, 2), keepdim=True)
+            )
+        ),
+        "the root of m is missing": _without_root(tables),
+        "the memory starts from 0; at the first table it is that table's mean square": _one_ruler(
+            tables, 0.9, start=torch.zeros(())
+        ),
+        "this is one std for each group (exercise 2), without memory": centred_to_go(tables[-1]),
     }
-    otherwise = "the advantages are not those of the calibrated values slope_k (R_k - mean)"
-    rules.check_advantages(
-        made, lambda table: _calibrated(table, calibration_slopes(table)), otherwise, mistakes
+    otherwise = (
+        "the third table's advantages are not (R - R_k - mean) / (running root mean square + 1e-4)"
     )
+    close(got, _one_ruler(tables, 0.9), otherwise, mistakes, 2e-3)
+    outlier = tables[0].clone()
+    outlier[0, 0, -1] += 100.0
+    clamped = same(
+        rules.advantages_of(copy.deepcopy(first), outlier),
+        _one_ruler([*tables, outlier], 0.9),
+        2e-3,
+    )
+    expect(clamped, "with one reward far above all others advantages exceed 5: clamp them to ±5")
+    if inspect.isclass(rule):
+        again = rules.make_rule(rule)
+        again.load_state_dict(first.state_dict())
+        for made in (again, first):
+            expect(
+                same(
+                    rules.advantages_of(made, tables[0]),
+                    _one_ruler([*tables, tables[0]], 0.9),
+                    2e-3,
+                ),
+                kept,
+            )
+        _check_memory_options(rule, tables)
+
+
+def _check_memory_options(rule: Any, tables: list[Tensor]) -> None:
+    """An empty memory can be loaded, and `decay` decides how long memory lasts."""
+    fresh = rules.make_rule(rule)
+    try:
+        fresh.load_state_dict(fresh.state_dict())
+    except Exception as error:
+        empty = (
+            "the state of a rule that has seen no table is empty, and load_state_dict must"
+            " accept it"
+        )
+        raise Unsolved(f"{empty}; yours raised {type(error).__name__}") from error
+    used = rules.make_rule(rule)
+    rules.advantages_of(used, tables[0])
+    used.load_state_dict({})
+    expect(len(used.state_dict()) == 0, "loading an empty state must empty the memory")
+    forgetful = copy.deepcopy(fresh)
+    if hasattr(forgetful, "decay"):
+        forgetful.decay = 0.0
+        got = [rules.advantages_of(forgetful, table) for table in tables][-1]
+        fixed = (
+            "with decay = 0 the memory must hold the present table alone: is 0.9 written into the"
+            " rule?"
+        )
+        expect(same(got, _one_ruler(tables, 0.0), 2e-3), fixed)

@@ -1,255 +1,345 @@
-"""Checks of lesson 10, scaling up to SD3.5 and FLUX."""
+"""Checks of the lesson Test your own rule: state values, learning curves, verdicts, power,
+calibrated estimates.
+"""
 
-import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from flowrl_course.checking import answered, check, close, expect, number, same, tensor
+from flowrl_course import rule_checks as rules
+from flowrl_course.checking import answered, check, close, expect, number, tensor
+from flowrl_course.rule_checks import centred, centred_by_step
 
 Answer = Callable[..., Any]
 
+_NOISE = (0.8, 0.9, 0.4, 0.7)
+
 
 @check("Exercise 1")
-def check_shifted(answer: Answer) -> None:
-    """`answer(u, shift)` is the shifted grid."""
-    u = torch.tensor([1.0, 0.8, 0.45, 0.1, 0.0])
-    got = tensor(answer(u, 3.0), (5,), "the grid")
-    wanted = 3 * u / (1 + 2 * u)
+def check_state_value(answer: Answer) -> None:
+    """`answer(latents, node, steps, go, score, count)` is the mean reward of stochastic
+    continuations.
+    """
+    generator = torch.Generator().manual_seed(1)
+    rows: list[int] = []
+    visited: list[int] = []
+
+    def go(latents: Tensor, step: int) -> Tensor:
+        expect(
+            0 <= int(step) < 4, f"go was called with step {int(step)}; with 4 steps they are 0 to 3"
+        )
+        rows.append(len(latents))
+        visited.append(int(step))
+        return latents + _NOISE[int(step)] * torch.randn(latents.shape, generator=generator)
+
+    def score(latents: Tensor) -> Tensor:
+        return latents.flatten(1).square().sum(1)
+
+    latents, node, count = torch.tensor([2.0, 0.0, -1.0])[:, None, None], 1, 20_000
+    got = answered(answer(latents, node, 4, go, score, count), "state_value")
+    expect(bool(rows), "go was never called: from node j the steps j, j + 1, ..., T - 1 follow")
+    expect(
+        sum(rows) >= 2 * len(latents) * count,
+        "there is only one continuation (or few) of each state; make `count` of them",
+    )
+    got = tensor(got, (3,), "the values")
+    base = latents[:, 0, 0].square()
+    full = sum(_NOISE[i] ** 2 for i in range(node, 4))
     mistakes = {
-        "nothing is shifted yet": u,
-        "this shifts towards data: with s = 3 the middle of the grid must be above 1/2": (
-            u / (3 - 2 * u)
+        "the first step is missing: step j leads from node j to node j + 1, so start with it": (
+            base + full - _NOISE[node] ** 2
         ),
-        "the denominator is missing: t = 1 must stay 1": 3 * u,
-        "the denominator has s instead of s - 1: t = 1 must stay 1": 3 * u / (1 + 3 * u),
+        "the last step, T - 1, is missing: range(node, steps)": base + full - _NOISE[3] ** 2,
+        "all steps from 0 are made; the state is already at `node`": base + full + _NOISE[0] ** 2,
+        "the states are averaged before they are scored; average the rewards": base,
+        "the continuations of different states are mixed: repeat_interleave keeps those of "
+        "one state together": (base.mean() + torch.full((3,), full)),
     }
-    close(got, wanted, "this is not s u / (1 + (s - 1) u)", mistakes)
-    expect(
-        same(answer(u, 1.0), u),
-        "a shift of 1 must change nothing: is the 3 written into the function?",
+    close(
+        got, base + full, "the values are not the mean rewards of the continuations", mistakes, 0.05
     )
+    made = sorted(set(visited))
     expect(
-        same(answer(u, 6.0), 6 * u / (1 + 5 * u)),
-        "with a shift of 6 the grid is wrong: is the 3 written into the function?",
+        made == [1, 2, 3],
+        f"from node 1 of 4 steps the steps 1, 2, 3 follow; you made {', '.join(map(str, made))}",
     )
+
+
+def _area(cost: Tensor, reward: Tensor, budget: float, cut: bool = True, end: bool = True) -> float:
+    """The area below the curve up to the budget; `cut`: not beyond it, `end`: with the piece after
+    the last evaluation.
+    """
+    if not cut:
+        return float(torch.trapezoid(reward, cost))
+    i = int((cost < budget).sum())
+    part = (budget - cost[i - 1]) / (cost[i] - cost[i - 1])
+    last = reward[i - 1] + part * (reward[i] - reward[i - 1])
+    x = torch.cat([cost[:i], torch.tensor([budget], dtype=cost.dtype)])
+    y = torch.cat([reward[:i], last[None]])
+    return float(torch.trapezoid(y, x) if end else torch.trapezoid(y[:-1], x[:-1]))
 
 
 @check("Exercise 2")
-def check_lora_parameters(answer: Answer) -> None:
-    """`answer(shapes, rank)` counts the trained numbers of LoRA on layers of those (out, in)
-    shapes.
+def check_mean_reward(answer: Answer) -> None:
+    """`answer(cost, reward, budget)` is the mean of the piecewise linear curve from 0 to the
+    budget.
     """
-    shapes, rank = [(7, 5), (11, 3), (4, 6)], 2
-    wanted = rank * sum(out + wide for out, wide in shapes)
-    got = number(answer(shapes, rank), "the count")
-    full = sum(out * wide for out, wide in shapes)
-    mistakes = {
-        "these are the layers' own weights, which are frozen": full,
-        "this counts B A multiplied out; A and B are trained": rank * full,
-        "only one of the two matrices is counted: A is rank x in, B is out x rank": (
-            rank * sum(wide for _, wide in shapes)
-        ),
-        "only one of the two matrices is counted, B; A is rank x in": (
-            rank * sum(out for out, _ in shapes)
-        ),
-        "the rank is missing: each of the matrices has that many rows or columns": sum(
-            sum(s) for s in shapes
-        ),
-        "only the last layer is counted: add up all of them": rank * 10,
-        "only the first layer is counted: add up all of them": rank * 12,
-    }
-    close(
-        got,
-        wanted,
-        f"{got:.0f} instead of {wanted} for the shapes {shapes} and rank {rank}",
-        mistakes,
-        1e-6,
-    )
-
-
-@check("Exercise 3")
-def check_folded(answer: Answer) -> None:
-    """`answer(A, B, alpha)` gives matrices for a reader that adds B A and knows no alpha."""
-    generator = torch.Generator().manual_seed(4)
-    a, b = torch.randn(4, 6, generator=generator), torch.randn(5, 4, generator=generator)
-    kept = (a.clone(), b.clone())
-    alpha = 8.0 * 1.5
-    pair = answered(answer(a, b, alpha), "folded")
-    expect(isinstance(pair, tuple | list) and len(pair) == 2, "return two matrices, A' and B'")
-    expect(
-        torch.equal(a, kept[0]) and torch.equal(b, kept[1]),
-        "the matrices given were changed in place; training goes on with them",
-    )
-    new_a, new_b = tensor(pair[0], (4, 6), "A'"), tensor(pair[1], (5, 4), "B'")
-    delta = b @ a
-    mistakes = {
-        "nothing is folded: a reader that knows no alpha would add B A instead of (alpha / "
-        "rank) B A": (delta),
-        "both matrices got the whole scale, so the product has its square: scale one of them": (
-            9 * delta
-        ),
-        "the scale is alpha / rank, not alpha; the rank is A's number of rows": 12 * delta,
-        "the scale is inverted: alpha / rank, not rank / alpha": delta / 3,
-        "the rank is A's number of rows, 4 here, not its number of columns": 2 * delta,
-        "the rank is B's number of columns, 4 here, not its number of rows": 2.4 * delta,
-    }
-    close(new_b @ new_a, 3 * delta, "B' A' is not (alpha / rank) B A", mistakes)
-
-
-@check("Exercise 4")
-def check_guided(answer: Answer) -> None:
-    """`answer(prompt, negative, scale)` is the guided velocity."""
-    generator = torch.Generator().manual_seed(5)
-    towards, away = torch.randn(2, 3, 4, generator=generator)
-    wanted = away + 4.5 * (towards - away)
-    mistakes = {
-        "the two are swapped: start at the negative velocity and go beyond the prompt's": (
-            towards + 4.5 * (away - towards)
-        ),
-        "this starts at the prompt's velocity; then scale 1 would not give that one back": (
-            towards + 4.5 * (towards - away)
-        ),
-        "this is the difference alone; it starts at the negative velocity": 4.5 * (towards - away),
-        "the negative velocity is not subtracted": away + 4.5 * towards,
-        "this is a mean of the two; guidance goes beyond: v_neg + s (v - v_neg)": (
-            (towards + 4.5 * away) / 5.5
-        ),
-    }
-    close(
-        tensor(answer(towards, away, 4.5), (3, 4), "the velocity"),
-        wanted,
-        "this is not v_neg + s (v - v_neg)",
-        mistakes,
-    )
-    expect(
-        same(answer(towards, away, 1.0), towards),
-        "scale 1 must be the prompt's velocity: is the 4.5 written into the function?",
-    )
-
-
-def _arithmetic(
-    groups: int, group_size: int, steps: int, minibatches: int, micro_batch: int, processes: int
-) -> tuple[int, ...]:
-    pairs = math.ceil(groups * group_size / minibatches) * steps
-    return (
-        math.ceil(groups / processes) * group_size,
-        pairs,
-        math.ceil(pairs / processes / micro_batch),
-    )
-
-
-@check("Exercise 5")
-def check_arithmetic(answer: Answer) -> None:
-    """`answer(groups, group_size, steps, minibatches, micro_batch, processes)`: trajectories, pairs
-    and backward passes.
-    """
-    settings = (10, 6, 9, 7, 16, 4)
-    found = answered(answer(*settings), "arithmetic")
-    expect(
-        isinstance(found, tuple | list) and len(found) == 3,
-        "return three numbers: trajectories, pairs, backward passes",
-    )
-    trajectories, pairs, passes = (number(value, "each of the three") for value in found)
-    case = "10 groups of 6 on 4 processes"
-    mistakes: dict[str, Any] = {
-        f"trajectories: {case}: this is the number over all processes": 60,
-        f"trajectories: {case}: whole groups stay together, so a process has 3 groups, not 2.5": 15,
-        f"trajectories: {case}: two groups remain if each process takes two; round up": 12,
-        f"trajectories: {case}: groups are counted, not their members": 3,
-    }
-    close(
-        trajectories,
-        18,
-        f"trajectories of the busiest process: {trajectories:g} instead of 18 for {case}",
-        mistakes,
-        1e-6,
-    )
-    case = "60 trajectories of 9 stochastic steps in 7 mini-batches"
-    mistakes = {
-        f"pairs: {case}: every trajectory gives one pair per stochastic step; the steps are "
-        f"missing": (9),
-        f"pairs: {case}: these are the pairs of all mini-batches together": 540,
-        f"pairs: {case}: the trajectories are split, not their pairs: a trajectory's steps "
-        f"stay together, so round up first": (78),
-        f"pairs: {case}: a number of pairs is whole; round the trajectories up": 540 / 7,
-        f"pairs: {case}: 60 in 7 mini-batches are 9, 9, 9, 9, 9, 9 and 6; round up": 72,
-        f"pairs: {case}: a mini-batch is drawn from the trajectories of all processes, not "
-        f"of one": (27),
-    }
-    close(pairs, 81, f"pairs of the largest mini-batch: {pairs:g} instead of 81", mistakes, 1e-6)
-    case = "81 pairs on 4 processes in micro-batches of 16"
-    mistakes = {
-        f"backward passes: {case}: the last, smaller micro-batch is missing; round up": 1,
-        f"backward passes: {case}: an incomplete micro-batch takes a pass too; round up": 81 / 64,
-        f"backward passes: {case}: this is the number over all processes": 6,
-        f"backward passes: {case}: one per pair would be a micro-batch of 1": 21,
-    }
-    close(passes, 2, f"backward passes: {passes:g} instead of 2 for {case}", mistakes, 1e-6)
-    for other in ((48, 24, 9, 2, 8, 8), (5, 4, 3, 1, 7, 1), (3, 4, 2, 5, 3, 2)):
-        names = "groups, group_size, steps, minibatches, micro_batch, processes"
-        expect(
-            tuple(answer(*other)) == _arithmetic(*other),
-            f"wrong for ({names}) = {other}; expected {_arithmetic(*other)}",
+    cost = torch.tensor([0.0, 2.0, 3.0, 8.0, 12.0], dtype=torch.float64)
+    reward = torch.tensor([0.2, 0.3, 0.7, 0.9, 0.6], dtype=torch.float64)
+    for budget in (10.0, 5.0, 8.0, 12.0):
+        got = number(answer(cost, reward, budget), "the mean reward")
+        wanted = _area(cost, reward, budget)
+        inside = cost <= budget
+        steps = reward[inside]
+        mistakes = {
+            "this is the area; divide it by the budget": wanted,
+            "this is the mean of the evaluated rewards; the evaluations are not evenly spaced": (
+                float(steps.mean())
+            ),
+            "the curve beyond the budget is included; stop at the budget": (
+                _area(cost, reward, budget, cut=False) / budget
+            ),
+            "the whole area is divided by the last cost, whatever the budget is": (
+                _area(cost, reward, budget, cut=False) / 12.0
+            ),
+            "the piece from the last evaluation to the budget is missing": (
+                _area(cost, reward, budget, end=False) / budget
+            ),
+            "these are rectangles; the curve is linear between evaluations: torch.trapezoid": (
+                float((reward[:-1] * (cost[1:].clamp(max=budget) - cost[:-1]).clamp(min=0)).sum())
+                / budget
+            ),
+            "this is the reward at the budget, not the mean up to it": _end(cost, reward, budget),
+        }
+        close(
+            got,
+            wanted / budget,
+            f"{got:.4g} instead of {wanted / budget:.4g} for a budget of {budget:g}",
+            mistakes,
+            1e-6,
         )
 
 
-@check("Exercise 6")
-def check_memory(answer: Answer) -> None:
-    """`answer(samples, steps, elements)` is the gigabytes of stored float32 trajectories."""
-    samples, steps, elements = 96, 10, 65536
-    wanted = samples * (2 * steps + 1) * elements * 4 / 1e9
-    got = number(answer(samples, steps, elements), "the answer")
-    mistakes = {
-        "these are bytes; divide by 1e9": wanted * 1e9,
-        "these are numbers, not bytes: float32 takes 4 bytes each": wanted / 4,
-        "2 bytes per number would be bfloat16; nodes are stored in float32": wanted / 2,
-        "T steps have T + 1 nodes, and a velocity each": wanted * 2 * steps / (2 * steps + 1),
-        "only the nodes are counted; the velocities of the T steps are stored too": (
-            wanted * (steps + 1) / (2 * steps + 1)
-        ),
-        "only the velocities are counted; the T + 1 nodes are stored too": (
-            wanted * steps / (2 * steps + 1)
-        ),
-        "T steps have T + 1 nodes but only T velocities": (
-            wanted * (2 * steps + 2) / (2 * steps + 1)
-        ),
-        "these are gibibytes (2**30); take 1e9": wanted * 1e9 / 2**30,
-    }
-    close(got, wanted, f"{got:.4g} instead of {wanted:.4g} GB", mistakes, 1e-4)
+def _end(cost: Tensor, reward: Tensor, budget: float) -> float:
+    i = int((cost < budget).sum())
+    part = (budget - cost[i - 1]) / (cost[i] - cost[i - 1])
+    return float(reward[i - 1] + part * (reward[i] - reward[i - 1]))
 
 
-@check("Exercise 7")
-def check_iteration(answer: Answer) -> None:
-    """`answer(nfe, train_nfe, gradient_nfe, passes, branches, backward)`: forward passes of
-    sampling and of the update.
+@dataclass(frozen=True)
+class _Found:
+    """A mean difference with its interval and an uncorrected p-value."""
+
+    value: float
+    low: float
+    high: float
+    p: float = 0.0
+
+
+WORDS = ("better", "worse", "no difference that matters", "undecided")
+"""The verdicts of exercise 3."""
+
+_ALIKE_FIRST = (
+    "the p-value is read first: a difference whose whole interval lies within ±0.02 does not"
+    " matter, even if it excludes 0"
+)
+_VERDICTS = (
+    (
+        _Found(0.08, 0.05, 0.11),
+        0.001,
+        "better",
+        "a clear positive difference is better: value > 0 and adjusted < 0.05",
+    ),
+    (
+        _Found(-0.08, -0.11, -0.05),
+        0.001,
+        "worse",
+        "a clear negative difference is worse: the sign of the mean decides",
+    ),
+    (_Found(0.01, 0.004, 0.016), 0.001, "no difference that matters", _ALIKE_FIRST),
+    (_Found(-0.01, -0.016, -0.004), 0.001, "no difference that matters", _ALIKE_FIRST),
+    (
+        _Found(0.01, -0.30, 0.32),
+        0.9,
+        "undecided",
+        (
+            "only the mean (or the p-value) decides here; the whole interval must lie within ±0.02,"
+            " and this one is wide"
+        ),
+    ),
+    (
+        _Found(0.03, 0.001, 0.059),
+        0.13,
+        "undecided",
+        "the interval excludes 0, but the corrected p-value is not below 0.05: undecided",
+    ),
+    (
+        _Found(0.01, -0.015, 0.035),
+        0.4,
+        "undecided",
+        "one end of the interval is beyond 0.02; both ends must lie within ±0.02",
+    ),
+    (
+        _Found(-0.01, -0.035, 0.015),
+        0.4,
+        "undecided",
+        "one end of the interval is beyond -0.02; both ends must lie within ±0.02",
+    ),
+    (
+        _Found(0.015, 0.005, 0.025),
+        0.01,
+        "better",
+        "one end of the interval is beyond 0.02 and the p-value is small: better",
+    ),
+)
+
+
+@check("Exercise 3")
+def check_verdict(answer: Answer) -> None:
+    """`answer(found, adjusted, smallest)` is one of `WORDS`."""
+    for interval, adjusted, wanted, mistake in _VERDICTS:
+        got = answered(answer(interval, adjusted), "verdict")
+        expect(
+            got in WORDS, f"{got!r} is not one of the four strings {', '.join(map(repr, WORDS))}"
+        )
+        expect(
+            got == wanted,
+            f"{got!r} for [{interval.low:g}, {interval.high:g}] with p = {adjusted:g}: {mistake}",
+        )
+    wide = answer(_Found(0.03, 0.01, 0.05), 0.001, 0.06)
+    expect(
+        wide == WORDS[2],
+        "with smallest=0.06 the interval [0.01, 0.05] does not matter: is the 0.02 written into the"
+        " function?",
+    )
+
+
+@check("Exercise 4")
+def check_rate(answer: Answer) -> None:
+    """`answer(judge, spread, seeds, effect, draws, generator)` is the fraction of simulated
+    experiments judged "better".
     """
-    found = answered(answer(100, 70, 30, 2, 1, 1.5), "iteration_passes")
-    expect(
-        isinstance(found, tuple | list) and len(found) == 2,
-        "return two numbers: sampling and update",
+    drawn: list[Tensor] = []
+
+    def judge(differences: Tensor) -> str:
+        drawn.append(
+            tensor(differences, (7,), "the differences of an experiment of 7 seeds").clone()
+        )
+        return WORDS[len(drawn) % 4]
+
+    got = answered(
+        answer(judge, 0.5, 7, 2.0, 400, torch.Generator().manual_seed(1)), "rate_of_better"
     )
-    sampling, update = number(found[0], "sampling"), number(found[1], "update")
-    mistakes = {"guidance is missing: each evaluation is `passes` forward passes": 100.0}
+    expect(
+        len(drawn) == 400,
+        f"judge was called {len(drawn)} times for 400 draws: judge every experiment once",
+    )
+    values = torch.stack(drawn)
+    expect(
+        float((values - values.flatten()[0]).abs().max()) > 0,
+        "the differences have no noise: spread * torch.randn(...)",
+    )
+    expect(
+        bool((values[0] != values[1]).any()),
+        "all experiments have the same noise: draw inside the loop",
+    )
+    scale, centre = float(values.std()), float(values.mean())
+    expect(
+        abs(scale - 0.5 / 7**0.5) > 0.03,
+        "this is the spread of a mean of 7 seeds; each difference has the whole spread",
+    )
+    expect(
+        abs(scale - 0.25) > 0.05,
+        "the spread is squared: multiply standard normal noise by the spread",
+    )
+    expect(
+        abs(scale - 0.5) < 0.05,
+        f"the differences have a standard deviation of {scale:.2f} instead of 0.5: spread * randn",
+    )
+    expect(abs(centre) > 0.1, "the effect is missing: the differences have the mean `effect`")
+    expect(
+        abs(centre - 2.0) < 0.1,
+        f"the differences have a mean of {centre:.2f} instead of 2: add the effect, unscaled",
+    )
+    value = number(got, "the rate")
+    wrong = {
+        "this is a number of experiments; divide it by `draws`": 100.0,
+        "this is the fraction that is not better": 0.75,
+        'this counts "worse" too; count "better" alone': 0.5,
+    }
     close(
-        sampling,
-        200.0,
-        f"sampling: {sampling:g} instead of 200 for 100 evaluations with 2 passes each",
-        mistakes,
-        1e-9,
+        value,
+        0.25,
+        f"{value:.3g} instead of 0.25, the fraction of experiments judged better",
+        wrong,
+        1e-6,
+    )
+
+
+def calibration_slopes(
+    table: Tensor, over: tuple[int, ...] = (0, 1), inverse: bool = False
+) -> Tensor:
+    """The slope of the final reward on the value of each column, both centred within their group:
+    [1, 1, decision+1].
+    """
+    values = centred(table)
+    final = values[..., -1:]
+    below = final.square().expand_as(values) if inverse else values.square()
+    return (values * final).mean(over, keepdim=True) / (below.mean(over, keepdim=True) + 1e-8)
+
+
+def _calibrated(table: Tensor, slopes: Tensor) -> Tensor:
+    return centred_by_step((slopes * centred(table)).diff(dim=-1))
+
+
+@check("Exercise 5")
+def check_calibrated(rule: Any) -> None:
+    """`rule` gives the gains of slope_k (R_k - group mean), slope_k regressed on R over the whole
+    table.
+    """
+    made = rules.make_rule(rule)
+    shared = (
+        "a state that all members share (noise) has no spread: add 1e-8 to the denominator of the"
+        " slope"
+    )
+    level = (
+        "the slope measures easy and hard prompts: subtract the group's mean from the values first"
+    )
+    hints = {
+        "gives_a_silent_group_zero": shared,
+        "survives_extremes": shared,
+        "ignores_a_constant": level,
+        **rules.MASKED,
+    }
+    rules.check_contract(made, hints, rounding=True)
+    rules.check_one_step_probe(made)
+
+    def late(table: Tensor, shift: int = 0) -> Tensor:
+        slopes = calibration_slopes(table)
+        return centred_by_step(
+            slopes[..., shift : slopes.shape[-1] - 1 + shift] * centred(table).diff(dim=-1)
+        )
+
+    after = (
+        "the slope multiplies the gain R_{k+1} - R_k; calibrate both values first, then take their"
+        " difference"
     )
     mistakes = {
-        "the repeated forward pass of checkpointing is missing": 140 + 30 * 1.5,
-        "the backward passes are missing": 140.0,
-        "the evaluations without a gradient (the base model's) are missing": 60 + 30 * 2.5,
-        "guidance is missing in the update": 70 + 30 * 2.5,
-        "both branches are differentiated; with branches = 1 only the prompt's is": 140 + 60 * 2.5,
-        "all evaluations are differentiated; only gradient_nfe of them are": 140 + 70 * 2.5,
+        "the slope is inverted: it predicts R_k from R. Divide by the spread of R_k": (
+            lambda table: _calibrated(table, calibration_slopes(table, inverse=True))
+        ),
+        "every group has its own slope, which is noisy with few members; pool over prompts "
+        "and members": lambda table: _calibrated(table, calibration_slopes(table, over=(1,))),
+        after: late,
+        f"{after} ": lambda table: late(table, 1),
+        "the slopes are missing: these are plain gains": lambda table: _calibrated(
+            table, torch.ones(table.shape[-1])
+        ),
     }
-    close(update, 215.0, f"update: {update:g} instead of 215", mistakes, 1e-9)
-    other = tuple(answer(10, 8, 4, 1, 1, 2.0))
-    expect(
-        same(torch.tensor(other), torch.tensor([10.0, 20.0])),
-        f"{other} instead of (10, 20) without guidance",
+    otherwise = "the advantages are not those of the calibrated values slope_k (R_k - mean)"
+    rules.check_advantages(
+        made, lambda table: _calibrated(table, calibration_slopes(table)), otherwise, mistakes
     )

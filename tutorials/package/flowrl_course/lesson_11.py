@@ -1,221 +1,255 @@
-"""Checks of lesson 11, branching rollouts."""
+"""Checks of the lesson Scale up.5 and FLUX."""
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from flowrl.core.tree import Tree, tree_of
-from flowrl.credit import group_zscore
-from flowrl.probes import Branch
-from flowrl_course.checking import answered, check, close, expect, number, tensor
+from flowrl_course.checking import answered, check, close, expect, number, same, tensor
 
 Answer = Callable[..., Any]
 
 
-def _uneven() -> Tree:
-    """Two trees of one prompt from which two leaves are missing, so that siblings have unequally
-    many leaves behind them.
-    """
-    full = Branch({0: 2, 1: 3}).tree(3, (0, 1, 2), 12, False, torch.Generator())
-    visits = [
-        list(enumerate(path))
-        for member, path in enumerate(full.paths.tolist())
-        if member not in (4, 7)
-    ]
-    return tree_of(visits, lambda node, unit: True)
-
-
-def _rewards(tree: Tree) -> Tensor:
-    """2 prompts, [prompt, leaf]."""
-    return torch.rand(2, tree.members, generator=torch.Generator().manual_seed(10))
-
-
 @check("Exercise 1")
-def check_values(answer: Answer) -> None:
-    """`answer(rewards, passes)` is the mean reward of the leaves behind every state, [prompt,
-    unit].
-    """
-    tree = _uneven()
-    rewards, passes = _rewards(tree), tree.passes.float()
-    got = answered(answer(rewards.clone(), passes.clone()), "leaf_values")
-    sums = rewards @ passes
+def check_shifted(answer: Answer) -> None:
+    """`answer(u, shift)` is the shifted grid."""
+    u = torch.tensor([1.0, 0.8, 0.45, 0.1, 0.0])
+    got = tensor(answer(u, 3.0), (5,), "the grid")
+    wanted = 3 * u / (1 + 2 * u)
     mistakes = {
-        "these are sums; divide by the number of leaves behind each state": sums,
-        "every state is divided by the number of all leaves; only those behind the state count": (
-            sums / tree.members
+        "nothing is shifted yet": u,
+        "this shifts towards data: with s = 3 the middle of the grid must be above 1/2": (
+            u / (3 - 2 * u)
         ),
-        "these are means over the children's values; here every leaf counts once": (
-            replace(tree, mean="child").values(rewards)
-        ),
-        "every state has the mean of all leaves; a state's value is that of the leaves behind it": (
-            rewards.mean(1, keepdim=True).expand(-1, tree.units)
-        ),
-        "every state has the reward of its first leaf; take the mean over all leaves behind it": (
-            rewards[:, passes.argmax(dim=0)]
-        ),
+        "the denominator is missing: t = 1 must stay 1": 3 * u,
+        "the denominator has s instead of s - 1: t = 1 must stay 1": 3 * u / (1 + 3 * u),
     }
-    close(
-        tensor(got, tuple(sums.shape), "the result"),
-        tree.values(rewards),
-        "this is not the mean over leaves",
-        mistakes,
+    close(got, wanted, "this is not s u / (1 + (s - 1) u)", mistakes)
+    expect(
+        same(answer(u, 1.0), u),
+        "a shift of 1 must change nothing: is the 3 written into the function?",
+    )
+    expect(
+        same(answer(u, 6.0), 6 * u / (1 + 5 * u)),
+        "with a shift of 6 the grid is wrong: is the 3 written into the function?",
     )
 
 
 @check("Exercise 2")
-def check_siblings(answer: Answer) -> None:
-    """`answer(values, parent)` is Z over siblings, [prompt, unit]; 0 for a state without siblings
-    and for a root.
+def check_lora_parameters(answer: Answer) -> None:
+    """`answer(shapes, rank)` counts the trained numbers of LoRA on layers of those (out, in)
+    shapes.
     """
-    tree = _uneven()
-    values, parent = tree.values(_rewards(tree)), tree.parent
-    got = tensor(answer(values.clone(), parent.clone()), tuple(values.shape), "the result")
-    expect(
-        not bool(got.isnan().any()),
-        "some entries are NaN: the sample standard deviation of a single state is 0/0; use"
-        " unbiased=False",
-    )
-    alone = torch.where(parent >= 0, parent, tree.units + torch.arange(tree.units))
-    wanted = group_zscore(values, alone, clamp=None)
-    parents = parent.clamp(min=0)
-    std = torch.stack([values[:, alone == family].std(1, unbiased=False) for family in alone], 1)
-    count = (alone == alone[:, None]).sum(0)
-    from_parent = torch.where(parent >= 0, values - values[:, parents], torch.zeros_like(values))
+    shapes, rank = [(7, 5), (11, 3), (4, 6)], 2
+    wanted = rank * sum(out + wide for out, wide in shapes)
+    got = number(answer(shapes, rank), "the count")
+    full = sum(out * wide for out, wide in shapes)
     mistakes = {
-        "roots are compared with each other; they were not drawn from the same state, so "
-        "their credit is 0": group_zscore(values, parent, clamp=None),
-        "the standard deviation is the sample's; flowrl uses the population's (unbiased=False)": (
-            wanted * (std + 1e-4) / (std * (count / (count - 1).clamp(min=1)).sqrt() + 1e-4)
+        "these are the layers' own weights, which are frozen": full,
+        "this counts B A multiplied out; A and B are trained": rank * full,
+        "only one of the two matrices is counted: A is rank x in, B is out x rank": (
+            rank * sum(wide for _, wide in shapes)
         ),
-        "all states are compared with each other; compare those with the same parent": group_zscore(
-            values, torch.zeros_like(parent), clamp=None
+        "only one of the two matrices is counted, B; A is rank x in": (
+            rank * sum(out for out, _ in shapes)
         ),
-        "all states of a node are compared (a depth rule); compare those with the same parent": (
-            group_zscore(values, tree.node, clamp=None)
+        "the rank is missing: each of the matrices has that many rows or columns": sum(
+            sum(s) for s in shapes
         ),
-        "the division by the standard deviation is missing": wanted * (std + 1e-4),
-        "V(parent) is subtracted, in which siblings weigh by their leaves; subtract the mean "
-        "over the siblings": (from_parent / (std + 1e-4)),
-        "the mean is that of the other siblings; here it includes the state itself": group_zscore(
-            values, alone, clamp=None, leave_one_out=True
-        ),
+        "only the last layer is counted: add up all of them": rank * 10,
+        "only the first layer is counted: add up all of them": rank * 12,
     }
     close(
         got,
         wanted,
-        "this is not (V - mean) / (std + 1e-4) over the states with the same parent",
+        f"{got:.0f} instead of {wanted} for the shapes {shapes} and rank {rank}",
         mistakes,
+        1e-6,
     )
 
 
 @check("Exercise 3")
-def check_shrinkage(answer: Answer) -> None:
-    """`answer(k, leave_one_out)` is the measured slope of the sibling difference on the true
-    advantage.
-    """
-    for k in (3, 6, 2):
-        got = number(answer(k, False), "shrinkage")
-        wanted = 1 - 1 / k
-        tables = {
-            "this is 1/k, the share that is lost; the slope is what remains": 1 / k,
-            "the slope is 1, so the mean does not contain the draw itself; it does unless "
-            "`leave_one_out`": (1.0),
-            "this is the correlation; the slope divides by the mean square of the true advantage": (
-                (wanted / 2) ** 0.5
-            ),
-            "this is k/(k - 1), the slope of the advantage on the difference; regress the "
-            "other way around": (k / (k - 1)),
-            "this is the leave-one-out factor of an estimate without noise; regress on "
-            "`worth`, not on the estimate": (wanted / 2),
-        }
-        for message, value in tables.items():
-            if abs(got - value) < 0.02 and abs(got - wanted) > 0.02:
-                expect(False, f"k = {k}: {message}")
-        expect(
-            abs(got - wanted) < 0.02,
-            f"with k = {k} siblings the slope is {wanted:.2f}; you get {got:.2f}",
-        )
-    for k in (3, 6, 2):
-        got = number(answer(k, True), "shrinkage")
-        expect(
-            abs(got - (1 - 1 / k)) > 0.02,
-            "right with the mean over all siblings, but `leave_one_out` changes nothing: subtract"
-            " the mean of the other k - 1",
-        )
-        expect(
-            abs(got - 1) < 0.02,
-            f"left out of its own mean, a draw's slope is 1; with k = {k} you get {got:.2f}",
-        )
+def check_folded(answer: Answer) -> None:
+    """`answer(A, B, alpha)` gives matrices for a reader that adds B A and knows no alpha."""
+    generator = torch.Generator().manual_seed(4)
+    a, b = torch.randn(4, 6, generator=generator), torch.randn(5, 4, generator=generator)
+    kept = (a.clone(), b.clone())
+    alpha = 8.0 * 1.5
+    pair = answered(answer(a, b, alpha), "folded")
+    expect(isinstance(pair, tuple | list) and len(pair) == 2, "return two matrices, A' and B'")
+    expect(
+        torch.equal(a, kept[0]) and torch.equal(b, kept[1]),
+        "the matrices given were changed in place; training goes on with them",
+    )
+    new_a, new_b = tensor(pair[0], (4, 6), "A'"), tensor(pair[1], (5, 4), "B'")
+    delta = b @ a
+    mistakes = {
+        "nothing is folded: a reader that knows no alpha would add B A instead of (alpha / "
+        "rank) B A": (delta),
+        "both matrices got the whole scale, so the product has its square: scale one of them": (
+            9 * delta
+        ),
+        "the scale is alpha / rank, not alpha; the rank is A's number of rows": 12 * delta,
+        "the scale is inverted: alpha / rank, not rank / alpha": delta / 3,
+        "the rank is A's number of rows, 4 here, not its number of columns": 2 * delta,
+        "the rank is B's number of columns, 4 here, not its number of rows": 2.4 * delta,
+    }
+    close(new_b @ new_a, 3 * delta, "B' A' is not (alpha / rank) B A", mistakes)
 
 
 @check("Exercise 4")
-def check_shares(answer: Answer) -> None:
-    """`answer(counts)` is each decision's share of the loss if every distinct edge counts once,
-    [decision].
-    """
-    counts = [2, 2, 6, 6, 12, 24, 24]
-    got = tensor(answer(list(counts)), (len(counts) - 1,), "the result").double()
-    edges = torch.tensor(counts[1:], dtype=torch.float64)
-    starts = torch.tensor(counts[:-1], dtype=torch.float64)
+def check_guided(answer: Answer) -> None:
+    """`answer(prompt, negative, scale)` is the guided velocity."""
+    generator = torch.Generator().manual_seed(5)
+    towards, away = torch.randn(2, 3, 4, generator=generator)
+    wanted = away + 4.5 * (towards - away)
     mistakes = {
-        "these are numbers of edges; divide by their sum": edges,
-        "the denominator contains n_0; no edge leads to a root": edges / sum(counts),
-        "decision i is counted by the states it starts from, n_i; it has one edge per state "
-        "it leads to, n_{i+1}": (starts / starts.sum()),
-        "every decision has 1/D: these are the shares with leaf weights": torch.full_like(
-            edges, 1 / len(edges)
+        "the two are swapped: start at the negative velocity and go beyond the prompt's": (
+            towards + 4.5 * (away - towards)
         ),
-        "these are the weights 1 / n_{i+1} that would make all decisions equal; the share is "
-        "proportional to n_{i+1}": ((1 / edges) / (1 / edges).sum()),
+        "this starts at the prompt's velocity; then scale 1 would not give that one back": (
+            towards + 4.5 * (towards - away)
+        ),
+        "this is the difference alone; it starts at the negative velocity": 4.5 * (towards - away),
+        "the negative velocity is not subtracted": away + 4.5 * towards,
+        "this is a mean of the two; guidance goes beyond: v_neg + s (v - v_neg)": (
+            (towards + 4.5 * away) / 5.5
+        ),
     }
     close(
-        got,
-        edges / edges.sum(),
-        "the share of decision i is n_{i+1} divided by the number of all edges",
+        tensor(answer(towards, away, 4.5), (3, 4), "the velocity"),
+        wanted,
+        "this is not v_neg + s (v - v_neg)",
         mistakes,
+    )
+    expect(
+        same(answer(towards, away, 1.0), towards),
+        "scale 1 must be the prompt's velocity: is the 4.5 written into the function?",
     )
 
 
-_SHAPES: tuple[tuple[int, dict[int, int], int], ...] = (
-    (3, {2: 2, 4: 2, 6: 2}, 10),
-    (1, {0: 2, 3: 2, 6: 2, 9: 2}, 20),
-    (1, {0: 3, 1: 3, 2: 3}, 10),
-    (24, {}, 10),
-)
-
-
-def _counts(roots: int, children: dict[int, int], steps: int) -> list[int]:
-    counts = [roots]
-    for step in range(steps):
-        counts.append(counts[-1] * children.get(step, 1))
-    return counts
+def _arithmetic(
+    groups: int, group_size: int, steps: int, minibatches: int, micro_batch: int, processes: int
+) -> tuple[int, ...]:
+    pairs = math.ceil(groups * group_size / minibatches) * steps
+    return (
+        math.ceil(groups / processes) * group_size,
+        pairs,
+        math.ceil(pairs / processes / micro_batch),
+    )
 
 
 @check("Exercise 5")
-def check_evaluations(answer: Answer) -> None:
-    """`answer(roots, children, steps)` is the number of network evaluations of a rollout of one
-    group.
+def check_arithmetic(answer: Answer) -> None:
+    """`answer(groups, group_size, steps, minibatches, micro_batch, processes)`: trajectories, pairs
+    and backward passes.
     """
-    for roots, children, steps in _SHAPES:
-        got = number(answer(roots, dict(children), steps), "evaluations")
-        n = _counts(roots, children, steps)
-        mistakes = {
-            f"{sum(n):,} is the number of states; the finished images need no evaluation": sum(n),
-            f"{sum(n) - roots:,} is the number of edges; siblings share the evaluation of "
-            f"the state that they start from": (sum(n) - roots),
-            f"{steps * n[-1]:,} is what as many independent trajectories cost; shared states "
-            f"are evaluated once": (steps * n[-1]),
-            f"{sum(n[:-1]) // roots:,} is the number for one root; there are {roots}": (
-                sum(n[:-1]) // roots
-            ),
-        }
-        for message, value in mistakes.items():
-            expect(not (abs(got - value) < 0.5 and value != sum(n[:-1])), message)
+    settings = (10, 6, 9, 7, 16, 4)
+    found = answered(answer(*settings), "arithmetic")
+    expect(
+        isinstance(found, tuple | list) and len(found) == 3,
+        "return three numbers: trajectories, pairs, backward passes",
+    )
+    trajectories, pairs, passes = (number(value, "each of the three") for value in found)
+    case = "10 groups of 6 on 4 processes"
+    mistakes: dict[str, Any] = {
+        f"trajectories: {case}: this is the number over all processes": 60,
+        f"trajectories: {case}: whole groups stay together, so a process has 3 groups, not 2.5": 15,
+        f"trajectories: {case}: two groups remain if each process takes two; round up": 12,
+        f"trajectories: {case}: groups are counted, not their members": 3,
+    }
+    close(
+        trajectories,
+        18,
+        f"trajectories of the busiest process: {trajectories:g} instead of 18 for {case}",
+        mistakes,
+        1e-6,
+    )
+    case = "60 trajectories of 9 stochastic steps in 7 mini-batches"
+    mistakes = {
+        f"pairs: {case}: every trajectory gives one pair per stochastic step; the steps are "
+        f"missing": (9),
+        f"pairs: {case}: these are the pairs of all mini-batches together": 540,
+        f"pairs: {case}: the trajectories are split, not their pairs: a trajectory's steps "
+        f"stay together, so round up first": (78),
+        f"pairs: {case}: a number of pairs is whole; round the trajectories up": 540 / 7,
+        f"pairs: {case}: 60 in 7 mini-batches are 9, 9, 9, 9, 9, 9 and 6; round up": 72,
+        f"pairs: {case}: a mini-batch is drawn from the trajectories of all processes, not "
+        f"of one": (27),
+    }
+    close(pairs, 81, f"pairs of the largest mini-batch: {pairs:g} instead of 81", mistakes, 1e-6)
+    case = "81 pairs on 4 processes in micro-batches of 16"
+    mistakes = {
+        f"backward passes: {case}: the last, smaller micro-batch is missing; round up": 1,
+        f"backward passes: {case}: an incomplete micro-batch takes a pass too; round up": 81 / 64,
+        f"backward passes: {case}: this is the number over all processes": 6,
+        f"backward passes: {case}: one per pair would be a micro-batch of 1": 21,
+    }
+    close(passes, 2, f"backward passes: {passes:g} instead of 2 for {case}", mistakes, 1e-6)
+    for other in ((48, 24, 9, 2, 8, 8), (5, 4, 3, 1, 7, 1), (3, 4, 2, 5, 3, 2)):
+        names = "groups, group_size, steps, minibatches, micro_batch, processes"
         expect(
-            abs(got - sum(n[:-1])) < 0.5,
-            f"{roots} roots, children {children}, {steps} steps take {sum(n[:-1]):,} evaluations;"
-            f" you get {got:,.0f}",
+            tuple(answer(*other)) == _arithmetic(*other),
+            f"wrong for ({names}) = {other}; expected {_arithmetic(*other)}",
         )
+
+
+@check("Exercise 6")
+def check_memory(answer: Answer) -> None:
+    """`answer(samples, steps, elements)` is the gigabytes of stored float32 trajectories."""
+    samples, steps, elements = 96, 10, 65536
+    wanted = samples * (2 * steps + 1) * elements * 4 / 1e9
+    got = number(answer(samples, steps, elements), "the answer")
+    mistakes = {
+        "these are bytes; divide by 1e9": wanted * 1e9,
+        "these are numbers, not bytes: float32 takes 4 bytes each": wanted / 4,
+        "2 bytes per number would be bfloat16; nodes are stored in float32": wanted / 2,
+        "T steps have T + 1 nodes, and a velocity each": wanted * 2 * steps / (2 * steps + 1),
+        "only the nodes are counted; the velocities of the T steps are stored too": (
+            wanted * (steps + 1) / (2 * steps + 1)
+        ),
+        "only the velocities are counted; the T + 1 nodes are stored too": (
+            wanted * steps / (2 * steps + 1)
+        ),
+        "T steps have T + 1 nodes but only T velocities": (
+            wanted * (2 * steps + 2) / (2 * steps + 1)
+        ),
+        "these are gibibytes (2**30); take 1e9": wanted * 1e9 / 2**30,
+    }
+    close(got, wanted, f"{got:.4g} instead of {wanted:.4g} GB", mistakes, 1e-4)
+
+
+@check("Exercise 7")
+def check_iteration(answer: Answer) -> None:
+    """`answer(nfe, train_nfe, gradient_nfe, passes, branches, backward)`: forward passes of
+    sampling and of the update.
+    """
+    found = answered(answer(100, 70, 30, 2, 1, 1.5), "iteration_passes")
+    expect(
+        isinstance(found, tuple | list) and len(found) == 2,
+        "return two numbers: sampling and update",
+    )
+    sampling, update = number(found[0], "sampling"), number(found[1], "update")
+    mistakes = {"guidance is missing: each evaluation is `passes` forward passes": 100.0}
+    close(
+        sampling,
+        200.0,
+        f"sampling: {sampling:g} instead of 200 for 100 evaluations with 2 passes each",
+        mistakes,
+        1e-9,
+    )
+    mistakes = {
+        "the repeated forward pass of checkpointing is missing": 140 + 30 * 1.5,
+        "the backward passes are missing": 140.0,
+        "the evaluations without a gradient (the base model's) are missing": 60 + 30 * 2.5,
+        "guidance is missing in the update": 70 + 30 * 2.5,
+        "both branches are differentiated; with branches = 1 only the prompt's is": 140 + 60 * 2.5,
+        "all evaluations are differentiated; only gradient_nfe of them are": 140 + 70 * 2.5,
+    }
+    close(update, 215.0, f"update: {update:g} instead of 215", mistakes, 1e-9)
+    other = tuple(answer(10, 8, 4, 1, 1, 2.0))
+    expect(
+        same(torch.tensor(other), torch.tensor([10.0, 20.0])),
+        f"{other} instead of (10, 20) without guidance",
+    )

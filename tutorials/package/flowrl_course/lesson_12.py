@@ -1,271 +1,221 @@
-"""Checks of lesson 12, the forward process."""
+"""Checks of the lesson on branching."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.core.forward import ForwardBatch
-from flowrl.flow import uniform_schedule
-from flowrl.losses import DGPO, DiffusionNFT
-from flowrl.samplers import FlowSDE
+from flowrl.core.tree import Tree, tree_of
+from flowrl.credit import group_zscore
+from flowrl.probes import Branch
 from flowrl_course.checking import answered, check, close, expect, number, tensor
 
 Answer = Callable[..., Any]
 
 
-def _normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def _uneven() -> Tree:
+    """Two trees of one prompt from which two leaves are missing, so that siblings have unequally
+    many leaves behind them.
+    """
+    full = Branch({0: 2, 1: 3}).tree(3, (0, 1, 2), 12, False, torch.Generator())
+    visits = [
+        list(enumerate(path))
+        for member, path in enumerate(full.paths.tolist())
+        if member not in (4, 7)
+    ]
+    return tree_of(visits, lambda node, unit: True)
 
 
-def _batch(
-    new: Tensor, old: Tensor, target: Tensor, time: Tensor, advantages: Tensor
-) -> ForwardBatch:
-    """Rows of one group."""
-    rows = torch.arange(len(new))
-    weight = torch.ones(len(new))
-    return ForwardBatch(
-        time, target, new, advantages, weight, torch.zeros_like(rows), rows, old=old, reference=old
-    )
+def _rewards(tree: Tree) -> Tensor:
+    """2 prompts, [prompt, leaf]."""
+    return torch.rand(2, tree.members, generator=torch.Generator().manual_seed(10))
 
 
 @check("Exercise 1")
-def check_target(answer: Answer) -> None:
-    """`answer(x, x_next, t, s, noise_level)` is the velocity [sample, dim] with which the mean of
-    Flow-SDE is `x_next`.
+def check_values(answer: Answer) -> None:
+    """`answer(rewards, passes)` is the mean reward of the leaves behind every state, [prompt,
+    unit].
     """
-    schedule, x, x_next = uniform_schedule(5), _normal(1, 4, 3), _normal(2, 4, 3)
-    for step, level in ((1, 0.7), (3, 0.4)):
-        t, s = (float(schedule.times[node]) for node in (step, step + 1))
-        got = tensor(answer(x.clone(), x_next.clone(), t, s, level), (4, 3), "the target")
-        delta, drift = t - s, level**2 * (t - s) / (2 * (1 - t))
-        k = delta * (1 + level**2 / 2)
-        wanted = ((1 - drift) * x - x_next) / k
-        mistakes = {
-            "the sign is wrong: mu falls with v, so v is (... x - x_next) / k": -wanted,
-            "this is the slope of the step; the noise term changes the mean, too": (
-                (x - x_next) / delta
-            ),
-            "x has the factor 1; in the mean it has 1 - a^2 Delta / (2 (1 - t))": (x - x_next) / k,
-            "k lacks the factor 1 + a^2 / 2": ((1 - drift) * x - x_next) / delta,
-            "the drift of x has t in place of 1 - t": (
-                ((1 - level**2 * delta / (2 * t)) * x - x_next) / k
-            ),
-            "Delta is negative: time falls, so Delta = t - s": ((1 + drift) * x - x_next) / -k,
-        }
-        close(got, wanted, "the mean of the transition with this velocity is not x_next", mistakes)
-        mean = FlowSDE(level).transition(x, got.float(), schedule, torch.full((4,), step)).mean
-        close(
-            mean,
-            x_next,
-            "the mean of the transition with this velocity is not x_next",
-            tolerance=1e-3,
-        )
-
-
-@check("Exercise 2")
-def check_branches(answer: Answer) -> None:
-    """`answer(velocity, old, target, r, beta)` is the loss of DiffusionNFT's Theorem 3.2,
-    [sample].
-    """
-    velocity, old, target = (_normal(seed, 4, 3) for seed in (3, 4, 5))
-    r, beta = torch.tensor([0.1, 0.5, 0.8, 1.0]), 0.3
-    got = answered(
-        answer(velocity.clone(), old.clone(), target.clone(), r.clone(), beta), "nft_loss"
-    )
-
-    def branches(step: Tensor, sign: float = -1.0) -> tuple[Tensor, Tensor]:
-        return (old + step - target).square(), (old + sign * step - target).square()
-
-    positive, negative = branches(beta * (velocity - old))
-    wanted = r * positive.mean(1) + (1 - r) * negative.mean(1)
-    free = branches(velocity - old)
+    tree = _uneven()
+    rewards, passes = _rewards(tree), tree.passes.float()
+    got = answered(answer(rewards.clone(), passes.clone()), "leaf_values")
+    sums = rewards @ passes
     mistakes = {
-        "the elements are summed; take their mean": wanted * 3,
-        "the result is one number; return the loss of every sample": wanted.mean(),
-        "positive and negative are swapped: r weights the branch v+": (
-            r * negative.mean(1) + (1 - r) * positive.mean(1)
+        "these are sums; divide by the number of leaves behind each state": sums,
+        "every state is divided by the number of all leaves; only those behind the state count": (
+            sums / tree.members
         ),
-        "beta is missing: v+ and v- are v_old plus and minus beta (v - v_old)": (
-            r * free[0].mean(1) + (1 - r) * free[1].mean(1)
+        "these are means over the children's values; here every leaf counts once": (
+            replace(tree, mean="child").values(rewards)
         ),
-        "the bad branch is subtracted; both terms are added, and the minus sign is in v-": (
-            r * positive.mean(1) - (1 - r) * negative.mean(1)
+        "every state has the mean of all leaves; a state's value is that of the leaves behind it": (
+            rewards.mean(1, keepdim=True).expand(-1, tree.units)
         ),
-        "both branches are on the same side; v- = v_old - beta (v - v_old)": positive.mean(1),
-        "the square root is too much: these are squared errors": (
-            r * positive.mean(1).sqrt() + (1 - r) * negative.mean(1).sqrt()
+        "every state has the reward of its first leaf; take the mean over all leaves behind it": (
+            rewards[:, passes.argmax(dim=0)]
         ),
     }
-    if isinstance(got, Tensor) and got.ndim != 1:
-        close(got, wanted, f"the result has shape {tuple(got.shape)} instead of (4,)", mistakes)
     close(
-        tensor(got, (4,), "the result"),
-        wanted,
-        "this is not r |v+ - v*|^2 + (1 - r) |v- - v*|^2",
+        tensor(got, tuple(sums.shape), "the result"),
+        tree.values(rewards),
+        "this is not the mean over leaves",
         mistakes,
     )
 
 
-@check("Exercise 3")
-def check_gradient(answer: Answer) -> None:
-    """`answer(advantage, old, target, time)` is the gradient of the released loss at v = v_old,
-    [sample, dim].
+@check("Exercise 2")
+def check_siblings(answer: Answer) -> None:
+    """`answer(values, parent)` is Z over siblings, [prompt, unit]; 0 for a state without siblings
+    and for a root.
     """
-    old, target, time = _normal(6, 4, 3), _normal(7, 4, 3), torch.tensor([0.9, 0.6, 0.3, 0.5])
-    advantages = torch.tensor([1.5, -0.5, 2.0, 0.0])
-    got = tensor(
-        answer(advantages.clone(), old.clone(), target.clone(), time.clone()),
-        (4, 3),
-        "the gradient",
+    tree = _uneven()
+    values, parent = tree.values(_rewards(tree)), tree.parent
+    got = tensor(answer(values.clone(), parent.clone()), tuple(values.shape), "the result")
+    expect(
+        not bool(got.isnan().any()),
+        "some entries are NaN: the sample standard deviation of a single state is 0/0; use"
+        " unbiased=False",
     )
-    new = old.clone().requires_grad_()
-    loss = DiffusionNFT(kl_weight=0.0).loss(_batch(new, old, target, time, advantages)).loss
-    wanted = torch.autograd.grad(loss, new)[0] * len(time)
-    mean, t = (old - target).abs().mean(1, keepdim=True), time[:, None]
+    alone = torch.where(parent >= 0, parent, tree.units + torch.arange(tree.units))
+    wanted = group_zscore(values, alone, clamp=None)
+    parents = parent.clamp(min=0)
+    std = torch.stack([values[:, alone == family].std(1, unbiased=False) for family in alone], 1)
+    count = (alone == alone[:, None]).sum(0)
+    from_parent = torch.where(parent >= 0, values - values[:, parents], torch.zeros_like(values))
     mistakes = {
-        "the sign is wrong: the gradient of |v - v*|^2 is along v - v*": -wanted,
-        "the factor 1/dim of the mean over elements is missing": wanted * 3,
-        "the factor 2 of the square is missing": wanted / 2,
-        "the division by w is missing": wanted * t * mean,
-        "w has no factor t here; w = t mean|v_old - v*|": wanted * t,
-        "t^2 is missing: the errors are those of clean estimates": wanted / t.square(),
-        "the factor 1/c of 2r - 1 = A/c is still there; it cancels against c/beta": wanted / 5,
-        "the advantage has no effect on the sign: use A, not its absolute value": (
-            wanted * advantages.sign()[:, None]
+        "roots are compared with each other; they were not drawn from the same state, so "
+        "their credit is 0": group_zscore(values, parent, clamp=None),
+        "the standard deviation is the sample's; flowrl uses the population's (unbiased=False)": (
+            wanted * (std + 1e-4) / (std * (count / (count - 1).clamp(min=1)).sqrt() + 1e-4)
         ),
-        "the advantages are not there": 2 * t * (old - target) / mean / 3,
-        "w is the root of the mean square; it is the mean absolute value": (
-            wanted * mean / (old - target).square().mean(1, keepdim=True).sqrt()
+        "all states are compared with each other; compare those with the same parent": group_zscore(
+            values, torch.zeros_like(parent), clamp=None
+        ),
+        "all states of a node are compared (a depth rule); compare those with the same parent": (
+            group_zscore(values, tree.node, clamp=None)
+        ),
+        "the division by the standard deviation is missing": wanted * (std + 1e-4),
+        "V(parent) is subtracted, in which siblings weigh by their leaves; subtract the mean "
+        "over the siblings": (from_parent / (std + 1e-4)),
+        "the mean is that of the other siblings; here it includes the state itself": group_zscore(
+            values, alone, clamp=None, leave_one_out=True
         ),
     }
     close(
         got,
         wanted,
-        "this is not 2 A t^2 (v_old - v*) / w, divided by the number of elements",
+        "this is not (V - mean) / (std + 1e-4) over the states with the same parent",
         mistakes,
     )
 
 
-@check("Exercise 4")
-def check_optimum(answer: Answer) -> None:
-    """`answer(advantages, targets, old, penalty)` is the minimiser [dim] of the penalised objective
-    at one state, or None.
+@check("Exercise 3")
+def check_shrinkage(answer: Answer) -> None:
+    """`answer(k, leave_one_out)` is the measured slope of the sibling difference on the true
+    advantage.
     """
-    targets, old = _normal(8, 5, 3), _normal(9, 3)
-    for advantages, penalty in (
-        (torch.tensor([1.0, 0.5, -0.4, 0.2, 0.3]), 0.0),
-        (torch.tensor([1.0, 0.5, -0.4, 0.2, 0.3]), 0.8),
-        (torch.tensor([0.5, -1.0, -0.8, 0.1, -0.3]), 0.9),
-    ):
-        got = answer(advantages.clone(), targets.clone(), old.clone(), penalty)
-        expect(
-            got is not None,
-            "you return None although mean advantage + penalty is positive: there is a minimum",
-        )
-        weighted, mean = (advantages[:, None] * targets).mean(0), advantages.mean()
-        wanted = (weighted + penalty * old) / (mean + penalty)
-        mistakes = {
-            "the penalty is in the numerator only": (weighted + penalty * old) / mean,
-            "the penalty is in the denominator only: it pulls towards v_old": (
-                weighted / (mean + penalty)
+    for k in (3, 6, 2):
+        got = number(answer(k, False), "shrinkage")
+        wanted = 1 - 1 / k
+        tables = {
+            "this is 1/k, the share that is lost; the slope is what remains": 1 / k,
+            "the slope is 1, so the mean does not contain the draw itself; it does unless "
+            "`leave_one_out`": (1.0),
+            "this is the correlation; the slope divides by the mean square of the true advantage": (
+                (wanted / 2) ** 0.5
             ),
-            "the penalty has no effect": weighted / mean,
-            "sum and mean are mixed: lambda is added to a mean over the samples": (
-                (5 * weighted + penalty * old) / (5 * mean + penalty)
-            ),
-            "this is v_old plus the gradient step; solve for the zero of the derivative": (
-                old + weighted - mean * old
-            ),
+            "this is k/(k - 1), the slope of the advantage on the difference; regress the "
+            "other way around": (k / (k - 1)),
+            "this is the leave-one-out factor of an estimate without noise; regress on "
+            "`worth`, not on the estimate": (wanted / 2),
         }
-        close(
-            tensor(got, (3,), "the minimiser"), wanted, "the derivative is not zero there", mistakes
-        )
-    for advantages, penalty in (
-        (torch.tensor([0.5, -1.0, -0.8, 0.1, -0.3]), 0.1),
-        (torch.tensor([-1.0, 1.0, 0.0, 2.0, -2.0]), 0.0),
-    ):
-        got = answer(advantages.clone(), targets.clone(), old.clone(), penalty)
+        for message, value in tables.items():
+            if abs(got - value) < 0.02 and abs(got - wanted) > 0.02:
+                expect(False, f"k = {k}: {message}")
         expect(
-            got is None,
-            "the mean advantage plus the penalty is not positive: the zero of the derivative is no"
-            " minimum; return None",
+            abs(got - wanted) < 0.02,
+            f"with k = {k} siblings the slope is {wanted:.2f}; you get {got:.2f}",
         )
+    for k in (3, 6, 2):
+        got = number(answer(k, True), "shrinkage")
+        expect(
+            abs(got - (1 - 1 / k)) > 0.02,
+            "right with the mean over all siblings, but `leave_one_out` changes nothing: subtract"
+            " the mean of the other k - 1",
+        )
+        expect(
+            abs(got - 1) < 0.02,
+            f"left out of its own mean, a draw's slope is 1; with k = {k} you get {got:.2f}",
+        )
+
+
+@check("Exercise 4")
+def check_shares(answer: Answer) -> None:
+    """`answer(counts)` is each decision's share of the loss if every distinct edge counts once,
+    [decision].
+    """
+    counts = [2, 2, 6, 6, 12, 24, 24]
+    got = tensor(answer(list(counts)), (len(counts) - 1,), "the result").double()
+    edges = torch.tensor(counts[1:], dtype=torch.float64)
+    starts = torch.tensor(counts[:-1], dtype=torch.float64)
+    mistakes = {
+        "these are numbers of edges; divide by their sum": edges,
+        "the denominator contains n_0; no edge leads to a root": edges / sum(counts),
+        "decision i is counted by the states it starts from, n_i; it has one edge per state "
+        "it leads to, n_{i+1}": (starts / starts.sum()),
+        "every decision has 1/D: these are the shares with leaf weights": torch.full_like(
+            edges, 1 / len(edges)
+        ),
+        "these are the weights 1 / n_{i+1} that would make all decisions equal; the share is "
+        "proportional to n_{i+1}": ((1 / edges) / (1 / edges).sum()),
+    }
+    close(
+        got,
+        edges / edges.sum(),
+        "the share of decision i is n_{i+1} divided by the number of all edges",
+        mistakes,
+    )
+
+
+_SHAPES: tuple[tuple[int, dict[int, int], int], ...] = (
+    (3, {2: 2, 4: 2, 6: 2}, 10),
+    (1, {0: 2, 3: 2, 6: 2, 9: 2}, 20),
+    (1, {0: 3, 1: 3, 2: 3}, 10),
+    (24, {}, 10),
+)
+
+
+def _counts(roots: int, children: dict[int, int], steps: int) -> list[int]:
+    counts = [roots]
+    for step in range(steps):
+        counts.append(counts[-1] * children.get(step, 1))
+    return counts
 
 
 @check("Exercise 5")
-def check_weights(answer: Answer) -> None:
-    """`answer(advantages, errors, reference, beta)` are the weights of the members' errors in
-    DGPO's gradient.
+def check_evaluations(answer: Answer) -> None:
+    """`answer(roots, children, steps)` is the number of network evaluations of a rollout of one
+    group.
     """
-    advantages = torch.tensor([[1.0, 0.5, -1.5, 0.0], [2.0, -0.5, -0.5, -1.0]])
-    reference = _normal(10, 2, 4).abs() + 0.5
-    errors, beta = (reference - 0.2 * advantages + 0.1 * _normal(11, 2, 4)).abs(), 3.0
-    got = tensor(
-        answer(advantages.clone(), errors.clone(), reference.clone(), beta), (2, 4), "the result"
-    )
-    gaps = advantages * (errors - reference)
-    s = beta * gaps.mean(1, keepdim=True)
-    mistakes = {
-        "the sign of S is wrong: it falls as the errors of good members fall below the reference": (
-            torch.sigmoid(-s) * advantages
-        ),
-        "every member has a sigmoid of its own; S is one number per group": (
-            torch.sigmoid(beta * gaps) * advantages
-        ),
-        "S is the sum over the members; it is their mean": torch.sigmoid(4 * s) * advantages,
-        "S is the mean over all groups": torch.sigmoid(beta * gaps.mean()) * advantages,
-        "the reference is missing in S": (
-            torch.sigmoid(beta * (advantages * errors).mean(1, keepdim=True)) * advantages
-        ),
-        "beta is missing in S": torch.sigmoid(s / beta) * advantages,
-        "beta is also a factor of the weights; it cancels": beta * torch.sigmoid(s) * advantages,
-        "the advantages are missing: the weight is sigmoid(S) A": torch.sigmoid(s).expand(-1, 4),
-    }
-    close(got, torch.sigmoid(s) * advantages, "the weight of member i is sigmoid(S) A_i", mistakes)
-    for row in range(2):  # the library agrees with the formula of the lesson
-        velocity = errors[row][:, None].sqrt().requires_grad_()
-        old, zero = reference[row][:, None].sqrt(), torch.zeros(4, 1)
-        loss = (
-            DGPO(beta_dpo=beta, clip=None, kl_weight=0.0)
-            .loss(_batch(velocity, old, zero, torch.ones(4), advantages[row]))
-            .loss
-        )
-        weights = torch.autograd.grad(loss, velocity)[0][:, 0] * 4 / (2 * velocity.detach()[:, 0])
-        close(got[row], weights, "the weights differ from those of flowrl's DGPO")
-
-
-_METHODS: dict[str, tuple[int, int, int, bool, bool]] = {
-    "Flow-GRPO": (10, 9, 2, True, True),
-    "DiffusionNFT": (10, 9, 3, False, False),
-    "AWM": (14, 6, 3, False, False),
-    "DGPO": (10, 4, 3, True, False),
-}
-
-
-@check("Exercise 6")
-def check_cost(answer: Answer) -> None:
-    """`answer(steps, draws, networks, guided_sampling, guided_training)` are the evaluations of one
-    trajectory.
-    """
-    for name, (steps, draws, networks, sampling, training) in _METHODS.items():
-        got = number(answer(steps, draws, networks, sampling, training), "evaluations")
-        wanted = steps * (1 + sampling) + draws * networks * (1 + training)
+    for roots, children, steps in _SHAPES:
+        got = number(answer(roots, dict(children), steps), "evaluations")
+        n = _counts(roots, children, steps)
         mistakes = {
-            f"{name}: you count the current network only; the others are evaluated at every "
-            f"trained pair": (steps * (1 + sampling) + draws * (1 + training)),
-            f"{name}: guidance is missing; with it, an evaluation is two": steps + draws * networks,
-            f"{name}: only the sampling is counted": steps * (1 + sampling),
-            f"{name}: only the training is counted": draws * networks * (1 + training),
-            f"{name}: the networks are evaluated at the drawn times, not at every step": (
-                steps * (1 + sampling) + steps * networks * (1 + training)
+            f"{sum(n):,} is the number of states; the finished images need no evaluation": sum(n),
+            f"{sum(n) - roots:,} is the number of edges; siblings share the evaluation of "
+            f"the state that they start from": (sum(n) - roots),
+            f"{steps * n[-1]:,} is what as many independent trajectories cost; shared states "
+            f"are evaluated once": (steps * n[-1]),
+            f"{sum(n[:-1]) // roots:,} is the number for one root; there are {roots}": (
+                sum(n[:-1]) // roots
             ),
-            f"{name}: sampling takes one network": (
-                steps * networks * (1 + sampling) + draws * networks * (1 + training)
-            ),
-            f"{name}: guidance is counted where it is not used": 2 * (steps + draws * networks),
         }
         for message, value in mistakes.items():
-            expect(not (abs(got - value) < 0.5 and value != wanted), message)
-        expect(abs(got - wanted) < 0.5, f"{name} takes {wanted} evaluations; you get {got:.0f}")
+            expect(not (abs(got - value) < 0.5 and value != sum(n[:-1])), message)
+        expect(
+            abs(got - sum(n[:-1])) < 0.5,
+            f"{roots} roots, children {children}, {steps} steps take {sum(n[:-1]):,} evaluations;"
+            f" you get {got:,.0f}",
+        )

@@ -1,4 +1,4 @@
-"""Checks of lesson 13, one action or many."""
+"""Checks of the lesson on the forward process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,176 +6,266 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.forward import ForwardBatch
+from flowrl.flow import uniform_schedule
+from flowrl.losses import DGPO, DiffusionNFT
+from flowrl.samplers import FlowSDE
 from flowrl_course.checking import answered, check, close, expect, number, tensor
 
 Answer = Callable[..., Any]
 
 
+def _normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _batch(
+    new: Tensor, old: Tensor, target: Tensor, time: Tensor, advantages: Tensor
+) -> ForwardBatch:
+    """Rows of one group."""
+    rows = torch.arange(len(new))
+    weight = torch.ones(len(new))
+    return ForwardBatch(
+        time, target, new, advantages, weight, torch.zeros_like(rows), rows, old=old, reference=old
+    )
+
+
 @check("Exercise 1")
-def check_chunks(answer: Answer) -> None:
-    """`answer(log_ratios, chunks)` is the geometric mean of each chunk's ratios, [trajectory,
-    step].
+def check_target(answer: Answer) -> None:
+    """`answer(x, x_next, t, s, noise_level)` is the velocity [sample, dim] with which the mean of
+    Flow-SDE is `x_next`.
     """
-    logs = 0.5 * torch.randn(4, 7, generator=torch.Generator().manual_seed(1))
-    chunks, chunk_of = (1, 4, 2), torch.tensor([0, 1, 1, 1, 1, 2, 2])
-
-    def pooled(values: Tensor, labels: Tensor) -> Tensor:
-        same = (labels == labels[:, None]).to(values)
-        return values @ (same / same.sum(0))
-
-    sizes = torch.tensor(chunks)[chunk_of]
-    mean = pooled(logs, chunk_of)
-    got = tensor(answer(logs.clone(), chunks), (4, 7), "the result")
-    ends = torch.bucketize(torch.arange(7), torch.tensor(chunks).sort().values, right=True)
-    mistakes = {
-        "these are logarithms; the ratio is exp of the mean": mean,
-        "this is the arithmetic mean of the ratios; average logarithms, then exp": pooled(
-            logs.exp(), chunk_of
-        ),
-        "this is the product of a chunk's ratios; divide the sum of the logarithms by the number "
-        "of its steps": (mean * sizes).exp(),
-        "every step has its own ratio": logs.exp(),
-        "all steps have one ratio, that of the whole trajectory": (
-            logs.mean(1, keepdim=True).expand_as(logs).exp()
-        ),
-        "the mean is also over trajectories; each has its own ratio": (
-            mean.mean(0).expand_as(logs).exp()
-        ),
-        "`chunks` are numbers of steps, not the steps at which a chunk begins": (
-            pooled(logs, ends).exp()
-        ),
-    }
-    close(got, mean.exp(), "this is not exp of the mean log-ratio of the step's chunk", mistakes)
+    schedule, x, x_next = uniform_schedule(5), _normal(1, 4, 3), _normal(2, 4, 3)
+    for step, level in ((1, 0.7), (3, 0.4)):
+        t, s = (float(schedule.times[node]) for node in (step, step + 1))
+        got = tensor(answer(x.clone(), x_next.clone(), t, s, level), (4, 3), "the target")
+        delta, drift = t - s, level**2 * (t - s) / (2 * (1 - t))
+        k = delta * (1 + level**2 / 2)
+        wanted = ((1 - drift) * x - x_next) / k
+        mistakes = {
+            "the sign is wrong: mu falls with v, so v is (... x - x_next) / k": -wanted,
+            "this is the slope of the step; the noise term changes the mean, too": (
+                (x - x_next) / delta
+            ),
+            "x has the factor 1; in the mean it has 1 - a^2 Delta / (2 (1 - t))": (x - x_next) / k,
+            "k lacks the factor 1 + a^2 / 2": ((1 - drift) * x - x_next) / delta,
+            "the drift of x has t in place of 1 - t": (
+                ((1 - level**2 * delta / (2 * t)) * x - x_next) / k
+            ),
+            "Delta is negative: time falls, so Delta = t - s": ((1 + drift) * x - x_next) / -k,
+        }
+        close(got, wanted, "the mean of the transition with this velocity is not x_next", mistakes)
+        mean = FlowSDE(level).transition(x, got.float(), schedule, torch.full((4,), step)).mean
+        close(
+            mean,
+            x_next,
+            "the mean of the transition with this velocity is not x_next",
+            tolerance=1e-3,
+        )
 
 
 @check("Exercise 2")
-def check_pairs(answer: Answer) -> None:
-    """`answer(groups, members, count, generator)` has stratified times and noise, shared by the
-    members of a group.
+def check_branches(answer: Answer) -> None:
+    """`answer(velocity, old, target, r, beta)` is the loss of DiffusionNFT's Theorem 3.2,
+    [sample].
     """
-    groups, members, count = 200, 3, 4
-    got = answered(answer(groups, members, count, torch.Generator().manual_seed(2)), "draw_pairs")
-    expect(isinstance(got, tuple | list) and len(got) == 2, "return two tensors: times, noise")
-    times = tensor(got[0], (groups, members, count), "times")
-    noise = tensor(got[1], (groups, members, count, 2), "noise")
-    for name, part in (("times", times), ("noise", noise)):
-        equal = bool((part == part[:, :1]).all())
-        expect(equal, f"the members of a group have different {name}; they share them")
-        expect(
-            not bool((part == part[:1]).all()),
-            f"all groups have the same {name}; each group has its own",
-        )
-    inside = (count * times).floor().clamp(max=count - 1) == torch.arange(count)
-    expect(bool(inside.all()), "time k of a group is not in [k/K, (k+1)/K]; stratify the times")
-    within = count * times[:, 0] - torch.arange(count)
-    expect(
-        float(within.std()) > 0.2 and bool((within[:, 0] != within[:, 1]).all()),
-        "each interval needs a uniform number of its own",
+    velocity, old, target = (_normal(seed, 4, 3) for seed in (3, 4, 5))
+    r, beta = torch.tensor([0.1, 0.5, 0.8, 1.0]), 0.3
+    got = answered(
+        answer(velocity.clone(), old.clone(), target.clone(), r.clone(), beta), "nft_loss"
     )
-    expect(
-        not bool((noise[:, :, 0] == noise[:, :, 1]).any()),
-        "the pairs of a group have the same noise; it is independent for each pair",
-    )
-    normal = abs(float(noise.mean())) < 0.1 and abs(float(noise.std()) - 1) < 0.1
-    expect(normal, "the noise is not standard normal; use torch.randn")
-    again = answer(groups, members, count, torch.Generator().manual_seed(2))
-    expect(
-        torch.equal(again[0], times) and torch.equal(again[1], noise),
-        "the same generator gives different pairs; draw with `generator`",
+
+    def branches(step: Tensor, sign: float = -1.0) -> tuple[Tensor, Tensor]:
+        return (old + step - target).square(), (old + sign * step - target).square()
+
+    positive, negative = branches(beta * (velocity - old))
+    wanted = r * positive.mean(1) + (1 - r) * negative.mean(1)
+    free = branches(velocity - old)
+    mistakes = {
+        "the elements are summed; take their mean": wanted * 3,
+        "the result is one number; return the loss of every sample": wanted.mean(),
+        "positive and negative are swapped: r weights the branch v+": (
+            r * negative.mean(1) + (1 - r) * positive.mean(1)
+        ),
+        "beta is missing: v+ and v- are v_old plus and minus beta (v - v_old)": (
+            r * free[0].mean(1) + (1 - r) * free[1].mean(1)
+        ),
+        "the bad branch is subtracted; both terms are added, and the minus sign is in v-": (
+            r * positive.mean(1) - (1 - r) * negative.mean(1)
+        ),
+        "both branches are on the same side; v- = v_old - beta (v - v_old)": positive.mean(1),
+        "the square root is too much: these are squared errors": (
+            r * positive.mean(1).sqrt() + (1 - r) * negative.mean(1).sqrt()
+        ),
+    }
+    if isinstance(got, Tensor) and got.ndim != 1:
+        close(got, wanted, f"the result has shape {tuple(got.shape)} instead of (4,)", mistakes)
+    close(
+        tensor(got, (4,), "the result"),
+        wanted,
+        "this is not r |v+ - v*|^2 + (1 - r) |v- - v*|^2",
+        mistakes,
     )
 
 
 @check("Exercise 3")
-def check_variances(answer: Answer) -> None:
-    """`answer(advantages, gradients)` are the variances with own and with shared pairs."""
-    generator = torch.Generator().manual_seed(3)
-    advantages = torch.tensor([1.5, -0.4, -0.8, 0.2, -0.5])
-    gradients = torch.randn(40, 5, 6, generator=generator)
-    gradients = gradients + 2 * torch.randn(40, 1, 6, generator=generator)
-    got = answered(answer(advantages.clone(), gradients.clone()), "pair_variances")
-    expect(isinstance(got, tuple | list) and len(got) == 2, "return two numbers: own, shared")
-    pair = torch.tensor([number(part) for part in got])
-    terms = advantages[:, None] * gradients / 5
-    own = terms.var(0, unbiased=False).sum()
-    shared = terms.sum(1).var(0, unbiased=False).sum()
-    plain = (advantages[:, None] * gradients.var(0, unbiased=False)).sum() / 5
+def check_gradient(answer: Answer) -> None:
+    """`answer(advantage, old, target, time)` is the gradient of the released loss at v = v_old,
+    [sample, dim].
+    """
+    old, target, time = _normal(6, 4, 3), _normal(7, 4, 3), torch.tensor([0.9, 0.6, 0.3, 0.5])
+    advantages = torch.tensor([1.5, -0.5, 2.0, 0.0])
+    got = tensor(
+        answer(advantages.clone(), old.clone(), target.clone(), time.clone()),
+        (4, 3),
+        "the gradient",
+    )
+    new = old.clone().requires_grad_()
+    loss = DiffusionNFT(kl_weight=0.0).loss(_batch(new, old, target, time, advantages)).loss
+    wanted = torch.autograd.grad(loss, new)[0] * len(time)
+    mean, t = (old - target).abs().mean(1, keepdim=True), time[:, None]
     mistakes = {
-        "the two numbers are swapped: own pairs first": torch.stack([shared, own]),
-        "the factor 1/G is missing, which counts squared": 25 * torch.stack([own, shared]),
-        "a variance is divided by G squared, since the estimate is divided by G": (
-            5 * torch.stack([own, shared])
+        "the sign is wrong: the gradient of |v - v*|^2 is along v - v*": -wanted,
+        "the factor 1/dim of the mean over elements is missing": wanted * 3,
+        "the factor 2 of the square is missing": wanted / 2,
+        "the division by w is missing": wanted * t * mean,
+        "w has no factor t here; w = t mean|v_old - v*|": wanted * t,
+        "t^2 is missing: the errors are those of clean estimates": wanted / t.square(),
+        "the factor 1/c of 2r - 1 = A/c is still there; it cancels against c/beta": wanted / 5,
+        "the advantage has no effect on the sign: use A, not its absolute value": (
+            wanted * advantages.sign()[:, None]
         ),
-        "the advantages count squared in a variance": torch.stack([plain, shared]),
-        "with shared pairs the terms are not independent: sum over the members first": (
-            torch.stack([own, own])
+        "the advantages are not there": 2 * t * (old - target) / mean / 3,
+        "w is the root of the mean square; it is the mean absolute value": (
+            wanted * mean / (old - target).square().mean(1, keepdim=True).sqrt()
         ),
-        "with own pairs the terms are independent: add up their variances": (
-            torch.stack([shared, shared])
-        ),
-        "these are standard deviations": torch.stack([own, shared]).sqrt(),
-        "the mean square is asked for, var(unbiased=False)": torch.stack([own, shared]) * 40 / 39,
-        "sum over the weights; this is the mean": torch.stack([own, shared]) / 6,
     }
-    close(pair, torch.stack([own, shared]), "these are not the two variances", mistakes)
+    close(
+        got,
+        wanted,
+        "this is not 2 A t^2 (v_old - v*) / w, divided by the number of elements",
+        mistakes,
+    )
 
 
 @check("Exercise 4")
-def check_difference(answer: Answer) -> None:
-    """`answer(old, images)` is v_old - Delta / mean(Delta^2), [pair, 2, dim]."""
-    generator = torch.Generator().manual_seed(4)
-    old, images = (torch.randn(5, 2, 3, generator=generator) for _ in range(2))
-    got = tensor(answer(old.clone(), images.clone()), (5, 2, 3), "the result")
-    difference = images - images.mean(1, keepdim=True)
-    square = difference.square()
-
-    def target(shift: Tensor, size: Tensor) -> Tensor:
-        return old - shift / size
-
-    size = square.mean(-1, keepdim=True)
-    mistakes = {
-        "the sign is wrong: the velocity points towards noise, so a shift of the image by +Delta "
-        "needs -Delta": target(-difference, size),
-        "Delta is the difference from the pair's mean, half of that from the other image": (
-            target(2 * difference, 4 * size)
-        ),
-        "the second image has the difference of the first; its own has the opposite sign": (
-            target(difference[:, :1].expand_as(old), size)
-        ),
-        "divide by the mean of the squares, not by their sum": target(difference, 3 * size),
-        "divide by the mean square, not by its root": target(difference, size.sqrt()),
-        "the mean square is that of each image, not of all pairs": target(
-            difference, square.mean()
-        ),
-        "the division by mean(Delta^2) is missing": old - difference,
-        "v_old is missing": target(difference, size) - old,
-        "the mean is over all images; each pair has its own": target(
-            images - images.mean((0, 1)),
-            (images - images.mean((0, 1))).square().mean(-1, keepdim=True),
-        ),
-    }
-    close(got, target(difference, size), "this is not v_old - Delta / mean(Delta^2)", mistakes)
+def check_optimum(answer: Answer) -> None:
+    """`answer(advantages, targets, old, penalty)` is the minimiser [dim] of the penalised objective
+    at one state, or None.
+    """
+    targets, old = _normal(8, 5, 3), _normal(9, 3)
+    for advantages, penalty in (
+        (torch.tensor([1.0, 0.5, -0.4, 0.2, 0.3]), 0.0),
+        (torch.tensor([1.0, 0.5, -0.4, 0.2, 0.3]), 0.8),
+        (torch.tensor([0.5, -1.0, -0.8, 0.1, -0.3]), 0.9),
+    ):
+        got = answer(advantages.clone(), targets.clone(), old.clone(), penalty)
+        expect(
+            got is not None,
+            "you return None although mean advantage + penalty is positive: there is a minimum",
+        )
+        weighted, mean = (advantages[:, None] * targets).mean(0), advantages.mean()
+        wanted = (weighted + penalty * old) / (mean + penalty)
+        mistakes = {
+            "the penalty is in the numerator only": (weighted + penalty * old) / mean,
+            "the penalty is in the denominator only: it pulls towards v_old": (
+                weighted / (mean + penalty)
+            ),
+            "the penalty has no effect": weighted / mean,
+            "sum and mean are mixed: lambda is added to a mean over the samples": (
+                (5 * weighted + penalty * old) / (5 * mean + penalty)
+            ),
+            "this is v_old plus the gradient step; solve for the zero of the derivative": (
+                old + weighted - mean * old
+            ),
+        }
+        close(
+            tensor(got, (3,), "the minimiser"), wanted, "the derivative is not zero there", mistakes
+        )
+    for advantages, penalty in (
+        (torch.tensor([0.5, -1.0, -0.8, 0.1, -0.3]), 0.1),
+        (torch.tensor([-1.0, 1.0, 0.0, 2.0, -2.0]), 0.0),
+    ):
+        got = answer(advantages.clone(), targets.clone(), old.clone(), penalty)
+        expect(
+            got is None,
+            "the mean advantage plus the penalty is not positive: the zero of the derivative is no"
+            " minimum; return None",
+        )
 
 
 @check("Exercise 5")
-def check_comb(answer: Answer) -> None:
-    """`answer(branches, steps)` is the number of network evaluations of a comb with one trunk."""
-    for branches, steps in (((6, 6, 8, 10), 10), ((6,) * 9, 10), ((3, 5), 7), ((2, 2, 2), 3)):
-        got = number(answer(branches, steps), "the number")
-        trunk = len(branches)
-        teeth = sum(count * (steps - k - 1) for k, count in enumerate(branches))
-        images = sum(branches)
+def check_weights(answer: Answer) -> None:
+    """`answer(advantages, errors, reference, beta)` are the weights of the members' errors in
+    DGPO's gradient.
+    """
+    advantages = torch.tensor([[1.0, 0.5, -1.5, 0.0], [2.0, -0.5, -0.5, -1.0]])
+    reference = _normal(10, 2, 4).abs() + 0.5
+    errors, beta = (reference - 0.2 * advantages + 0.1 * _normal(11, 2, 4)).abs(), 3.0
+    got = tensor(
+        answer(advantages.clone(), errors.clone(), reference.clone(), beta), (2, 4), "the result"
+    )
+    gaps = advantages * (errors - reference)
+    s = beta * gaps.mean(1, keepdim=True)
+    mistakes = {
+        "the sign of S is wrong: it falls as the errors of good members fall below the reference": (
+            torch.sigmoid(-s) * advantages
+        ),
+        "every member has a sigmoid of its own; S is one number per group": (
+            torch.sigmoid(beta * gaps) * advantages
+        ),
+        "S is the sum over the members; it is their mean": torch.sigmoid(4 * s) * advantages,
+        "S is the mean over all groups": torch.sigmoid(beta * gaps.mean()) * advantages,
+        "the reference is missing in S": (
+            torch.sigmoid(beta * (advantages * errors).mean(1, keepdim=True)) * advantages
+        ),
+        "beta is missing in S": torch.sigmoid(s / beta) * advantages,
+        "beta is also a factor of the weights; it cancels": beta * torch.sigmoid(s) * advantages,
+        "the advantages are missing: the weight is sigmoid(S) A": torch.sigmoid(s).expand(-1, 4),
+    }
+    close(got, torch.sigmoid(s) * advantages, "the weight of member i is sigmoid(S) A_i", mistakes)
+    for row in range(2):  # the library agrees with the formula of the lesson
+        velocity = errors[row][:, None].sqrt().requires_grad_()
+        old, zero = reference[row][:, None].sqrt(), torch.zeros(4, 1)
+        loss = (
+            DGPO(beta_dpo=beta, clip=None, kl_weight=0.0)
+            .loss(_batch(velocity, old, zero, torch.ones(4), advantages[row]))
+            .loss
+        )
+        weights = torch.autograd.grad(loss, velocity)[0][:, 0] * 4 / (2 * velocity.detach()[:, 0])
+        close(got[row], weights, "the weights differ from those of flowrl's DGPO")
+
+
+_METHODS: dict[str, tuple[int, int, int, bool, bool]] = {
+    "Flow-GRPO": (10, 9, 2, True, True),
+    "DiffusionNFT": (10, 9, 3, False, False),
+    "AWM": (14, 6, 3, False, False),
+    "DGPO": (10, 4, 3, True, False),
+}
+
+
+@check("Exercise 6")
+def check_cost(answer: Answer) -> None:
+    """`answer(steps, draws, networks, guided_sampling, guided_training)` are the evaluations of one
+    trajectory.
+    """
+    for name, (steps, draws, networks, sampling, training) in _METHODS.items():
+        got = number(answer(steps, draws, networks, sampling, training), "evaluations")
+        wanted = steps * (1 + sampling) + draws * networks * (1 + training)
         mistakes = {
-            "the trunk's own evaluations are missing": teeth,
-            "siblings share the evaluation of the state they start from; a branch from step k has "
-            "steps - k - 1 of its own": trunk + teeth + images,
-            "the trunk ends at the last step that branches": steps + teeth,
-            "this is the price of independent trajectories": steps * images,
-            "the finished images need no evaluation, and step k is counted from 0": (
-                trunk + teeth - images
+            f"{name}: you count the current network only; the others are evaluated at every "
+            f"trained pair": (steps * (1 + sampling) + draws * (1 + training)),
+            f"{name}: guidance is missing; with it, an evaluation is two": steps + draws * networks,
+            f"{name}: only the sampling is counted": steps * (1 + sampling),
+            f"{name}: only the training is counted": draws * networks * (1 + training),
+            f"{name}: the networks are evaluated at the drawn times, not at every step": (
+                steps * (1 + sampling) + steps * networks * (1 + training)
             ),
-            "each step has its own number of branches": (
-                trunk + branches[0] * sum(steps - k - 1 for k in range(trunk))
+            f"{name}: sampling takes one network": (
+                steps * networks * (1 + sampling) + draws * networks * (1 + training)
             ),
+            f"{name}: guidance is counted where it is not used": 2 * (steps + draws * networks),
         }
-        wanted = trunk + teeth
-        close(got, wanted, f"{branches} at {steps} steps take {wanted}, not {got:.0f}", mistakes)
+        for message, value in mistakes.items():
+            expect(not (abs(got - value) < 0.5 and value != wanted), message)
+        expect(abs(got - wanted) < 0.5, f"{name} takes {wanted} evaluations; you get {got:.0f}")

@@ -1,4 +1,4 @@
-"""Checks of lesson 14, the value of a step."""
+"""Checks of the lesson One action or many?."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,189 +11,171 @@ from flowrl_course.checking import answered, check, close, expect, number, tenso
 Answer = Callable[..., Any]
 
 
-def _values() -> Tensor:
-    """Values of 3 prompts, 5 members, 4 decisions, which approach the rewards in the last
-    column.
-    """
-    generator = torch.Generator().manual_seed(13)
-    steps = torch.randn(3, 5, 5, generator=generator) * torch.tensor([0.3, 0.2, 0.5, 0.4, 0.1])
-    return 0.5 + steps.cumsum(-1) + torch.randn(3, 1, 1, generator=generator)
-
-
-def _deviations(values: Tensor) -> Tensor:
-    return values - values.mean(1, keepdim=True)
-
-
-def _curved(places: Tensor) -> Tensor:
-    """A value of places [..., 2] for which no two mistakes agree."""
-    x, y = places.unbind(-1)
-    return x.square() + 0.5 * x * y + y + 0.2 * y**3
-
-
 @check("Exercise 1")
-def check_backward(answer: Answer) -> None:
-    """`answer(value, means, std, draws, weights)` is the expected value after a step, [row]."""
-    generator = torch.Generator().manual_seed(1)
-    means, draws = torch.randn(6, 2, generator=generator), torch.randn(4, 2, generator=generator)
-    weights, std = torch.tensor([0.1, 0.2, 0.3, 0.4]), 0.6
-    got = tensor(answer(_curved, means.clone(), std, draws, weights), (6,), "the result")
-    after = _curved(means[:, None] + std * draws)
+def check_chunks(answer: Answer) -> None:
+    """`answer(log_ratios, chunks)` is the geometric mean of each chunk's ratios, [trajectory,
+    step].
+    """
+    logs = 0.5 * torch.randn(4, 7, generator=torch.Generator().manual_seed(1))
+    chunks, chunk_of = (1, 4, 2), torch.tensor([0, 1, 1, 1, 1, 2, 2])
+
+    def pooled(values: Tensor, labels: Tensor) -> Tensor:
+        same = (labels == labels[:, None]).to(values)
+        return values @ (same / same.sum(0))
+
+    sizes = torch.tensor(chunks)[chunk_of]
+    mean = pooled(logs, chunk_of)
+    got = tensor(answer(logs.clone(), chunks), (4, 7), "the result")
+    ends = torch.bucketize(torch.arange(7), torch.tensor(chunks).sort().values, right=True)
     mistakes = {
-        "this is the value at the mean place, as of a step without noise; average the values of "
-        "the places that are drawn": _curved(means),
-        "all draws have the same weight; use `weights`": after.mean(1),
-        "the weights are missing, and the values are only summed": after.sum(1),
-        "the places are averaged, then valued; value each place, then average": _curved(
-            means + std * (weights[:, None] * draws).sum(0)
+        "these are logarithms; the ratio is exp of the mean": mean,
+        "this is the arithmetic mean of the ratios; average logarithms, then exp": pooled(
+            logs.exp(), chunk_of
         ),
-        "the draws are scaled by the variance; z has the factor std": (
-            _curved(means[:, None] + std**2 * draws) * weights
-        ).sum(1),
-        "std is missing: the draws are mean + z": (_curved(means[:, None] + draws) * weights).sum(
-            1
+        "this is the product of a chunk's ratios; divide the sum of the logarithms by the number "
+        "of its steps": (mean * sizes).exp(),
+        "every step has its own ratio": logs.exp(),
+        "all steps have one ratio, that of the whole trajectory": (
+            logs.mean(1, keepdim=True).expand_as(logs).exp()
+        ),
+        "the mean is also over trajectories; each has its own ratio": (
+            mean.mean(0).expand_as(logs).exp()
+        ),
+        "`chunks` are numbers of steps, not the steps at which a chunk begins": (
+            pooled(logs, ends).exp()
         ),
     }
-    wanted = (after * weights).sum(1)
-    close(got, wanted, "this is not the weighted mean of value(mean + std z)", mistakes)
+    close(got, mean.exp(), "this is not exp of the mean log-ratio of the step's chunk", mistakes)
 
 
 @check("Exercise 2")
-def check_parts(answer: Answer) -> None:
-    """`answer(values)` has the mean squares of V(x_0) within groups and of every A*, [1 +
-    decision].
+def check_pairs(answer: Answer) -> None:
+    """`answer(groups, members, count, generator)` has stratified times and noise, shared by the
+    members of a group.
     """
-    values = _values()
-    got = tensor(answer(values.clone()), (5,), "the result")
-    worth = values.diff(dim=-1)
-    first = _deviations(values)[..., :1]
-    parts = torch.cat([first, worth], -1)
-    mistakes = {
-        "these are the variances of the values V_k, which contain all earlier steps; take "
-        "differences": _deviations(values).square().mean((0, 1)),
-        "V(x_0) still has its group's mean, which is not due to the noise of a member": torch.cat(
-            [values[..., :1], worth], -1
+    groups, members, count = 200, 3, 4
+    got = answered(answer(groups, members, count, torch.Generator().manual_seed(2)), "draw_pairs")
+    expect(isinstance(got, tuple | list) and len(got) == 2, "return two tensors: times, noise")
+    times = tensor(got[0], (groups, members, count), "times")
+    noise = tensor(got[1], (groups, members, count, 2), "noise")
+    for name, part in (("times", times), ("noise", noise)):
+        equal = bool((part == part[:, :1]).all())
+        expect(equal, f"the members of a group have different {name}; they share them")
+        expect(
+            not bool((part == part[:1]).all()),
+            f"all groups have the same {name}; each group has its own",
         )
-        .square()
-        .mean((0, 1)),
-        "R - V(x_k) is everything that comes after x_k; the worth of one decision is V(x_{k+1}) - "
-        "V(x_k)": torch.cat([first, values[..., -1:] - values[..., :-1]], -1).square().mean((0, 1)),
-        "these are standard deviations; variances add up, standard deviations do not": (
-            parts.square().mean((0, 1)).sqrt()
-        ),
-        "these are sums of squares; take the mean over prompts and members": (
-            parts.square().sum((0, 1))
-        ),
-        "these are means of the parts, not of their squares": parts.mean((0, 1)),
-        "the steps' worth has mean 0 given the state already; do not subtract the group's mean": (
-            _deviations(parts).square().mean((0, 1))
-        ),
-    }
-    close(got, parts.square().mean((0, 1)), "these are not the mean squares", mistakes)
+    inside = (count * times).floor().clamp(max=count - 1) == torch.arange(count)
+    expect(bool(inside.all()), "time k of a group is not in [k/K, (k+1)/K]; stratify the times")
+    within = count * times[:, 0] - torch.arange(count)
+    expect(
+        float(within.std()) > 0.2 and bool((within[:, 0] != within[:, 1]).all()),
+        "each interval needs a uniform number of its own",
+    )
+    expect(
+        not bool((noise[:, :, 0] == noise[:, :, 1]).any()),
+        "the pairs of a group have the same noise; it is independent for each pair",
+    )
+    normal = abs(float(noise.mean())) < 0.1 and abs(float(noise.std()) - 1) < 0.1
+    expect(normal, "the noise is not standard normal; use torch.randn")
+    again = answer(groups, members, count, torch.Generator().manual_seed(2))
+    expect(
+        torch.equal(again[0], times) and torch.equal(again[1], noise),
+        "the same generator gives different pairs; draw with `generator`",
+    )
 
 
 @check("Exercise 3")
-def check_break_even(answer: Answer) -> None:
-    """`answer(worth, reward)` is the error of a gain at which it correlates with A* as well as the
-    reward does.
-    """
-    for worth, reward in ((0.3, 0.5), (1.0, 3.0), (0.02, 0.07)):
-        wanted = (reward**2 - worth**2) ** 0.5
-        mistakes = {
-            "standard deviations do not subtract; their squares do": reward - worth,
-            "this is a variance; the question is for a standard deviation": wanted**2,
-            "the gain's variance is that of A* plus that of the error, so A* must be subtracted": (
-                reward**2 + worth**2
-            )
-            ** 0.5,
-            "this is the std of R; the gain contains A* besides its error": reward,
-            "this is where the error is as large as A*, with correlation 0.71; R has another": (
-                worth
-            ),
-        }
-        got = number(answer(worth, reward), "break_even")
-        hint = f"for {worth} and {reward} both correlations are equal at {wanted:.3f}"
-        close(got, wanted, f"{hint}; you get {got:.3f}", mistakes)
+def check_variances(answer: Answer) -> None:
+    """`answer(advantages, gradients)` are the variances with own and with shared pairs."""
+    generator = torch.Generator().manual_seed(3)
+    advantages = torch.tensor([1.5, -0.4, -0.8, 0.2, -0.5])
+    gradients = torch.randn(40, 5, 6, generator=generator)
+    gradients = gradients + 2 * torch.randn(40, 1, 6, generator=generator)
+    got = answered(answer(advantages.clone(), gradients.clone()), "pair_variances")
+    expect(isinstance(got, tuple | list) and len(got) == 2, "return two numbers: own, shared")
+    pair = torch.tensor([number(part) for part in got])
+    terms = advantages[:, None] * gradients / 5
+    own = terms.var(0, unbiased=False).sum()
+    shared = terms.sum(1).var(0, unbiased=False).sum()
+    plain = (advantages[:, None] * gradients.var(0, unbiased=False)).sum() / 5
+    mistakes = {
+        "the two numbers are swapped: own pairs first": torch.stack([shared, own]),
+        "the factor 1/G is missing, which counts squared": 25 * torch.stack([own, shared]),
+        "a variance is divided by G squared, since the estimate is divided by G": (
+            5 * torch.stack([own, shared])
+        ),
+        "the advantages count squared in a variance": torch.stack([plain, shared]),
+        "with shared pairs the terms are not independent: sum over the members first": (
+            torch.stack([own, own])
+        ),
+        "with own pairs the terms are independent: add up their variances": (
+            torch.stack([shared, shared])
+        ),
+        "these are standard deviations": torch.stack([own, shared]).sqrt(),
+        "the mean square is asked for, var(unbiased=False)": torch.stack([own, shared]) * 40 / 39,
+        "sum over the weights; this is the mean": torch.stack([own, shared]) / 6,
+    }
+    close(pair, torch.stack([own, shared]), "these are not the two variances", mistakes)
 
 
 @check("Exercise 4")
-def check_calibrate(answer: Answer) -> None:
-    """`answer(value, reward)` is the slope of the reward on the value within groups, in [0, 1], and
-    r2.
-    """
-    reward = _values()[..., -1]
-    good = _values()[..., 2]
-    for value, situation in (
-        (good, ""),
-        (0.2 * good, "for values that are too narrow, "),
-        (-good, "for values that are lower where rewards are higher, "),
-    ):
-        got = answered(answer(value.clone(), reward.clone()), "calibrate")
-        expect(isinstance(got, tuple | list) and len(got) == 2, "return two numbers: slope, r2")
-        pair = torch.tensor([number(part) for part in got])
-        v, r = _deviations(value), _deviations(reward)
-        products = torch.stack([v * r, v * v, r * r])
-        vr, vv, rr = products.sum((1, 2))
-        by_group = products.sum(2)
+def check_difference(answer: Answer) -> None:
+    """`answer(old, images)` is v_old - Delta / mean(Delta^2), [pair, 2, dim]."""
+    generator = torch.Generator().manual_seed(4)
+    old, images = (torch.randn(5, 2, 3, generator=generator) for _ in range(2))
+    got = tensor(answer(old.clone(), images.clone()), (5, 2, 3), "the result")
+    difference = images - images.mean(1, keepdim=True)
+    square = difference.square()
 
-        def table(slope: Tensor, r2: Tensor) -> Tensor:
-            return torch.stack([slope, r2])
+    def target(shift: Tensor, size: Tensor) -> Tensor:
+        return old - shift / size
 
-        limited, positive = (vr / vv).clamp(0, 1), vr.clamp(min=0)
-        r2 = positive.square() / (vv * rr)
-        a, b = value - value.mean(), reward - reward.mean()
-        pooled = (a * b).sum()
-        mistakes = {
-            "the mean is that of all prompts; credit compares within groups, so each group has "
-            "its own": table(
-                (pooled / a.square().sum()).clamp(0, 1),
-                pooled.clamp(min=0).square() / (a.square().sum() * b.square().sum()),
-            ),
-            "the means are not subtracted": table(
-                ((value * reward).sum() / value.square().sum()).clamp(0, 1),
-                (value * reward).sum().clamp(min=0).square()
-                / (value.square().sum() * reward.square().sum()),
-            ),
-            "this slope is that of the value on the reward; divide by the values' squares": table(
-                (vr / rr).clamp(0, 1), r2
-            ),
-            "the second number is the correlation; r2 is its square": table(limited, r2.sqrt()),
-            "the slope is not limited to [0, 1]": table(vr / vv, r2),
-            "a negative slope is cut, but r2 is not: such a value must not count at all": table(
-                limited, vr.square() / (vv * rr)
-            ),
-            "the sum of v r is negative; then both numbers are 0": table(
-                (vr / vv).clamp(max=1), vr.square() / (vv * rr)
-            ),
-            "the slopes of the groups are averaged; sum over all groups, then divide": table(
-                (by_group[0] / by_group[1]).clamp(0, 1).mean(),
-                (by_group[0].clamp(min=0).square() / (by_group[1] * by_group[2])).mean(),
-            ),
-        }
-        otherwise = f"{situation}slope and r2 are {limited:.3f} and {r2:.3f}"
-        close(pair, table(limited, r2), otherwise, mistakes)
+    size = square.mean(-1, keepdim=True)
+    mistakes = {
+        "the sign is wrong: the velocity points towards noise, so a shift of the image by +Delta "
+        "needs -Delta": target(-difference, size),
+        "Delta is the difference from the pair's mean, half of that from the other image": (
+            target(2 * difference, 4 * size)
+        ),
+        "the second image has the difference of the first; its own has the opposite sign": (
+            target(difference[:, :1].expand_as(old), size)
+        ),
+        "divide by the mean of the squares, not by their sum": target(difference, 3 * size),
+        "divide by the mean square, not by its root": target(difference, size.sqrt()),
+        "the mean square is that of each image, not of all pairs": target(
+            difference, square.mean()
+        ),
+        "the division by mean(Delta^2) is missing": old - difference,
+        "v_old is missing": target(difference, size) - old,
+        "the mean is over all images; each pair has its own": target(
+            images - images.mean((0, 1)),
+            (images - images.mean((0, 1))).square().mean(-1, keepdim=True),
+        ),
+    }
+    close(got, target(difference, size), "this is not v_old - Delta / mean(Delta^2)", mistakes)
 
 
 @check("Exercise 5")
-def check_credit(answer: Answer) -> None:
-    """`answer(values, slope, r2)` is the calibrated credit before Z, [prompt, member, decision]."""
-    values = _values()
-    slope = torch.tensor([0.4, 0.9, 0.7, 0.8, 1.0])
-    r2 = torch.tensor([0.1, 0.3, 0.5, 0.8, 1.0])
-
-    def credit(p: Tensor, w: Tensor, reward: Tensor) -> Tensor:
-        return w * p[..., 1:] + (1 - w) * reward - p[..., :-1]
-
-    d = _deviations(values)
-    p, r, w = slope * d, d[..., -1:], r2[1:]
-    got = tensor(answer(values.clone(), slope.clone(), r2.clone()), (3, 5, 4), "the result")
-    mistakes = {
-        "the weight of decision k is that of the value after it, r2[k + 1]": credit(p, r2[:-1], r),
-        "the slopes are missing: p_k = slope_k times the deviation of V_k": credit(d, w, r),
-        "p_k, the prediction before the decision, is not subtracted": credit(p, w, r) + p[..., :-1],
-        "w and 1 - w are exchanged: w is the weight of the prediction": credit(p, 1 - w, r),
-        "the group's means are not subtracted": credit(slope * values, w, values[..., -1:]),
-        "this is the gain of the predictions; what they leave unexplained, 1 - w, goes to the "
-        "final reward": p.diff(dim=-1),
-        "this is the reward beyond the prediction before the decision, with w = 0": r - p[..., :-1],
-    }
-    close(got, credit(p, w, r), "this is not w p_{k+1} + (1 - w) r - p_k", mistakes)
+def check_comb(answer: Answer) -> None:
+    """`answer(branches, steps)` is the number of network evaluations of a comb with one trunk."""
+    for branches, steps in (((6, 6, 8, 10), 10), ((6,) * 9, 10), ((3, 5), 7), ((2, 2, 2), 3)):
+        got = number(answer(branches, steps), "the number")
+        trunk = len(branches)
+        teeth = sum(count * (steps - k - 1) for k, count in enumerate(branches))
+        images = sum(branches)
+        mistakes = {
+            "the trunk's own evaluations are missing": teeth,
+            "siblings share the evaluation of the state they start from; a branch from step k has "
+            "steps - k - 1 of its own": trunk + teeth + images,
+            "the trunk ends at the last step that branches": steps + teeth,
+            "this is the price of independent trajectories": steps * images,
+            "the finished images need no evaluation, and step k is counted from 0": (
+                trunk + teeth - images
+            ),
+            "each step has its own number of branches": (
+                trunk + branches[0] * sum(steps - k - 1 for k in range(trunk))
+            ),
+        }
+        wanted = trunk + teeth
+        close(got, wanted, f"{branches} at {steps} steps take {wanted}, not {got:.0f}", mistakes)

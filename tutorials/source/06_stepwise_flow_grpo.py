@@ -1,0 +1,631 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 6 · Stepwise-Flow-GRPO
+#
+# **After this lesson you can** score an unfinished image, translate the paper's figure and labels into steps, say which transitions are decisions, compute the credit of each decision from its gain, explain why the gains are normalised jointly, and measure the value of better credit
+# in network evaluations.
+#
+# **Time** 70 minutes, of which the computer needs one to two. **You need** the lesson on Flow-GRPO, and the Tweedie estimate of the lesson on flow matching.
+#
+# Flow-GRPO gives every step of a trajectory the same credit. The animation shows two trajectories of one group, from the same noise: before every random step an estimate of the finished image (computed as in
+# exercise 3), and the judge's score of the estimate. Which of the two has the better *first two steps*?
+
+# %% tags=["hide-input"]
+import matplotlib.pyplot as plt
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from flowrl import preset, world
+from flowrl.credit import StepwiseGain, Uniform
+from flowrl.probes import Completion, Substeps
+from flowrl.samplers import FlowSDE, Windowed
+from flowrl.worlds import PolicyOptions
+from flowrl_course import lesson_06 as lesson
+from flowrl_course.batches import credit_gradients, pairwise_cosines, sample_groups
+from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, ImageRow, animation, clean, panels, pixels, show_images
+from flowrl_course.runs import train
+
+shapes = world("shapes")
+base = shapes.policy(PolicyOptions())
+prompts = shapes.prompts("compositional", "train")[:8]
+judge = shapes.reward("soft")
+sampler = Windowed(FlowSDE(0.7), range(9))  # steps 0 to 8 are random, the last one follows the ODE
+batch = sample_groups(base, judge, prompts, members=12, sampler=sampler, probe=Substeps(5), shared_noise=True)
+COLUMNS = [*range(9), 10]  # the nodes of the table's columns: the states before the random steps, and the image
+
+
+def crossing(values):
+    """The two members of one group whose reward curves cross most clearly: (prompt, early leader, final winner)."""
+    lead = values[:, :, None] - values[:, None]
+    ahead, behind = lead[..., 1:-1].amax(-1), -lead[..., -1]
+    score = torch.minimum(ahead, behind).flatten()
+    index = int(score.argmax())
+    members = values.shape[1]
+    return index // members**2, index // members % members, index % members
+
+
+group, leader, winner = crossing(batch.values)
+estimates = batch.rollout.estimates
+
+
+def estimate_of(member):
+    """The estimated image at every column of the table, the last one finished, [column, channel, height, width]."""
+    index = group * 12 + member
+    latents = [estimates[node] for node in range(9)]
+    latents = [rows[index if len(rows) == len(prompts) * 12 else group] for rows in latents]  # node 0 has one row per group
+    return base.decode(torch.stack([*latents, batch.rollout.trajectories.images_latent[index]]))
+
+
+def opening():
+    """Two trajectories, their estimated images, and their reward curves."""
+    figure, axes = panels(3, width=2.6, height=2.9, width_ratios=[1, 1, 2])
+    frames, shades = [estimate_of(leader), estimate_of(winner)], (ACCENT, DATA)
+    shown, lines = [], []
+    for cell, images, shade, name in zip(axes[:2], frames, shades, ("trajectory A", "trajectory B"), strict=True):
+        shown.append(cell.imshow(pixels(images[0])))
+        cell.set(xticks=[], yticks=[])
+        cell.set_title(name, color=shade)
+    for shade in shades:
+        lines.append(axes[2].plot([], [], "o-", color=shade, markersize=4)[0])
+    for member, shade, name in ((leader, ACCENT, "A"), (winner, DATA, "B")):
+        axes[2].text(10.5, float(batch.values[group, member, -1]), name, color=shade, fontweight="bold", va="center")
+    axes[2].set(
+        xlim=(-0.3, 11.4),
+        ylim=(0, 1.05),
+        xticks=range(0, 11, 2),
+        xlabel="node (0 = noise, 10 = image)",
+        ylabel="reward of the estimate",
+    )
+    axes[2].set_title(f'"{prompts[group].text}"')
+    clean(axes[2])
+    figure.get_layout_engine().set(wspace=0.06)
+    figure.canvas.draw()
+
+    def draw(frame):
+        column = min(frame, 9)
+        for image, images, line, member in zip(shown, frames, lines, (leader, winner), strict=True):
+            image.set_data(pixels(images[column]))
+            line.set_data(COLUMNS[: column + 1], batch.values[group, member, : column + 1])
+
+    return animation(figure, draw, frames=13, seconds=6.5)
+
+
+opening()
+
+# %% [markdown]
+# A leads after two steps and ends lower. Flow-GRPO gives *every* step of A a lower advantage than every step of B, the good early steps included. This credit is right on average over many trajectories,
+# but noisy: the credit of each random step contains the effects of eight others. Stepwise-Flow-GRPO (Savani et al. 2026, arXiv 2603.28718) gives a step its own gain. Its Figure 1 has two such crossing curves.
+#
+# ## Decisions
+#
+# Credit belongs to **decisions**: the transitions that were drawn at random. An ODE step has only one possible result. The policy chose nothing there, so an ODE step is not a decision and has no credit. We number the decisions $k = 0, \dots, D - 1$ in the order of sampling.
+# Here steps 0 to 8 are random and step 9 follows the ODE: ten steps, $D = 9$ decisions, and decision $k$ is step $k$. With the window `2:7` of the lesson on Flow-GRPO, $D = 5$, and decision 0 is step 2.
+#
+# A credit rule reads a table with $D + 1$ columns, the **value table** `[prompt, member, decision+1]`. Column $k < D$ belongs to the state in which decision $k$ is made, column $D$ to the finished image. The next cell prints the decisions of our batch.
+
+# %%
+decisions = batch.decisions
+print("decision k:  " + "  ".join(f"{k:4d}" for k in range(len(decisions))))
+print("its step:    " + "  ".join(f"{step:4d}" for step in decisions.step))
+print("its time t:  " + "  ".join(f"{time:4.2f}" for time in decisions.time))
+print(f"value table: {tuple(batch.values.shape)} = prompts, members, D + 1")
+
+# %% [markdown]
+# ## Gains
+#
+# Let $R_k$ be the judge's score of the image that is estimated in the state before decision $k$, a stand-in for the expected reward there. $R_D = R$ is the reward of the finished image. Decision $k$ gains
+#
+# $$g_k = R_{k+1} - R_k.$$
+#
+# The gain contains everything up to the next decision: the random step, and all ODE steps between the two. The last gain, $R - R_{D-1}$, contains the ODE steps to the finished image.
+#
+# The caption of the paper's Figure 1 defines the gain as $g_t = r_{t-1} - r_t$: here the paper's $t$ counts the remaining steps, so $r_{t-1}$ is the reward after the step. (In the labels of the same figure $t$ is the time of a state; see below.)
+#
+# ### Exercise 1 · gains
+#
+# *Difficulty: easy · importance: essential · time: 3 minutes*
+#
+# From a value table `[prompt, member, decision+1]` compute the gains `[prompt, member, decision]`.
+
+
+# %% tags=["exercise"]
+def step_gains(values):
+    """The change of the value in each decision."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Both slices `[..., 1:]` and `[..., :-1]` have one entry per decision. Which of them is the value after the decision?
+
+
+# %% tags=["solution"]
+def step_gains(values):
+    """The change of the value in each decision."""
+    return values[..., 1:] - values[..., :-1]
+
+
+# %%
+lesson.check_gains(step_gains)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** There is one column more than decisions. The sum over decisions *telescopes* to $\sum_k g_k = R - R_0$: gains distribute the total change over the decisions. In `flowrl`: `credit.gains`.
+
+# %%
+gained = step_gains(batch.values)
+print("sum of gains equals R - R_0:", torch.allclose(gained.sum(-1), batch.values[..., -1] - batch.values[..., 0], atol=1e-6))
+for name, member in (("A", leader), ("B", winner)):
+    print(
+        f"{name}: R = {batch.values[group, member, -1]:.2f}, gains "
+        + " ".join(f"{value:+.2f}" for value in gained[group, member])
+    )
+final = batch.values[group, :, -1]
+for name, member in (("A", leader), ("B", winner)):
+    print(f"{name}: uniform credit {(final[member] - final.mean()) / final.std(unbiased=False):+.2f} at every step")
+
+# %% tags=["hide-input"]
+figure, axes = panels(2, width=4.4, height=3.0)
+axes[0].plot(COLUMNS, batch.values[group].T, color="#d3d6dc", linewidth=0.8)
+for name, member, shade in (("A", leader, ACCENT), ("B", winner, DATA)):
+    axes[0].plot(COLUMNS, batch.values[group, member], "o-", color=shade, markersize=4)
+    axes[0].text(10.15, float(batch.values[group, member, -1]), name, color=shade, fontweight="bold", va="center")
+    offset = -0.2 if name == "A" else 0.2
+    axes[1].bar(torch.arange(9) + offset, gained[group, member], width=0.4, color=shade, label=name)
+axes[0].set(xlabel="node", ylabel="reward of the estimate", title="The crossing (grey: the rest of the group)", xlim=(-0.3, 10.8))
+axes[1].set(xlabel="decision k", ylabel="gain", title="Gains of A and B", xticks=range(9))
+axes[1].axhline(0, color=INK, linewidth=0.8)
+axes[1].legend(frameon=False)
+for cell in axes:
+    clean(cell)
+plt.show()
+
+# %% [markdown]
+# All curves begin at the same point: in Stepwise-Flow-GRPO the members of a group start from the *same* noise $x_T$, so that differences come from the decisions alone.
+#
+# ## Figure 1 of the paper
+#
+# The animation at the top is this world's version of the paper's Figure 1, with other estimates (five substeps instead of Tweedie). Read such a figure in this order:
+#
+# 1. **Axis.** The paper labels states by their time $t$, which runs from 1 (noise) to 0. It writes $r_t$ for the reward at $t$ and $g_t = r_{t-1} - r_t$ for the gain, in which $t-1$ is the *next*, less noisy state of the grid. So $g_t$ belongs to the step that *leaves* the state at $t$.
+# 2. **Quantity.** Each curve shows the PickScore of the Tweedie estimate $\hat x_0(t)$ of a single trajectory. An estimate at an early state is not an image that the sampler would produce.
+# 3. **Claim.** Trajectory 0 dips at $t = 0.86$ and recovers, trajectory 1 drops at $t = 0.71$, and both end near 0.90. Uniform credit is nearly equal for both. Gains differ at the marked steps.
+# 4. **Evidence.** Two trajectories illustrate the idea. The claim of faster learning rests on the right panel and on Figures 4 and 5. Figure 4 has training steps on the horizontal axis, so the extra cost of scoring is not in it; Figure 5 has hours. Table 2 gives the factor between the two: an iteration takes 1.8 to 2.4 times as long. For every such curve, ask also how many seeds were run.
+#
+# ### Exercise 2 · from the paper's labels to steps
+#
+# *Difficulty: easy · importance: useful · time: 5 minutes*
+#
+# The next cell prints the grid of SD3 with ten steps, whose nodes match the times in the caption (the paper draws every step, so step $i$ is decision $i$). Give the numbers of our steps: the step whose gain the paper calls $g_{0.86}$, the step whose gain it calls $g_{0.71}$, and the step that leads *into* the dip at $t = 0.86$.
+
+# %%
+scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+scheduler.set_timesteps(10)
+print("node: " + "  ".join(f"{node:4d}" for node in range(10)))
+print("t:    " + "  ".join(f"{float(t):.2f}" for t in scheduler.sigmas[:10]))
+
+# %% tags=["exercise"]
+figure_1 = {"g at 0.86": ..., "g at 0.71": ..., "into the dip at 0.86": ...}
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Find the two times in the row `t`, and read the node number above. Step $i$ leaves node $i$ and enters node $i + 1$.
+
+# %% tags=["solution"]
+figure_1 = {"g at 0.86": 3, "g at 0.71": 5, "into the dip at 0.86": 2}
+
+# %%
+lesson.check_figure_1(figure_1)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** $t = 0.86$ is node 3 and $t = 0.71$ node 5, and step $i$ leaves node $i$. The low point of a dip at node 3 is the *result* of step 2, whose gain is negative; step 3 leads out of the dip, so $g_{0.86}$ is positive for trajectory 0. For every label in such a figure, decide whether it names a state or the step after the state.
+
+# %%
+figure, axes = panels(width=7.0, height=3.0)
+grid = batch.rollout.trajectories.schedule.times
+for member, shade, name in ((leader, ACCENT, "A"), (winner, DATA, "B")):
+    axes.plot(COLUMNS, batch.values[group, member], "o-", color=shade, markersize=4, label=f"trajectory {name}")
+low = int(gained[group, leader].argmin())
+start, end = (float(batch.values[group, leader, column]) for column in (low, low + 1))
+axes.annotate("", (COLUMNS[low + 1], end), (low, start), arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 1.6})
+label = f"$g_{{{float(grid[low]):.2f}}}$ = {end - start:+.2f}: decision {low}"
+axes.text(low + 1.6, (start + end) / 2 - 0.07, label, fontsize=9)
+axes.set(xticks=range(11), xlabel="t of the state (noise → image)", ylabel="reward of the estimate", ylim=(0, 1.05))
+axes.set_xticklabels([*(f"{float(t):.2f}" for t in grid[:-2]), "0.001", "0"])
+axes.set_title("The two trajectories with the paper's labels", fontsize=10)
+axes.legend(frameon=False, fontsize=8, loc="center right")
+clean(axes)
+plt.show()
+print(f"largest loss of trajectory A: decision {low}, {start:.2f} to {end:.2f}")
+
+# %% [markdown]
+# Trajectory A is an extreme case of the paper's argument: a good early decision is followed by one that loses most of the reward, and uniform credit gives both the same negative number.
+#
+# ## Rewards of unfinished images
+#
+# The judge scores a clean image, so $R_k$ needs an estimate of the clean image. The Tweedie estimate $\hat x_0 = x - t v$ from a state $x$ at time $t$ is free. At early states it is the *mean* of all images that are still possible, and a judge
+# for sharp images does not score blurred means well. The paper uses $T' = 5$ Euler steps on an even grid over $[t, 0]$ instead (its Figure 10 has similar results with 2, 5 and 8).
+#
+# ### Exercise 3 · a substep estimate
+#
+# *Difficulty: medium · importance: essential · time: 8 minutes*
+#
+# `x` `[sample, dim]` is the state at time `t` (a number), `v` its velocity, which the rollout has already computed. `velocity(x, t)` evaluates the network at a time that is also a number. Return the estimate after `count` Euler steps of equal length from $t$ to 0,
+# with as few network evaluations as possible.
+
+
+# %% tags=["exercise"]
+def substep_estimate(velocity, x, t, v, count):
+    """The estimated image: `count` Euler steps from time t to 0."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Every substep has length $t/T'$. Substep 0 uses `v`; substep $k$ evaluates `velocity` at the current state and at time $t - k\,t/T'$.
+
+
+# %% tags=["solution"]
+def substep_estimate(velocity, x, t, v, count):
+    """The estimated image: `count` Euler steps from time t to 0."""
+    length = t / count
+    for k in range(count):
+        if k > 0:
+            v = velocity(x, t - k * length)
+        x = x - length * v
+    return x
+
+
+# %%
+lesson.check_substeps(substep_estimate)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The first velocity is the rollout's own, so $T'$ steps cost $T' - 1$ new evaluations: with ten steps and nine decisions $10 + 9 \cdot 4 = 46$ evaluations per trajectory instead of the $10 + 9 \cdot 5 = 55$ of a direct implementation, and fewer if a group shares its first node. `count = 1` is the Tweedie
+# estimate. In `flowrl` the probe `Substeps(5)` does this for the states of all decisions and trajectories in at most $T + T' - 1$ network calls.
+
+# %% [markdown]
+# The next cell compares your function with the library on the image model, and then four estimators: one, two and five steps, and the whole remaining ODE on the sampler's own grid (as in TP-GRPO, the next lesson). The same seed gives the same trajectories.
+
+# %%
+paths, node = batch.rollout.trajectories, 3
+everyone = batch.condition.repeat(12)
+
+
+def network(x, t):
+    """The policy's velocity for all trajectories of the batch at time t; the input of an image transformer is 1000 t, per sample."""
+    return base.velocity(x, torch.full((len(x),), 1000.0 * float(t)), everyone)
+
+
+with torch.no_grad():
+    ours = substep_estimate(network, paths.nodes[:, node], paths.schedule.times[node], paths.velocities[:, node], 5)
+print(f"largest difference from the library: {float((ours - estimates[node]).abs().max()):.0e} (latents are of size 1)")
+probes = {"1 step (Tweedie)": Substeps(1), "2 steps": Substeps(2), "5 steps": Substeps(5), "whole ODE": Completion()}
+tables = {}
+for name, probe in probes.items():
+    scored = sample_groups(base, judge, prompts, 12, sampler, probe, shared_noise=True)
+    tables[name] = scored
+    error = (scored.values - scored.values[..., -1:]).square().mean((0, 1)).sqrt()
+    print(
+        f"{name:<17} {scored.usage.nfe / 96:5.1f} NFE per trajectory; rms of R_k - R for k = 1 to 6: "
+        + " ".join(f"{e:.2f}" for e in error[1:7])
+    )
+
+# %% [markdown] tags=["expected"]
+# largest difference from the library: 0..1e-3 (latents are of size 1)
+# 1 step (Tweedie)    9.1 NFE per trajectory; rms of R_k - R for k = 1 to 6: 0.62 0.52 0.38 0.22 0.16 0.08
+# 2 steps            17.2 NFE per trajectory; rms of R_k - R for k = 1 to 6: 0.37 0.33 0.25 0.19 0.14 0.08
+# 5 steps            41.4 NFE per trajectory; rms of R_k - R for k = 1 to 6: 0.33 0.28 0.22 0.21 0.16 0.08
+# whole ODE          45.8 NFE per trajectory; rms of R_k - R for k = 1 to 6: 0.33 0.29 0.22 0.21 0.15 0.08
+
+# %% tags=["hide-input"]
+index, shown = group * 12 + winner, [1, 2, 3, 4, 5, 7]
+rows = []
+for name in ("1 step (Tweedie)", "5 steps", "whole ODE"):
+    scored = tables[name]
+    latents = [scored.rollout.estimates[node][index] for node in shown]
+    latents = torch.stack([*latents, scored.rollout.trajectories.images_latent[index]])
+    rows.append(ImageRow(base.decode(latents), scored.values[group, winner, [*shown, -1]], name))
+heads = [*(f"before decision {k}" for k in shown), "finished"]
+show_images(
+    *rows,
+    heads=heads,
+    title=f'Estimates of trajectory B ("{prompts[group].text}") by three estimators, and their rewards',
+    size=1.1,
+)
+plt.show()
+figure, axes = panels(2, width=4.0, height=2.9)
+shades = dict(zip(probes, (NOISE, COLOURS["noise-weighted"], COLOURS["stepwise-flow-grpo"], COLOURS["tp-grpo"]), strict=True))
+for name, scored in tables.items():
+    mean = scored.values.mean((0, 1))
+    axes[0].plot(COLUMNS, mean, "o-", color=shades[name], markersize=3, label=name)
+    distance = (scored.values - scored.values[..., -1:]).square().mean((0, 1)).sqrt()
+    axes[1].plot(COLUMNS, distance, "o-", color=shades[name], markersize=3)
+axes[0].set(xlabel="decision k (10: image)", ylabel="mean of R_k", title="Blurred estimates score low", ylim=(0, 0.8))
+axes[1].set(xlabel="decision k (10: image)", ylabel="rms of R_k - R", title="Distance from the final reward", ylim=(0, None))
+axes[0].legend(frameon=False, fontsize=8)
+for cell in axes:
+    clean(cell)
+plt.show()
+
+# %% [markdown]
+# The rewards of one-step estimates begin near that of a grey blur and rise for all trajectories, so their gains mostly measure the sharpness of the estimate. Five substeps are close to the whole ODE. (With a sampler of ten steps both cost about the same, since five or six steps remain on average; with forty steps the ODE would cost four times as much.) On the right no estimator comes near 0 at early states, because most of the noise
+# that decides the image is not drawn yet.
+#
+# ## When is reward gained?
+#
+# The next cell prints the mean $|g_k|$ per decision over all trajectories, and the values of the paper (read off its Figure 2; SD3.5 and another reward, so only the shape can be compared).
+
+# %%
+paper = torch.tensor([0.031, 0.022, 0.018, 0.011, 0.009, 0.0065, 0.006, 0.007, 0.011, 0.0006])
+size = gained.abs().mean((0, 1))
+print("mean |gain| here:      " + " ".join(f"{value:.3f}" for value in size))
+print("fraction here:         " + " ".join(f"{value:5.1%}" for value in size / size.sum()))
+print("fraction in the paper: " + " ".join(f"{value:5.1%}" for value in paper / paper.sum()))
+
+# %% tags=["hide-input"]
+figure, axes = panels(width=6.0, height=2.8)
+axes.bar(torch.arange(9) - 0.2, 100 * size / size.sum(), width=0.4, color=COLOURS["stepwise-flow-grpo"])
+axes.bar(torch.arange(10) + 0.2, 100 * paper / paper.sum(), width=0.4, color=NOISE)
+axes.text(3.6, 16, "this world", color=COLOURS["stepwise-flow-grpo"])
+axes.text(7.0, 10.5, "the paper (SD3.5)", color=NOISE)
+axes.set(xlabel="decision (0 = from pure noise)", ylabel="fraction of all |gain| (%)", title="Early steps have the largest gains")
+axes.set_xticks(range(10))
+clean(axes)
+plt.show()
+
+# %% [markdown]
+# In both, the early decisions have the largest gains. Here the first three are about equal and those after decision 6 nearly 0; the paper's values fall faster at first and rise again at step 8, which does not happen in this world. (The paper's ten steps are all drawn; ours are nine.)
+#
+# ## Normalise jointly or step by step?
+#
+# GRPO divides by a standard deviation. For gains this can be the standard deviation over the members, *step by step* (decision by decision), or over members and decisions of the group *jointly*. The paper uses the second, and compares both in its Figure 9:
+#
+# $$A_k^{(m)} = \frac{g_k^{(m)} - \operatorname{mean}_{m',k'}\, g_{k'}^{(m')}}{\operatorname{std}_{m',k'}\, g_{k'}^{(m')} + 10^{-4}},$$
+#
+# where $m$ numbers the members of the group.
+#
+# ### Exercise 4 · joint normalisation
+#
+# *Difficulty: easy · importance: essential · time: 4 minutes*
+#
+# `gained` is `[prompt, member, decision]`; population standard deviation again.
+
+
+# %% tags=["exercise"]
+def joint_advantages(gained):
+    """Stepwise-Flow-GRPO's credit from gains."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Mean and standard deviation run over two axes at once: `dim=(1, 2)` with `keepdim=True`.
+
+
+# %% tags=["solution"]
+def joint_advantages(gained):
+    """Stepwise-Flow-GRPO's credit from gains."""
+    centred = gained - gained.mean(dim=(1, 2), keepdim=True)
+    return centred / (gained.std(dim=(1, 2), keepdim=True, unbiased=False) + 1e-4)
+
+
+# %%
+lesson.check_joint(joint_advantages)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** There is one mean and one standard deviation per group, so a large gain stays larger than a small one at every decision. They run over decisions only. An ODE step has a gain of about 0 for every member: as an entry of the table it would lower the standard deviation, and the advantages of all decisions would grow with the number of ODE steps. In `flowrl`: `credit.StepwiseGain()`; its other pools are options (`normalise="step"`, `pool="batch"`).
+
+# %%
+joint = joint_advantages(gained)
+alone = StepwiseGain(normalise="step").assign(batch.values, batch.decisions)
+print("joint, mean |A| per decision:        " + " ".join(f"{value:.2f}" for value in joint.abs().mean((0, 1))))
+print("step by step, mean |A| per decision: " + " ".join(f"{value:.2f}" for value in alone.abs().mean((0, 1))))
+
+# %% tags=["hide-input"]
+figure, axes = panels(2, width=4.6, height=3.1)
+for cell, values, title in (
+    (axes[0], joint, "joint: late decisions are small"),
+    (axes[1], alone, "step by step: all alike"),
+):
+    shown = cell.imshow(values[group], cmap="PuOr_r", vmin=-3, vmax=3, aspect="auto")
+    cell.set(xlabel="decision", ylabel="member", title=title)
+    cell.set_xticks(range(9))
+figure.colorbar(shown, ax=axes, label="advantage")
+plt.show()
+
+# %% [markdown]
+# Normalised step by step, decisions 7 and 8 get advantages of the same size as decision 1, although their gains are a hundred times smaller: the normalisation mostly amplifies the noise of the estimate. Normalised jointly, all decisions have one unit: an advantage is the gain minus the group's mean gain, in standard deviations of the group. What is left at the last decisions (about 0.09) is this common mean, not a gain.
+#
+# With shared noise the joint rule has a useful property: $\sum_k A_k = (R - \operatorname{mean} R)/\operatorname{std}_g$, up to the $10^{-4}$, because the gains sum to $R - R_0$, all members share $R_0$, and $D$ times the mean gain is $\operatorname{mean} R - R_0$. The total credit of a trajectory is that of Flow-GRPO, up to a factor per group; only its distribution over the decisions differs.
+
+# %%
+total = joint.sum(-1)
+flow = batch.values[..., -1] - batch.values[..., -1].mean(1, keepdim=True)
+spread = gained.std(dim=(1, 2), unbiased=False)[:, None] + 1e-4
+print(f"largest |std_g x sum of A - (R - mean R)|: {float((total * spread - flow).abs().max()):.0e}")
+
+# %% [markdown] tags=["expected"]
+# largest |std_g x sum of A - (R - mean R)|: 0..1e-5
+
+# %% [markdown]
+# ## From gains to reward-to-go
+#
+# A gain ignores later effects: a decision may lower the expected reward now and raise it later. The other extreme is the *reward-to-go* $R - R_k$, the total gain from decision $k$ on. Generalised advantage estimation (arXiv 1506.02438, equation 16, with $R_k$ as the value) interpolates between them:
+#
+# $$A_k = \sum_{j \ge 0} \lambda^j\, g_{k+j}, \qquad \lambda = 0:\ g_k, \qquad \lambda = 1:\ R - R_k.$$
+#
+# TP-GRPO uses the reward-to-go at its turning points (the lesson on TP-GRPO). The paper compares gains with generalised advantages in its Figure 7, and finds plain gains as good as the alternatives.
+#
+# ### Exercise 5 · from gains to reward-to-go
+#
+# *Difficulty: harder · importance: useful · time: 8 minutes*
+#
+# `gained` is `[prompt, member, decision]`. Return the sums above for `lam` $= \lambda$ between 0 and 1, `[prompt, member, decision]`. There is no factor $1 - \lambda$: at $\lambda = 1$ the sum is $R - R_k$.
+
+
+# %% tags=["exercise"]
+def generalised(gained, lam):
+    """sum over j >= 0 of lam^j g_{k+j}, [prompt, member, decision]."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The sum has a recursion: $A_k = g_k + \lambda A_{k+1}$. Start with the last decision, whose sum is its own gain, and go backwards.
+
+
+# %% tags=["solution"]
+def generalised(gained, lam):
+    """sum over j >= 0 of lam^j g_{k+j}, [prompt, member, decision]."""
+    sums = torch.zeros_like(gained)
+    running = torch.zeros_like(gained[..., 0])
+    for k in reversed(range(gained.shape[-1])):
+        running = gained[..., k] + lam * running
+        sums[..., k] = running
+    return sums
+
+
+# %%
+lesson.check_generalised(generalised)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** A decision affects only later ones, so the sum runs forward and the recursion from the last decision to the first, $A_k = g_k + \lambda A_{k+1}$. In `flowrl`: `StepwiseGain(lam=...)`.
+
+# %% [markdown]
+# ## The value of better credit
+#
+# A credit rule determines a gradient. If the gradient is mostly noise, two independent batches give gradients in different directions. The next cell samples four batches (8 groups of 12, task `preference`, the window of the lesson on Flow-GRPO), computes the policy gradient of each rule on the *same* trajectories, and
+# prints the cosine between the gradients of different batches (about half a minute).
+
+# %%
+window = Windowed(FlowSDE(0.7), range(2, 7))
+palette = shapes.prompts("preference", "train")
+batches = [
+    sample_groups(base, judge, palette[8 * k % 24 :][:8], 12, window, Substeps(5), shared_noise=True, seed=k) for k in range(4)
+]
+rules = {
+    "uniform (Flow-GRPO)": Uniform(),
+    "gains, joint": StepwiseGain(),
+    "gains, step by step": StepwiseGain(normalise="step"),
+    "reward-to-go, joint": StepwiseGain(lam=1.0),
+}
+cosines, by_batch = {}, [credit_gradients(batch, list(rules.values())) for batch in batches]
+for name, gradients in zip(rules, zip(*by_batch, strict=True), strict=True):
+    pairs = pairwise_cosines(gradients)
+    cosines[name] = float(pairs.mean())
+    print(f"{name:<22} cosine between batches {cosines[name]:.2f} (std over pairs {pairs.std():.2f})")
+
+# %% [markdown]
+# Credit for single decisions gives a much clearer gradient than uniform credit, and joint normalisation a clearer one than step by step, in agreement with the paper. (The agreement of two gradients does not prove that their direction is right; the lesson Test your own rule and `benchmarks/bias.py` compare it with the true gradient. In two dimensions the direction of the jointly normalised gains is right.)
+#
+# ### Exercise 6 · how many batches?
+#
+# *Difficulty: harder · importance: optional · time: 8 minutes*
+#
+# Write a batch's gradient as signal plus noise, $s + n$, with $\rho = |s|^2 / \mathbb E|n|^2$. In many dimensions the noises of two batches are nearly orthogonal to each other and to $s$: the inner product of two batches is about $|s|^2$, the squared length of each about $|s|^2 + \mathbb E|n|^2$, so their cosine is about $c = |s|^2/(|s|^2 + \mathbb E|n|^2)$. The mean of $m$ batches divides $\mathbb E|n|^2$ by $m$. How many batches of rule 1
+# (cosine `weak`) have the same $\rho$ as one batch of rule 2 (cosine `strong`)? The number need not be whole.
+
+
+# %% tags=["exercise"]
+def batches_worth(weak, strong):
+    """How many batches of the weaker rule one batch of the stronger is worth."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Solve $c = \rho/(\rho + 1)$ for $\rho$. With $m$ batches $\rho$ is $m$ times as large; set it equal to the $\rho$ of the other rule.
+
+
+# %% tags=["solution"]
+def batches_worth(weak, strong):
+    """How many batches of the weaker rule one batch of the stronger is worth."""
+    return strong / (1 - strong) * (1 - weak) / weak
+
+
+# %%
+lesson.check_worth(batches_worth)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Solving $c = \rho/(\rho + 1)$ gives $\rho = c/(1-c)$, and $m$ batches have $m\rho$. So the answer is the ratio of the two $\rho$, not of the cosines.
+
+# %%
+worth = batches_worth(cosines["uniform (Flow-GRPO)"], cosines["gains, joint"])
+spent, plain = batches[0].usage.nfe / 96, 10
+print(f"one batch of stepwise credit is worth {worth:.1f} batches of uniform credit")
+print(f"sampling: {spent:.1f} against {plain} NFE per trajectory, {spent / plain:.1f} times as many")
+print(f"with the update (5 decisions, 3 each): {(spent + 15) / (plain + 15):.1f} times as many")
+
+# %% [markdown]
+# Sampling costs less than the 41.4 evaluations above: with this window only five states are scored, and the members of a group share the first three nodes. (Decision 0 is step 2 here, and its gain counts from the shared state.) An update costs about three evaluations per decision: one forward, and two for the backward pass.
+#
+# On this task, at the start of training, stepwise credit is worth more than it costs. On the task `compositional` the same experiment is inconclusive: with 96 trajectories the cosines of all rules are about as small as their spread over pairs (replace `"preference"` above to see this). A clearer gradient does not imply a better
+# model after training.
+#
+# ## Training
+#
+# The next cell trains for six iterations with each rule, with the same settings and seed (about half a minute).
+
+# %%
+settings = preset("default").apply(task="preference", groups=8, group_size=12, iterations=6)
+runs = {name: train(settings.replace(method=name)) for name in ("flow-grpo", "stepwise-flow-grpo")}
+for name, run in runs.items():
+    scores = run.evaluation.scores
+    print(
+        f"{name:<19} training reward {' '.join(f'{value:.2f}' for value in run.curve('reward_mean'))}; held out: soft {scores['soft']:.2f}, strict {scores['strict']:.2f}; "
+        f"sampling {sum(run.curve('nfe')):,} NFE"
+    )
+
+# %% [markdown] tags=["expected"]
+# flow-grpo           training reward 0.75 0.79 0.80 0.83..0.87 0.85..0.91 0.85..0.91; held out: soft 0.83..0.91, strict 0.60..0.84; sampling 5,760 NFE
+# stepwise-flow-grpo  training reward 0.78 0.70 0.85 0.85..0.92 0.80..0.90 0.87..0.95; held out: soft 0.84..0.93, strict 0.60..0.84; sampling 13,584 NFE
+
+# %% tags=["hide-input"]
+figure, axes = panels(2, width=4.0, height=2.8, sharey=True)
+for name, run in runs.items():
+    offset = 4 if name == "stepwise-flow-grpo" else -9
+    rewards, spent_nfe = run.curve("reward_mean"), torch.tensor(run.curve("nfe")).cumsum(0)
+    axes[0].plot(range(1, 7), rewards, "o-", color=COLOURS[name])
+    axes[1].plot(spent_nfe / 1000, rewards, "o-", color=COLOURS[name])
+    for cell, end in ((axes[0], 6), (axes[1], float(spent_nfe[-1]) / 1000)):
+        cell.annotate(
+            name, (end, rewards[-1]), (0, offset), textcoords="offset points", color=COLOURS[name], ha="right", fontsize=8
+        )
+axes[0].set(xlabel="iteration", ylabel="mean training reward (soft)", title="Per iteration")
+axes[1].set(xlabel="network evaluations while sampling (thousands)", title="Per evaluation")
+for cell in axes:
+    clean(cell)
+plt.show()
+
+# %% [markdown]
+# After six iterations with one seed and 8 groups each, the difference of the two is within chance (96 held-out samples, standard error about 0.05 in `strict`), and Flow-GRPO used about two fifths of the evaluations for sampling. In this short run the clearer gradient does *not* give a better model. The paper
+# reports better models on SD3.5, per step (Figure 4) and per hour (Figure 5), in three of four settings. The lesson Side by side shows how many seeds such a comparison needs.
+#
+# ## To keep
+#
+# | symbol | meaning | in `flowrl` |
+# |---|---|---|
+# | decision $k$ | a transition that was drawn; ODE steps are not decisions | `Decisions`: `step`, `time`, `mask`, ... |
+# | $R_k$; $R$ | reward of the image estimated before decision $k$; of the finished image | value table: `score_rollout(...).total[..., k]`; `[..., -1]` |
+# | $T'$ | Euler steps of the estimate | the probe `Substeps(5)`; `Tweedie()` is 1 |
+# | $g_k = R_{k+1} - R_k$ | gain of decision $k$, with the ODE steps up to the next one | `credit.gains` |
+# | joint $A_k$ | gains, one mean and std per group | `credit.StepwiseGain()` |
+# | $\lambda$ | 0: gains, 1: reward-to-go | `StepwiseGain(lam=...)`, `credit.generalised_gains` |
+# | same $x_T$ | members of a group share their noise | `Groups(..., shared_noise=True)` |
+#
+# On the command line: `flowrl train --method stepwise-flow-grpo --task preference --out runs/stepwise`.
+#
+# ## Further reading
+#
+# - Savani et al. 2026, *Stepwise credit assignment for GRPO on flow-matching models* (arXiv 2603.28718): the paper of this lesson. No code is public.
+# - Schulman et al. 2015, *High-dimensional continuous control using generalized advantage estimation* (arXiv 1506.02438): equation 16 is the sum of exercise 5.
+# - He et al. 2025, *TempFlow-GRPO* (arXiv 2508.04324): credit of a step from branches, and weights by the noise of a step.
+# - *DenseGRPO* (arXiv 2601.20218): gains of ODE completions, normalised step by step.
+# - Ng, Harada and Russell 1999, *Policy invariance under reward transformations* (ICML): why differences of a potential, such as gains, do not change the optimal policy.
+#
+# **Next:** [7 · TP-GRPO](07_tp_grpo.ipynb) gives some steps credit for everything that follows them.

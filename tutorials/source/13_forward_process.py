@@ -1,0 +1,867 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 13 · The forward process
+#
+# **After this lesson you can** explain why DiffusionNFT, AWM and DGPO need no SDE, say what their rewards weight, derive NFT's gradient, tell what stops each of their steps, and count their network evaluations.
+#
+# **Time** 75 minutes, of which the computer needs about one. **You need** the lesson on GRPO; the measurements use the gradients of the lesson Test your own rule.
+#
+# All lessons since the second have turned the ODE into an SDE, because a policy gradient needs the log-probability of every step. Forward-process methods need none. They take finished samples and their rewards, noise the samples again as in pretraining, and regress the velocity with weights that depend on the rewards.
+# The figure shows what each kind of update sees of the same eight samples.
+
+# %% tags=["hide-input"]
+import math
+
+import matplotlib.pyplot as plt
+import torch
+
+from flowrl.credit import StepwiseGain, Uniform
+from flowrl.flow import DrawnSteps, PermutedTimes, interpolate, velocity_target
+from flowrl.core.forward import ForwardBatch
+from flowrl.losses import AWM, DGPO, DiffusionNFT
+from flowrl.probes import NoProbe
+from flowrl.rollout import Groups
+from flowrl.rollout.batches import credited
+from flowrl.samplers import ODE, FlowSDE, Multistep, Windowed
+from flowrl.worlds.mixture import WIDTH, ring
+from flowrl_bench.gradients import Setting, alignment, forward_gradients, pathwise_gradients, policy_gradients
+from flowrl_course import lesson_13 as lesson
+from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, clean, panels, plane, target
+from flowrl_course.runs import learn, start
+
+torch.set_num_threads(1)
+SHADES = {"flow-grpo": COLOURS["flow-grpo"], "diffusion-nft": OTHERS[0], "awm": ACCENT, "dgpo": COLOURS["tp-grpo"]}
+data, centre = ring(), torch.tensor([2.0, 0.0])  # the eight modes; the target of the prompt "towards 0 degrees"
+
+
+def settings_of(trainer):
+    """The trainer's policy with samplers of four kinds."""
+    sde, window = (Windowed(FlowSDE(0.7), range(count)) for count in (9, 5))
+    samplers = {"sde": sde, "window": window, "euler": ODE(), "dpm++": Multistep()}
+    given = (trainer.schedule, trainer.reward, trainer.prompts.prompts)
+    return {name: Setting(trainer.policy, sampler, *given) for name, sampler in samplers.items()}
+
+
+def reward(points):
+    """The soft reward of that prompt, [sample]."""
+    return torch.exp(-(points - centre).square().sum(-1) / (2 * WIDTH**2))
+
+
+def opening():
+    """Eight trajectories, and the same finished samples with fresh noise."""
+    setting = settings_of(start())["sde"]
+    prompt = next(i for i, prompt in enumerate(setting.prompts) if target(prompt)[0] > 1.9)
+    generator = torch.Generator().manual_seed(8)
+    path = setting.rollout(Groups(len(setting.prompts), 8), generator, Uniform().probe).trajectories
+    nodes = path.nodes.view(len(setting.prompts), 8, 11, 2)[prompt]
+    scores = torch.exp(-(nodes[:, -1] - torch.tensor(target(setting.prompts[prompt]))).square().sum(-1) / 2)
+    colours = plt.get_cmap("coolwarm_r")((0.5 + (scores - scores.mean()) / scores.std() / 4).clamp(0, 1).numpy())
+    figure, (left, right) = panels(2, width=4.0, height=4.0)
+    plane(left, "Flow-GRPO: transitions of the sampler")
+    plane(right, "Forward process: finished samples, fresh noise")
+    for member, shade in enumerate(colours):
+        left.plot(*nodes[member].T, "o-", color=shade, markersize=2.5, linewidth=1)
+        for noise in torch.randn(4, 2, generator=generator):
+            time = torch.rand(1, generator=generator)
+            ends = torch.stack([nodes[member, -1], noise])
+            right.plot(*ends.T, color=shade, linewidth=0.6, alpha=0.7)
+            right.scatter(*((1 - time) * ends[0] + time * ends[1]), color=[shade], s=9)
+    for cell in (left, right):
+        cell.scatter(*nodes[:, -1].T, c=colours, s=45, zorder=3, edgecolors=INK, linewidths=0.6)
+        cell.scatter(*target(setting.prompts[prompt]), marker="x", s=90, color=INK, zorder=4)
+    figure.suptitle("Eight samples of one prompt, blue: good, red: bad", fontsize=11)
+    plt.show()
+
+
+opening()
+
+# %% [markdown]
+# ## From a transition to a regression
+#
+# Flow-GRPO's transition from $t$ to $s = t - \Delta$ is a Gaussian whose mean is linear in the velocity (the lesson on ODE and SDE, $\sigma^2 = a^2 t/(1-t)$):
+#
+# $$\mu(v) = \Big(1 - \frac{a^2 \Delta}{2(1-t)}\Big)\, x_t - k\, v, \qquad k = \Delta\,(1 + a^2/2).$$
+#
+# Call $v^{\mathrm T}$ the velocity that would have led exactly to the drawn $x_s$, $\mu(v^{\mathrm T}) = x_s$. Then
+#
+# $$-\log \pi(x_s \mid x_t) = \frac{|x_s - \mu(v)|^2}{2\,\mathrm{std}^2} + \text{const} = \frac{k^2}{2\,\mathrm{std}^2}\,|v - v^{\mathrm T}|^2 + \text{const}.$$
+#
+# The policy gradient is a *regression weighted by advantages*, whose target is the draw of one step.
+#
+# ### Exercise 1 · the target of a transition
+#
+# *Difficulty: medium · importance: useful · time: 6 minutes*
+#
+# Return $v^{\mathrm T}$ `[sample, dim]` of transitions from `x` at time `t` to `x_next` at time `s` (numbers, `t` < 1).
+
+
+# %% tags=["exercise"]
+def transition_target(x, x_next, t, s, noise_level):
+    """The velocity whose mean is the state that was drawn."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Set $\mu(v) = x_s$, bring the term with $x_t$ to the other side and divide by $-k$. For $a = 0$ the result is the slope $(x_t - x_s)/\Delta$.
+
+
+# %% tags=["solution"]
+def transition_target(x, x_next, t, s, noise_level):
+    """The velocity whose mean is the state that was drawn."""
+    delta = t - s
+    k = delta * (1 + noise_level**2 / 2)
+    return ((1 - noise_level**2 * delta / (2 * (1 - t))) * x - x_next) / k
+
+
+# %%
+lesson.check_target(transition_target)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** $x_s = \mu(v_{\text{old}}) + \mathrm{std}\,\xi$ with the step's noise $\xi$, so $v^{\mathrm T} = v_{\text{old}} - (\mathrm{std}/k)\,\xi$: the target is the old velocity plus noise. For $a = 0$ it is the slope $(x_t - x_s)/\Delta$ of the step.
+
+# %% [markdown]
+# Pretraining regresses the same velocity towards another target, $v^* = \varepsilon - x_0$ at $x_t = (1-t)\,x_0 + t\,\varepsilon$. Both targets have the mean $v_{\text{old}}(x_t)$, if the samples are those of $v_{\text{old}}$. They differ in what else they contain. The next cell takes *one* state $x_t$ at $t = 0.7$ and draws 20,000 targets for it, as each method would:
+#
+# - Flow-GRPO continues it by the SDE. The target is $v^{\mathrm T}$ of the next step, the reward that of the end.
+# - In the forward process it is a noised sample. The target is $v^* = (x_t - x_0)/t$, the reward that of $x_0$. (The data are known here, so the cell draws $x_0$ from the exact $p(x_0 \mid x_t)$.)
+#
+# **Predict** which target is more closely related to the reward.
+
+# %%
+count, level, now = 20_000, 0.7, 0.7
+state = torch.tensor([0.35, 0.85])
+generator = torch.Generator().manual_seed(1)
+sampler, grid = Windowed(FlowSDE(level), range(9)), start().schedule
+x = state.repeat(count, 1)
+for step in range(3, 10):
+    velocity = data.velocity(x, grid.times[step].expand(count))
+    gaussian = sampler.transition(x, velocity, grid, torch.full((count,), step))
+    x = gaussian.mean + gaussian.std[:, None] * torch.randn(count, 2, generator=generator)
+    if step == 3:
+        first_target = transition_target(state.repeat(count, 1), x, now, 0.6, level)
+pool = data.sample(1_000_000, generator)
+likelihood = torch.exp(-(state - (1 - now) * pool).square().sum(1) / (2 * now**2))
+clean_points = pool[torch.multinomial(likelihood, count, replacement=True, generator=generator)]
+views = {
+    "transition": (first_target, reward(x)),
+    "finished sample": ((state - clean_points) / now, reward(clean_points)),
+}
+exact = data.velocity(state[None], torch.tensor([now]))[0]
+print(f"exact velocity ({exact[0]:+.2f}, {exact[1]:+.2f})")
+for name, (values, scores) in views.items():
+    mean, terms = values.mean(0), (scores - scores.mean())[:, None] * (values - values.mean(0))
+    signal, noise = terms.mean(0), terms.std(0).norm()
+    spread = (values - mean).square().sum(1).mean().sqrt()
+    print(
+        f"{name:<16} mean ({mean[0]:+.2f}, {mean[1]:+.2f}), spread {spread:.2f}; "
+        f"covariance with R ({signal[0]:+.2f}, {signal[1]:+.2f}), signal/noise of a sample {signal.norm() / noise:.2f}"
+    )
+
+# %% tags=["hide-input"]
+figure, axes = panels(2, width=4.2, height=3.6)
+for cell, (name, (values, scores)) in zip(axes, views.items(), strict=True):
+    dots = cell.scatter(*values[:700].T, c=scores[:700], cmap="viridis", s=5, vmin=0, vmax=1)
+    signal, tail = ((scores - scores.mean())[:, None] * values).mean(0), values.mean(0)
+    cell.annotate("", tail + 2 * signal / signal.norm(), tail, arrowprops=dict(arrowstyle="-|>", color=ACCENT, linewidth=2.4))
+    cell.set(xlabel="first coordinate of the target", ylabel="second coordinate", aspect="equal", xlim=(-5, 5), ylim=(-4.5, 4.5))
+    cell.set_title(f"Target: {name}")
+    clean(cell)
+figure.colorbar(dots, ax=axes[1], label="reward")
+figure.suptitle("One state, 700 of its targets; arrow: direction of the covariance with R", fontsize=11)
+plt.show()
+
+# %% [markdown]
+# Both means are the exact velocity, up to the sampling error. The transition's target is the noise of one step out of six, and the reward depends on all of them. The finished sample determines its reward completely: good targets are separated from bad ones, and the signal/noise of a sample is about twice as large. The two covariances are no multiples of each other, because the targets answer different questions. A better transition target makes *this step* more likely; a better $v^*$ makes *this sample* more likely.
+#
+# This answers two questions.
+#
+# **What do the losses need?** Rows $(x_0, \text{prompt}, R)$. $x_t$ and $v^*$ are made afresh from $x_0$ and $\varepsilon$ at any time $t$. No trajectory is kept, no probability is computed.
+#
+# **Why does the solver not matter?** Because nothing of the sampling enters but its result. An SDE, the Euler method, DPM-Solver++ of second order (NFT and DGPO) or SA-Solver (AWM; both in `samplers.Multistep`) only have to produce samples of the policy.
+#
+# Is $-|v - v^*|^2$ a log-likelihood? Not exactly. With suitable weights over $t$ its mean over $t$ and $\varepsilon$ is a lower bound of $\log p(x_0)$ (the ELBO of diffusion models); with other weights it is a surrogate. The policy gradient of the next sections is therefore not that of $\mathbb E[R]$. How close it is can be measured, and is measured below.
+#
+# ## What the reward weights
+#
+# Begin with weights $w(x_0) \ge 0$. The minimiser of $\mathbb E[\,w\,|v(x_t) - v^*|^2]$ is a weighted mean,
+#
+# $$v_w(x_t) = \frac{\mathbb E[w\, v^* \mid x_t]}{\mathbb E[w \mid x_t]},$$
+#
+# which is the exact velocity of the *tilted* data $p_w(x_0) \propto w(x_0)\,p(x_0)$. In this world the tilted data of the weight $R$ are known: the reward is a Gaussian bump, and a Gaussian mixture times a bump is a Gaussian mixture again.
+
+
+# %%
+good, mean_reward = data.tilted(centre, WIDTH), data.expected_bump(centre, WIDTH)
+std_reward = math.sqrt(data.expected_bump(centre, WIDTH / math.sqrt(2)) - mean_reward**2)
+
+
+def expected_reward(x, t):
+    """E[R | x_t = x], [sample]."""
+    return mean_reward * (good.log_marginal(x, t) - data.log_marginal(x, t)).exp()
+
+
+def covariance(x, t):
+    """Cov(R, v* | x_t = x), [sample, dim]."""
+    return expected_reward(x, t)[:, None] * (good.velocity(x, t) - data.velocity(x, t))
+
+
+t, (values, scores) = torch.tensor([now]), views["finished sample"]
+regressed = (scores[:, None] * values).sum(0) / scores.sum()
+tilted_velocity, mean_here = good.velocity(state[None], t)[0], expected_reward(state[None], t)[0]
+print(f"mean and std of R over the data: {mean_reward:.3f}, {std_reward:.3f}")
+print(f"at the state above: E[R | x_t] = {mean_here:.3f}, mean over the draws {scores.mean():.3f}")
+print(f"exact velocity of the tilted data ({tilted_velocity[0]:+.2f}, {tilted_velocity[1]:+.2f})")
+print(f"weighted mean of the targets      ({regressed[0]:+.2f}, {regressed[1]:+.2f})")
+
+# %% [markdown]
+# If $r(x_0) \in [0, 1]$ is the probability that a sample is "optimal", the data split into a positive and a negative part, $p_+ \propto r\,p$ and $p_- \propto (1 - r)\,p$. With $\alpha(x_t) = \mathbb E[r \mid x_t]$ their velocities add up, $v_{\text{old}} = \alpha\, v_+ + (1-\alpha)\, v_-$, and both differences from $v_{\text{old}}$ have one direction,
+#
+# $$\alpha\,(v_+ - v_{\text{old}}) = (1-\alpha)\,(v_{\text{old}} - v_-) = \operatorname{Cov}(r, v^* \mid x_t) =: \delta(x_t).$$
+#
+# Everything that rewards say about the velocity at $x_t$ is this covariance $\delta$. The three methods differ in how far they go along it, and in what stops them.
+
+# %% tags=["hide-input"]
+axis = torch.linspace(-3, 3, 11)
+points = torch.cartesian_prod(axis, axis)
+time = torch.full((len(points),), 0.5)
+old, plus, delta = data.velocity(points, time), good.velocity(points, time), covariance(points, time)
+alpha = expected_reward(points, time)[:, None]
+minus = (old - alpha * plus) / (1 - alpha)
+figure, axes = panels(3, width=3.5, height=3.7)
+shown = (
+    ("Old velocity, and samples", old, DATA),
+    ("Positive (blue), negative (orange)", plus, DATA),
+    (r"Their direction $\delta$", delta, INK),
+)
+for cell, (name, field, shade) in zip(axes, shown, strict=True):
+    plane(cell, name)
+    cell.scatter(*data.sample(500, torch.Generator().manual_seed(0)).T, s=3, color="#d5d8dd")
+    cell.quiver(*points.T, *-field.T, color=shade, scale=12 if field is delta else 60, width=0.005)
+    cell.scatter(*centre, marker="x", s=90, color=INK, zorder=4)
+axes[1].quiver(*points.T, *-minus.T, color=ACCENT, scale=60, width=0.005)
+figure.suptitle("Velocities at t = 0.5 with r = R (arrows: towards data, the direction of sampling)", fontsize=11)
+plt.show()
+
+# %% [markdown]
+# ## DiffusionNFT: two branches
+#
+# DiffusionNFT (arXiv 2509.16117) regresses two mixtures of the old velocity and the one that is trained,
+#
+# $$v_\pm = v_{\text{old}} \pm \beta\,(v - v_{\text{old}}), \qquad L = \mathbb E\big[\, r\,|v_+ - v^*|^2 + (1 - r)\,|v_- - v^*|^2 \,\big].$$
+#
+# The second term regresses, towards *bad* samples, a velocity on the *other side* of $v_{\text{old}}$. The optimality comes from the advantage: $r = \tfrac12 + \tfrac1{2c}\operatorname{clip}(A, -c, c)$, with $c = 5$ in the released code.
+#
+# ### Exercise 2 · the loss of Theorem 3.2
+#
+# *Difficulty: easy · importance: essential · time: 5 minutes*
+#
+# All velocities are `[sample, dim]`, `r` is `[sample]`. Return the loss of each sample, the mean over the elements instead of the sum, `[sample]`.
+
+
+# %% tags=["exercise"]
+def nft_loss(velocity, old, target, r, beta):
+    """r |v+ - v*|^2 + (1 - r) |v- - v*|^2, means over elements, [sample]."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Compute `step = beta * (velocity - old)` once. The two branches are `old + step` and `old - step`; take the mean over the elements of each squared error before weighting.
+
+
+# %% tags=["solution"]
+def nft_loss(velocity, old, target, r, beta):
+    """r |v+ - v*|^2 + (1 - r) |v- - v*|^2, means over elements, [sample]."""
+    step = beta * (velocity - old)
+    positive = (old + step - target).square().mean(dim=1)
+    negative = (old - step - target).square().mean(dim=1)
+    return r * positive + (1 - r) * negative
+
+
+# %%
+lesson.check_branches(nft_loss)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Only $v$ is trained; $v_{\text{old}}$ is a constant, of a copy of the weights that follows slowly. In `flowrl` this is `DiffusionNFT(error="velocity")`. The default is the released code's loss, which measures the errors of the clean estimates $x_t - t\,v_\pm$ and divides each branch by its mean absolute error.
+
+# %% [markdown]
+# Now the gradient. Write $d = v - v_{\text{old}}$ and expand both squares:
+#
+# $$r\,|v_{\text{old}} - v^* + \beta d|^2 + (1-r)\,|v_{\text{old}} - v^* - \beta d|^2 = |v_{\text{old}} - v^*|^2 + 2\beta(2r-1)\,\langle v_{\text{old}} - v^*, d\rangle + \beta^2 |d|^2 .$$
+#
+# - The **value** at $d = 0$ is $|v_{\text{old}} - v^*|^2$. It does not contain $r$.
+# - The **gradient** at $d = 0$ is $2\beta\,(2r-1)\,(v_{\text{old}} - v^*)$, with $2r - 1 = A/c$ inside the clip. Its mean given $x_t$ is $-4\beta\,\delta$.
+# - The **curvature** $2\beta^2$ is positive for every reward. The minimum is at $d = \tfrac{2}{\beta}\,\delta(x_t)$.
+#
+# The released code multiplies by $c/\beta$, measures clean estimates (factor $t^2$) and divides by $w = t \cdot \operatorname{mean}|v_{\text{old}} - v^*|$ (at $d = 0$ the same for both branches, without gradient).
+#
+# ### Exercise 3 · the gradient of the first update
+#
+# *Difficulty: medium · importance: essential · time: 8 minutes*
+#
+# Return the gradient of the released loss of each sample with respect to its velocity $v$ at $v = v_{\text{old}}$, `[sample, dim]`. `advantage` (within the clip) and `time` are `[sample]`. The loss is $\frac{c}{\beta}\, t^2\, \big[r\,|v_+ - v^*|^2 + (1-r)\,|v_- - v^*|^2\big] / w$ with means over the elements, so a derivative has a factor 1/dim.
+
+
+# %% tags=["exercise"]
+def nft_gradient(advantage, old, target, time):
+    """The gradient at v = v_old, [sample, dim]."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** At $v = v_{\text{old}}$ both branches have the same error and the same $w$. Differentiate the two squares by $v$, insert $2r - 1 = A/c$, and watch which constants cancel. Do not forget the factor 1/dim of the mean.
+
+
+# %% tags=["solution"]
+def nft_gradient(advantage, old, target, time):
+    """The gradient at v = v_old, [sample, dim]."""
+    error = old - target
+    weight = time[:, None] * error.abs().mean(dim=1, keepdim=True)
+    return 2 * advantage[:, None] * time[:, None] ** 2 * error / weight / error.shape[1]
+
+
+# %%
+lesson.check_gradient(nft_gradient)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** $\frac{c}{\beta} \cdot 2\beta\,\frac{A}{c}\,(v_{\text{old}} - v^*)\,\frac{t^2}{w} = 2A\,t^2\,(v_{\text{old}} - v^*)/w$. The gradient moves the velocity towards the target of a good sample and away from that of a bad one, in proportion to $A$. $\beta$ has no effect on the first gradient.
+
+# %% [markdown]
+# The next cell measures value and gradient of the library's loss for different rewards of the *same* 2,000 samples. **Predict** which of the numbers changes if all advantages change sign.
+
+# %%
+generator = torch.Generator().manual_seed(3)
+clean_points, noise = data.sample(2000, generator), torch.randn(2000, 2, generator=generator)
+time = torch.rand(2000, generator=generator) * 0.9 + 0.1
+noised, aim = interpolate(clean_points, noise, time), velocity_target(clean_points, noise)
+old = data.velocity(noised, time)
+advantages = (reward(clean_points) - mean_reward) / std_reward
+
+
+def batch_of(new, advantages):
+    """The rows that a forward-process loss sees; old, average and reference networks are the exact velocity."""
+    rows = torch.arange(len(time))
+    weight = torch.ones_like(time)
+    return ForwardBatch(time, aim, new, advantages, weight, rows * 0, rows, old=old, average=old, reference=old)
+
+
+def value_and_gradient(loss, advantages):
+    """The loss at v = v_old and its gradient, [sample, dim]."""
+    new = old.clone().requires_grad_()
+    value = loss.loss(batch_of(new, advantages)).loss
+    (gradient,) = torch.autograd.grad(value, new)
+    return value.item(), gradient
+
+
+loss = DiffusionNFT(kl_weight=0.0)
+reference = value_and_gradient(loss, advantages)[1]
+shuffled = advantages[torch.randperm(2000, generator=generator)]
+cases = {
+    "rewards as they are": advantages,
+    "all signs changed": -advantages,
+    "twice as large": 2 * advantages,
+    "shuffled": shuffled,
+}
+for name, chosen in {**cases, "all 0": 0 * advantages}.items():
+    value, gradient = value_and_gradient(loss, chosen)
+    cosine = torch.nn.functional.cosine_similarity(gradient.flatten(), reference.flatten(), dim=0)
+    print(f"{name:<20} value {value:.4f}   gradient: length {gradient.norm():.4f}, cosine with the first {cosine:+.2f}")
+ours = nft_gradient(advantages, old, aim, time) / len(time)
+print(f"largest difference of your gradient from autograd's: {float((ours - reference).abs().max()):.0e}")
+
+# %% [markdown] tags=["expected"]
+# rewards as they are  value 4.4409   gradient: length 0.0231, cosine with the first +1.00
+# all signs changed    value 4.4409   gradient: length 0.0231, cosine with the first -1.00
+# twice as large       value 4.4409   gradient: length 0.0461, cosine with the first +1.00
+# shuffled             value 4.4409   gradient: length 0.0221, cosine with the first -0.01
+# all 0                value 4.4409   gradient: length 0.0000, cosine with the first +0.00
+# largest difference of your gradient from autograd's: 0..1e-7
+
+# %% [markdown]
+# The value is the same for good, reversed, random and absent rewards. A constant loss at the first update is no sign of a defect, and a falling one later is no sign of success. Look at the gradient, at the metrics `positive` and `negative` separately, or at the reward.
+#
+# ### $\beta$ is the step length
+#
+# If one iteration went to the minimum, the new velocity would be $v_{\text{old}} + \tfrac{2}{\beta}\,\delta$ with $\delta = \operatorname{Cov}(r, v^* \mid x_t) = \operatorname{Cov}(R, v^* \mid x_t) / (2 c \operatorname{std} R)$. All of this is known here in closed form, so the next cell samples the ODE of that velocity: one complete inner optimum for several $\beta$.
+
+
+# %%
+def follow(strength, steps=50, samples=1500):
+    """ODE samples of v_old + strength Cov(R, v* | x_t)."""
+    x = torch.randn(samples, 2, generator=torch.Generator().manual_seed(4))
+    for i in range(steps):
+        t = torch.full((samples,), 1 - i / steps)
+        x = x - (data.velocity(x, t) + strength * covariance(x, t)) / steps
+    return x
+
+
+betas = (3.0, 1.0, 0.3, 0.1, 0.03)
+ends = {"old": follow(0.0), **{beta: follow(1 / (5 * beta * std_reward)) for beta in betas}}
+for beta, points in ends.items():
+    density = data.log_marginal(points, torch.zeros(len(points))).mean()
+    name = "old policy" if beta == "old" else f"beta {beta:g}"
+    print(f"{name:<11} mean reward {reward(points).mean():.2f}, mean log-density under the data {density:.1f}")
+
+# %% tags=["hide-input"]
+figure, axes = panels(4, width=2.6, height=2.9)
+for cell, beta in zip(axes, ("old", 1.0, 0.3, 0.03), strict=True):
+    plane(cell, "old policy" if beta == "old" else rf"$\beta = {beta:g}$", extent=4.4)
+    cell.scatter(*ends[beta][:400].T, s=4, color=DATA)
+    cell.scatter(*centre, marker="x", s=80, color=ACCENT, zorder=3)
+figure.suptitle("Samples after one complete inner optimum of NFT", fontsize=11)
+plt.show()
+
+# %% [markdown]
+# With $\beta = 1$ a whole inner optimum moves the policy a little; the method makes many iterations, each from a new $v_{\text{old}}$. With $\beta = 0.1$ it goes most of the way; with $\beta = 0.03$ it extrapolates beyond the data, whose log-density falls. The paper uses 1, and 0.1 for OCR, where the old copy lags most.
+#
+# ## AWM: the advantage as the weight
+#
+# Advantage-weighted matching (AWM, arXiv 2509.25050) takes minus the matching loss as the log-likelihood, $\log p(x_0) \approx -\ell(v)$ with $\ell(v) = |v - v^*|^2$ times a weight over $t$, and puts it into PPO's ratio $\rho = \exp(\log p - \log p_{\text{old}})$, both with the same $t$ and $\varepsilon$. The published settings make *one* update per iteration, so $\log p_{\text{old}} = \log p$, the ratio is exactly 1, nothing is clipped, and the gradient is $A\,\nabla\ell$: regression with the advantage as the weight.
+#
+# A negative weight pushes $v$ away from the targets of bad samples. How far? Given $x_t$, the objective is
+#
+# $$\mathbb E[A\,|v - v^*|^2 \mid x_t] = \mathbb E[A \mid x_t]\,|d|^2 - 2\,\langle \operatorname{Cov}(A, v^* \mid x_t), d\rangle + \text{const}.$$
+#
+# The slope at $d = 0$ is that of NFT. But the curvature is $2\,\mathbb E[A \mid x_t]$, which is negative wherever the states lead to bad samples: no minimum, the further the better. A penalty $\lambda\,|v - v_{\text{old}}|^2$ adds $2\lambda$.
+#
+# ### Exercise 4 · an inner optimum
+#
+# *Difficulty: medium · importance: useful · time: 8 minutes*
+#
+# `advantages` `[sample]` and `targets` `[sample, dim]` belong to samples at one and the same $x_t$. Return the $v$ `[dim]` that minimises $\frac1n \sum_k A_k\,|v - v^*_k|^2 + \lambda\,|v - v_{\text{old}}|^2$, or `None` if there is no minimum. `old` is `[dim]`, `penalty` = $\lambda$.
+
+
+# %% tags=["exercise"]
+def inner_optimum(advantages, targets, old, penalty):
+    """The minimiser [dim], or None."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Set the derivative by $v$ to 0. It is linear in $v$; its slope decides whether the zero is a minimum.
+
+
+# %% tags=["solution"]
+def inner_optimum(advantages, targets, old, penalty):
+    """The minimiser [dim], or None."""
+    curvature = advantages.mean() + penalty
+    if curvature <= 0:
+        return None
+    return ((advantages[:, None] * targets).mean(dim=0) + penalty * old) / curvature
+
+
+# %%
+lesson.check_optimum(inner_optimum)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The derivative $2\,\frac1n\sum_k A_k (v - v^*_k) + 2\lambda(v - v_{\text{old}})$ is linear in $v$. Its slope is the mean advantage plus $\lambda$, and a zero of the derivative is a minimum only if that is positive. With weights $w_k \ge 0$ and $\lambda = 0$ this is the weighted mean of above. (If mean and penalty cancel exactly, the objective is a plane.)
+
+# %% [markdown]
+# The next figure has the objective along the direction of $\delta$ at two states, with AWM's scale of the advantages ($A/5$) and NFT's loss in the same units (its curvature is then $2\beta$).
+
+# %% tags=["hide-input"]
+figure, axes = panels(2, width=4.4, height=3.3)
+steps = torch.linspace(-0.5, 3, 100)
+sites = {
+    "a state that leads to good samples": torch.tensor([[0.9, 0.3]]),
+    "a state that leads to bad ones": torch.tensor([[-0.7, 0.5]]),
+}
+for cell, (name, place) in zip(axes, sites.items(), strict=True):
+    moment = torch.tensor([0.6])
+    curve = (expected_reward(place, moment) - mean_reward) / std_reward / 5
+    slope = covariance(place, moment).norm() / std_reward / 5
+    lines = {
+        "AWM, no penalty": (curve, "#a9adb5"),
+        r"AWM, $\lambda = 0.5$": (curve + 0.5, ACCENT),
+        r"NFT, $\beta = 1$": (torch.tensor(1.0), OTHERS[0]),
+        r"NFT, $\beta = 0.1$": (torch.tensor(0.1), COLOURS["dance-grpo"]),
+    }
+    for label, (bend, shade) in lines.items():
+        cell.plot(steps, bend * steps**2 - 2 * slope * steps, color=shade, label=label)
+    cell.set(xlabel=r"step $|v - v_{old}|$ along $\delta$ (units of velocity)", ylim=(-1.6, 1.6))
+    cell.set_title(f"{name}: E[A | x] = {float(5 * curve):+.2f}", fontsize=10)
+    clean(cell)
+axes[0].set_ylabel("objective, minus its value at 0")
+axes[0].legend(frameon=False, fontsize=9)
+plt.show()
+
+# %% [markdown]
+# All curves have the same slope at 0, and different curvatures. Without a penalty, AWM has no minimum at the right state. (A network, a learning rate and few updates per iteration bound the step in practice, until they do not.) AWM's penalties are distances from the base model, `kl_weight`, and from a slow average of the weights, `average_weight`. The average's decay is 0 at first, and with one update per iteration the average then *equals* the current weights: the penalty has no gradient in the beginning. NFT needs no separate penalty, because its curvature does not depend on $A$.
+#
+# ## DGPO: a group as one preference
+#
+# DGPO (arXiv 2510.08425) prefers the good part of a group to the bad part, as direct preference optimisation does with two samples:
+#
+# $$S = \frac{\beta}{G} \sum_i A_i\,\big(\ell_i(v) - \ell_i(v_{\text{ref}})\big), \qquad L = -\log \operatorname{sigmoid}(-S)/\beta .$$
+#
+# An advantage-weighted sum of log-likelihood ratios contains $\sum_i A_i \log Z$ with the unknown normalisation $Z$ of the prompt. It cancels because $\sum_i A_i = 0$. Therefore a group must be *whole*, at one time and (in the released code) with one noise for all members. Advantages must not be clamped afterwards, and members that cannot be judged must be left out *before* advantages are formed.
+#
+# ### Exercise 5 · the weights of a group
+#
+# *Difficulty: medium · importance: useful · time: 6 minutes*
+#
+# The gradient is that of $\frac1G \sum_i w_i\,\ell_i(v)$ with constants $w_i$. Return them, `[group, member]`. `advantages`, `errors` ($\ell_i(v)$) and `reference` ($\ell_i(v_{\text{ref}})$) are `[group, member]`.
+
+
+# %% tags=["exercise"]
+def dgpo_weights(advantages, errors, reference, beta):
+    """The weight of every member's matching error in the gradient."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Use the chain rule: the derivative of $-\log\operatorname{sigmoid}(-S)$ by $S$, times the derivative of $S$ by $\ell_i$. One factor is common to the group, one belongs to the member.
+
+
+# %% tags=["solution"]
+def dgpo_weights(advantages, errors, reference, beta):
+    """The weight of every member's matching error in the gradient."""
+    s = beta * (advantages * (errors - reference)).mean(dim=1, keepdim=True)
+    return torch.sigmoid(s) * advantages
+
+
+# %%
+lesson.check_weights(dgpo_weights)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The derivative of $-\log\operatorname{sigmoid}(-S)$ is $\operatorname{sigmoid}(S)$, and $\nabla S = \frac{\beta}{G}\sum_i A_i\nabla\ell_i$. $\beta$ cancels against the division, so it changes the sharpness of the sigmoid and not the scale of the gradient.
+
+# %%
+group = torch.tensor([[1.2, 0.6, -0.4, -1.4]])
+before = torch.tensor([[1.0, 1.4, 0.9, 1.1]])
+print("progress of the group      S        weights of the members          their sum")
+for progress in (0.0, 0.5, 2.0):
+    after = before - progress * group / 2
+    s = float((group * (after - before)).mean())
+    weights = dgpo_weights(group, after, before, 1.0)[0]
+    print(
+        f"errors fall by {progress / 2:4.2f} A   {s:+.2f}   "
+        + " ".join(f"{w:+.2f}" for w in weights)
+        + f"   {abs(weights.sum()):12.2f}"
+    )
+half = dgpo_weights(group[:, :2], before[:, :2], before[:, :2], 1.0)[0]
+print("half a group:                     " + " ".join(f"{w:+.2f}" for w in half) + f"                 {half.sum():.2f}")
+
+# %% [markdown]
+# At the beginning all weights are $A/2$, again the advantage. As the good members' errors fall, $S$ decreases and the sigmoid closes: it stops the step, relative to the *reference*, not to the last iteration. With the published $\beta = 100$ it closes after a hundredth of the progress, which suits the errors of image models; two-dimensional errors are larger, and the default of this repository's method in this world is 1.
+#
+# ## How noisy, and how close to the true gradient?
+#
+# AWM's paper argues that matching towards the clean $x_0$ has less variance than the policy gradient, whose target is a noisy transition. The next cell measures both, at *equal evaluations*: all rows have 18 prompts, 12 trajectories of 10 steps and 9 trained pairs each, 19 evaluations per trajectory (with the window of five steps, 15). The second row has the *same states and advantages* as the first, and only another target: $v^*$ of the trajectory's own end (`noise="path"`).
+# The truth is $\nabla\,\mathbb E[R]$ of ODE samples (pathwise, the lesson Test your own rule). `one batch` is the mean cosine of a single batch's gradient with the truth, which combines bias and noise.
+
+# %%
+NINE = PermutedTimes()  # 9 of the 10 times
+MATCHING = dict(weight="t2", kl_weight=0.0, average_weight=0.0)
+LOSSES = {
+    "Flow-GRPO": ("sde", None),
+    "AWM, same states": ("sde", AWM(**MATCHING, times=NINE, noise="path")),
+    "AWM, fresh noise": ("sde", AWM(**MATCHING, times=NINE)),
+    "AWM, Euler": ("euler", AWM(**MATCHING, times=NINE)),
+    "AWM, DPM++": ("dpm++", AWM(**MATCHING, times=NINE)),
+    "NFT, DPM++": ("dpm++", DiffusionNFT(kl_weight=0.0, times=NINE)),
+    "DGPO, DPM++": ("dpm++", DGPO(beta_dpo=1.0, clip=None, kl_weight=0.0, times=DrawnSteps(9, 9))),
+    "Flow-GRPO, window": ("window", None),
+}
+
+
+def compared(trainer, rule, names, truth):
+    """The gradients of the losses by name; prints one row each."""
+    settings, gradients = settings_of(trainer), {}
+    for name in names:
+        kind, loss = LOSSES[name]
+        given = (settings[kind], rule)
+        gradients[name] = (
+            policy_gradients(*given, 24, 12, seed=2) if loss is None else forward_gradients(*given, loss, 24, 12, seed=2)
+        )
+        result = alignment(gradients[name], truth)
+        one = torch.nn.functional.cosine_similarity(gradients[name], truth.mean(0)[None]).mean()
+        low, high = result.cosine_interval
+        print(f"{name:<20}{result.cosine:>7.2f} [{low:.2f}, {high:.2f}]{result.signal_to_noise:>14.2f}{one:>12.2f}")
+    return gradients
+
+
+HEAD = f"{'':<20}{'cosine with the truth':>21}{'signal/noise':>14}{'one batch':>12}"
+print("before training\n" + HEAD)
+beginning = start()
+truth = pathwise_gradients(settings_of(beginning)["euler"], 30, 100, seed=1)
+early = compared(beginning, Uniform(), tuple(LOSSES), truth)
+same = alignment(early["AWM, Euler"], early["AWM, DPM++"])
+print(f"cosine of AWM's mean gradients with Euler and with DPM++: {same.cosine:.2f}")
+
+# %% [markdown]
+# On the same states with the same advantages, the target $v^*$ has about five times the signal-to-noise ratio of the transition's target: as much as with about 25 times as many trajectories. This confirms the paper's claim in this world, at this point of training. (The mean of $v^*$ over the SDE's own continuations is not exactly $v_{\text{old}}$: state and end of an SDE trajectory have the joint distribution of the forward process only for $a = \sqrt 2$. Fresh noise has it always.) Two further observations:
+#
+# - A large part of Flow-GRPO's disadvantage comes from the late steps, decisions that hardly influence the reward. The window of five early steps (last row) has half of the forward process's ratio, for 15 evaluations.
+# - SDE, Euler and DPM++ give the same gradient within the error, as promised, and AWM, NFT and DGPO differ little: before training all three are covariances of the advantage with $v^*$.
+#
+# The surrogate's direction is close to $\nabla\,\mathbb E[R]$, but not the same: the intervals of AWM and NFT exclude 1. (An interval may exceed 1, see the lesson Test your own rule.)
+#
+# Does this hold during training? The derivation above used that $v_{\text{old}}(x_t)$ is the mean of $v^*$ given $x_t$. Before training that is exact: the policy is the velocity of its own samples. Afterwards, nothing guarantees it. **Predict** how the cosines change. The next cell repeats the measurement for a policy that Flow-GRPO has trained for 12 iterations, and one that AWM has trained for 8. It also measures *plain matching*, the gradient with advantage 1 for every sample: if $v_{\text{old}}$ is the mean of $v^*$, it is 0 up to noise.
+
+
+# %%
+class Ones:
+    """The same advantage for every sample: matching without rewards."""
+
+    probe = NoProbe()
+
+    def assign(self, values, decisions):
+        return torch.ones(decisions.mask.shape)  # [prompt, member, decision]; with DPM++ one decision
+
+
+def plain_matching(trainer):
+    """The length of the mean gradient of plain matching."""
+    return forward_gradients(settings_of(trainer)["dpm++"], Ones(), LOSSES["AWM, DPM++"][1], 24, 12, seed=2).mean(0).norm()
+
+
+print(
+    f"mean gradient before training: plain matching {plain_matching(beginning):.3f}, AWM {early['AWM, DPM++'].mean(0).norm():.3f}"
+)
+AFTER = {
+    "Flow-GRPO": (12, start(clip_range=0.02, learning_rate=1e-2)),
+    "AWM": (8, start("awm", sampler="flow-sde()", loss="awm(average_weight=0.1)", learning_rate=1e-2)),
+}
+late = {}
+for name, (iterations, trainer) in AFTER.items():
+    mean = [trainer.iteration()["reward_mean"] for _ in range(iterations)][-1]
+    print(f"\nafter {iterations} iterations of {name}, mean reward {mean:.2f}\n" + HEAD)
+    truth_late = pathwise_gradients(settings_of(trainer)["euler"], 30, 100, seed=1)
+    late[name] = compared(trainer, Uniform(), ("Flow-GRPO", "Flow-GRPO, window", "AWM, DPM++", "NFT, DPM++"), truth_late)
+    print(f"mean gradient: plain matching {plain_matching(trainer):.3f}, AWM {late[name]['AWM, DPM++'].mean(0).norm():.3f}")
+
+# %% [markdown] tags=["expected"]
+# mean gradient before training: plain matching 0.003, AWM 0.014
+#
+# after 12 iterations of Flow-GRPO, mean reward 0.70..0.82
+#                     cosine with the truth  signal/noise   one batch
+# Flow-GRPO              0.86..0.99 [0.83..0.97, 0.88..1.01]          1.20..2.20        0.72..0.88
+# Flow-GRPO, window      0.74..0.88 [0.70..0.86, 0.76..0.92]          1.60..2.80        0.66..0.82
+# AWM, DPM++             0.60..0.82 [0.52..0.78, 0.64..0.88]          0.85..1.50        0.42..0.66
+# NFT, DPM++             0.55..0.78 [0.48..0.74, 0.58..0.84]          1.05..1.90        0.44..0.68
+# mean gradient: plain matching 0.200..0.380, AWM 0.028..0.060
+#
+# after 8 iterations of AWM, mean reward 0.68..0.80
+#                     cosine with the truth  signal/noise   one batch
+# Flow-GRPO              0.86..1.00 [0.83..0.98, 0.88..1.02]          1.15..2.10        0.70..0.89
+# Flow-GRPO, window      0.60..0.82 [0.56..0.79, 0.63..0.86]          1.10..2.00        0.50..0.72
+# AWM, DPM++             0.20..0.50 [0.14..0.45, 0.24..0.56]          0.70..1.30        0.13..0.36
+# NFT, DPM++             0.60..0.82 [0.52..0.76, 0.64..0.88]          0.85..1.55        0.45..0.67
+# mean gradient: plain matching 0.110..0.240, AWM 0.020..0.042
+
+# %% [markdown]
+# After training, by either method, the forward process's gradients have turned away from $\nabla\,\mathbb E[R]$. Flow-GRPO's, whose theory needs no such assumption, has hardly; with the window, which leaves the effect of the later steps out, it has turned too, but not further than NFT's. Plain matching is no longer 0, but several times as long as AWM's gradient: $v_{\text{old}}$ is not the mean of $v^*$ of its own samples any more. In $\mathbb E[A\,(v_{\text{old}} - v^*) \mid x_t]$ the covariance is then joined by $\mathbb E[A \mid x_t]$ times the mismatch, which does not come from rewards. (The published recipes take far smaller steps, one update per iteration at a learning rate of 3e-4. Whether their mismatch is smaller can be measured in the same way.)
+#
+# ## Cost
+#
+# A trajectory costs its sampling steps, and at each trained pair one evaluation of *every* network that the loss reads: the current one with gradient, and without gradient the base model, the old copy or the average. Classifier-free guidance doubles an evaluation. DiffusionNFT and AWM sample and train without guidance, DGPO samples with it, Flow-GRPO has it in both.
+#
+# ### Exercise 6 · evaluations of a trajectory
+#
+# *Difficulty: easy · importance: optional · time: 5 minutes*
+#
+# `steps` are the sampler's, `draws` the trained steps or times, `networks` those that are evaluated at each of them. Guidance is on (True) or off (False) in sampling and in training. Return the number of evaluations per trajectory, one without guidance counted as 1.
+
+
+# %% tags=["exercise"]
+def evaluations(steps, draws, networks, guided_sampling, guided_training):
+    """Network evaluations of one trajectory, sampling and training."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Two terms: sampling, and training. Guidance doubles a term if it is on in that phase.
+
+
+# %% tags=["solution"]
+def evaluations(steps, draws, networks, guided_sampling, guided_training):
+    """Network evaluations of one trajectory, sampling and training."""
+    return steps * (2 if guided_sampling else 1) + draws * networks * (2 if guided_training else 1)
+
+
+# %%
+lesson.check_cost(evaluations)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Sampling needs one network, the one that samples. At a trained pair all networks see the same $x_t$. The next cell compares the published settings with what the trainer counts (metrics `nfe` and `train_nfe`) in the first three iterations, without guidance.
+
+# %%
+published = {  # steps, trained pairs, networks, guidance in sampling and in training; settings of the runs
+    "flow-grpo": ((10, 9, 2, True, True), dict(window=":-1", kl_weight=0.01)),
+    "diffusion-nft": ((10, 9, 3, False, False), dict(kl_weight=1e-4)),
+    "awm": ((14, 6, 3, False, False), dict(kl_weight=1e-3, num_steps=14)),
+    "dgpo": ((10, 4, 3, True, False), dict(kl_weight=0.02)),
+}
+print(f"{'':<15}{'published':>10}{'without guidance':>18}   counted in iterations 1, 2, 3")
+for name, (setting, options) in published.items():
+    trainer = start(name, groups=2, group_size=4, minibatches=1, **options)
+    counted = [trainer.iteration() for _ in range(3)]
+    shown = ", ".join(f"{(row['nfe'] + row['train_nfe']) / row['trajectories']:.0f}" for row in counted)
+    print(f"{name:<15}{evaluations(*setting):>10}{evaluations(*setting[:3], False, False):>18}   {shown}")
+
+# %% [markdown]
+# The counts of the first iterations are lower, because a copy that still equals the current weights needs no evaluation of its own. Without guidance the methods differ little per trajectory. The published totals differ by guidance and by the number of trained pairs. How many trajectories a method needs is not in such a table. (A trained evaluation *with* gradient also costs a backward pass, about two forward ones; all four methods have one network with gradient.)
+#
+# ## Training
+#
+# Do less noisy gradients at the beginning make a faster method? The next cell trains the four methods in this world for about 23,000 evaluations each. All have equal tuning effort (the lesson Side by side): two learning rates times two values of one setting of the method's own, chosen with seeds 0 and 1 for a short and a long budget, reported on seeds 2 to 5. All sample by Flow-SDE with a window of five early steps: forward-process losses take any sampler, and so the samplers do not differ between the methods. (By default each forward-process method has its published solver.)
+
+# %%
+OWN = {  # the setting that is tuned in addition to the learning rate, and the iterations
+    "flow-grpo": ([dict(clip_range=0.02), dict(clip_range=0.2)], 16),
+    "diffusion-nft": ([dict(loss=f"diffusion-nft(beta={beta})") for beta in (1, 0.1)], 9),
+    "awm": ([dict(loss=f"awm(average_weight={weight})") for weight in (1, 0.1)], 9),
+    "dgpo": ([dict(loss=f"dgpo(beta_dpo=1.0, sample_from=None, clip={clip})") for clip in (0.01, 0.2)], 11),
+}
+RATES, BUDGETS = (1e-2, 2e-2), (8_000, 22_500)
+
+
+def evaluations_of(run):
+    """Network evaluations so far, sampling and training, [evaluation]."""
+    return run.sampled + run.trained
+
+
+def reward_at(run, budget):
+    """The reward after that many network evaluations, by linear interpolation."""
+    cost = evaluations_of(run)
+    i = int(torch.searchsorted(cost, torch.tensor(float(budget), dtype=cost.dtype)).clamp(1, len(cost) - 1))
+    part = (budget - cost[i - 1]) / (cost[i] - cost[i - 1])
+    return float(run.reward[i - 1] + part * (run.reward[i] - run.reward[i - 1]))
+
+
+def trained_runs(name, number, seeds):
+    """Runs of a method with one of its four choices of own setting and learning rate."""
+    options, iterations = OWN[name]
+    rate, changes = RATES[number % 2], dict(sampler="flow-sde()", **options[number // 2])
+    return [learn(name, seed, learning_rate=rate, iterations=iterations, **changes) for seed in seeds]
+
+
+runs, chosen = {}, {}
+for name in OWN:
+    tuning = [trained_runs(name, number, range(2)) for number in range(4)]
+    for budget in BUDGETS:
+        scores = [sum(reward_at(run, budget) for run in pair) / 2 for pair in tuning]
+        best = chosen[name, budget] = scores.index(max(scores))
+        runs[name, best] = runs.get((name, best)) or trained_runs(name, best, range(2, 6))
+        ends = " ".join(f"{reward_at(run, budget):.2f}" for run in runs[name, best])
+        table = " ".join(f"{score:.2f}" for score in scores)
+        print(f"{name:<14} {budget:>6,} evaluations: tuning {table}; seeds 2 to 5 at the best {ends}")
+
+# %% [markdown] tags=["expected"]
+# flow-grpo       8,000 evaluations: tuning 0.34..0.50 0.40..0.58 0.54..0.74 0.76..0.94; seeds 2 to 5 at the best 0.75..0.96 0.75..0.96 0.75..0.96 0.75..0.96
+# flow-grpo      22,500 evaluations: tuning 0.92..0.99 0.92..0.99 0.87..0.99 0.82..0.99; seeds 2 to 5 at the best 0.90..1.00 0.90..1.00 0.90..1.00 0.90..1.00
+# diffusion-nft   8,000 evaluations: tuning 0.25..0.36 0.27..0.40 0.30..0.42 0.38..0.54; seeds 2 to 5 at the best 0.38..0.66 0.38..0.66 0.38..0.66 0.38..0.66
+# diffusion-nft  22,500 evaluations: tuning 0.56..0.70 0.54..0.68 0.70..0.86 0.72..0.89; seeds 2 to 5 at the best 0.72..0.91 0.72..0.91 0.72..0.91 0.72..0.91
+# awm             8,000 evaluations: tuning 0.21..0.28 0.21..0.28 0.30..0.43 0.39..0.54; seeds 2 to 5 at the best 0.34..0.54 0.34..0.54 0.34..0.54 0.34..0.54
+# awm            22,500 evaluations: tuning 0.29..0.42 0.26..0.38 0.76..0.90 0.76..0.91; seeds 2 to 5 at the best 0.76..0.93 0.76..0.93 0.76..0.93 0.76..0.93
+# dgpo            8,000 evaluations: tuning 0.28..0.40 0.38..0.57 0.28..0.40 0.35..0.52; seeds 2 to 5 at the best 0.42..0.70 0.42..0.70 0.42..0.70 0.42..0.70
+# dgpo           22,500 evaluations: tuning 0.74..0.91 0.76..0.93 0.58..0.82 0.66..0.86; seeds 2 to 5 at the best 0.75..0.94 0.75..0.94 0.75..0.94 0.75..0.94
+
+# %% tags=["hide-input"]
+figure, axes = panels(2, width=4.3, height=3.2, sharey=True)
+for cell, budget in zip(axes, BUDGETS, strict=True):
+    for place, (name, shade) in enumerate(SHADES.items()):
+        for run in runs[name, chosen[name, budget]]:
+            cell.plot(evaluations_of(run) / 1000, run.reward, color=shade, linewidth=1)
+        axes[0].text(0.04, 0.9 - 0.08 * place, name, color=shade, transform=axes[0].transAxes)
+    cell.axvline(budget / 1000, color=NOISE, linestyle=":", linewidth=1)
+    cell.set(xlabel="network evaluations in thousands", ylim=(0.15, 1.0), title=f"Settings tuned for {budget:,} evaluations")
+    clean(cell)
+axes[0].set_ylabel("held-out reward")
+plt.show()
+
+# %% [markdown]
+# In this world tuned Flow-GRPO has the highest mean reward at both budgets, with four seeds, in spite of its noisier gradients before training. The project's comparison with 15 seeds agrees: per forward equivalent, NFT trails tuned uniform credit by 0.079 [0.056, 0.102], DGPO by 0.034 [0.018, 0.051] and AWM by 0.440 [0.419, 0.461] (`docs/claims.md`). Three parts of this lesson contribute to it. With the window a trajectory costs 15 evaluations, half as many as NFT's 28 and AWM's 26 (with their copies), so Flow-GRPO makes nearly twice the iterations. The window also leaves out the steps that make its gradient noisy. And later in training the forward process's gradients point away from $\nabla\,\mathbb E[R]$, as measured above, while its penalties and proximal terms limit the steps.
+#
+# The papers report the opposite, training faster than Flow-GRPO's by factors of 3 to 25 (NFT), 24 (AWM) and about 20 (DGPO). Their models have tens of thousands of latent elements instead of two, a base model that needs guidance, hundreds of iterations, and a Flow-GRPO without a window. This lesson does not contradict them. It shows that the advantage is no consequence of the loss alone.
+#
+# The choice of settings matters as much as the method. AWM with the published `average_weight=1` (first two columns) hardly moves here, and the setting with which Flow-GRPO is fastest (left figure) loses reward again in some seeds.
+#
+# ## Credit per decision
+#
+# What are the decisions of a trajectory that Euler or DPM++ has sampled? No transition is drawn, but the initial noise is. It is the only decision, $D = 1$: the value table `[prompt, member, decision+1]` has two columns, and all rows of a sample have one advantage. That is enough for the three methods. (A rule such as `StepwiseGain`, which distributes credit over decisions, has nothing to distribute, and the trainer refuses it with such a sampler.)
+#
+# With an SDE, the lessons on Stepwise-Flow-GRPO and TP-GRPO gave every decision an advantage of its own. A forward-process loss can take them, as weights over time: a row at time $t$ gets the advantage of the last decision made at $t$ or before it in sampling, $A(t) = A_k$ for $t_{k+1} < t \le t_k$ with $t_k$ the time of decision $k$, a function that is constant in pieces. In `flowrl` every credit rule works with every forward loss in this way.
+#
+# It is a **heuristic**. $x_t$ is noised anew, it is not the state that decision $k$ started from, and the regression does not change decision $k$. With `noise="path"` the states are the visited ones, but the target is still the finished sample. The next cell measures what this does to the gradient before training, with the gains of the lesson on Stepwise-Flow-GRPO as credit.
+
+# %%
+gains = StepwiseGain()
+setting = settings_of(beginning)["sde"]
+sampled = setting.rollout(Groups(18, 12), torch.Generator().manual_seed(0), gains.probe)
+record = setting.experience(sampled)
+values, decisions = record.values, record.decisions  # [prompt, member, decision+1]: 18 prompts, 12 members, 10 columns
+by_decision = gains.assign(values, decisions)
+initial = settings_of(beginning)["dpm++"]
+initial = initial.experience(initial.rollout(Groups(18, 12), torch.Generator().manual_seed(0), NoProbe()))
+print(
+    f"SDE: D = {len(decisions)}, values {tuple(values.shape)}; DPM++: D = {len(initial.decisions)}, values {tuple(initial.values.shape)}"
+)
+drawn = NINE.draw(setting.schedule, 18 * 12, torch.Generator().manual_seed(0)).view(18, 12, -1)
+weights = by_decision[0, 4, credited(drawn[0, 4], decisions.time)]
+print("times of one sample: " + " ".join(f"{time:5.1f}" for time in drawn[0, 4]))
+print("weights by gain:     " + " ".join(f"{value:+5.1f}" for value in weights))
+print("\nstepwise credit, before training\n" + HEAD)
+stepwise = compared(beginning, gains, ("Flow-GRPO", "AWM, same states", "AWM, fresh noise"), truth)
+
+# %% tags=["hide-input"]
+figure, axes = panels(2, width=4.4, height=3.0)
+final = Uniform().assign(values, decisions)
+edges = torch.cat([decisions.time, torch.zeros(1)]).flip(0)  # the last decision's credit holds until t = 0
+for member, shade in ((int(final[0, :, 0].argmax()), ACCENT), (4, DATA)):
+    axes[0].stairs(by_decision[0, member].flip(0), edges, baseline=None, color=shade, linewidth=2)
+    axes[0].axhline(float(final[0, member, 0]), color=shade, linestyle=":", linewidth=1)
+axes[0].set(
+    xlabel="training time t (1 = noise)", ylabel="advantage A(t)", title="Weights of two samples (dotted: uniform credit)"
+)
+axes[0].invert_xaxis()
+names = ("Flow-GRPO", "AWM, same states", "AWM, fresh noise")
+for shift, gradients, shade, label in (
+    (-0.18, early, NOISE, "uniform"),
+    (0.18, stepwise, COLOURS["stepwise-flow-grpo"], "stepwise"),
+):
+    heights = [alignment(gradients[name], truth).signal_to_noise for name in names]
+    axes[1].bar([place + shift for place in range(3)], heights, width=0.34, color=shade, label=label)
+axes[1].set_xticks(range(3), [name.replace(", ", ",\n") for name in names])
+axes[1].set(ylabel="signal / noise of a batch", title="Better for transitions, worse for samples")
+axes[1].legend(frameon=False, loc="upper left")
+for cell in axes:
+    clean(cell)
+plt.show()
+
+# %% [markdown]
+# Gains improve Flow-GRPO's gradient: they remove the luck of the other decisions, which is most of its noise. They damage the forward process's, because there is no such luck in it: $v^*$ contains the whole sample, and the reward of the whole sample is its natural weight. Most weights of a sample are then near 0, whatever its reward (left figure), and the large ones are those of a state that the regression does not visit. This is one rule in one world before training. It suffices to say that credit by decision must not be expected to carry over to the forward process.
+#
+# ## To keep
+#
+# | symbol | meaning | in `flowrl` |
+# |---|---|---|
+# | $v^* = \varepsilon - x_0$, $\ell$ | target, matching error | `ForwardBatch.target`; the metric `matching` |
+# | $\delta = \operatorname{Cov}(r, v^* \mid x_t)$ | all that rewards say about $v(x_t)$ | the mean gradient at $v = v_{\text{old}}$ |
+# | $v_\pm = v_{\text{old}} \pm \beta\,(v - v_{\text{old}})$, $r$ | NFT's branches, optimality; $1/\beta$ is the step length | `losses.DiffusionNFT(beta=...)` |
+# | $A\,\nabla\ell$, $\lambda$ | AWM; what stops it | `losses.AWM(kl_weight=..., average_weight=...)` |
+# | $\operatorname{sigmoid}(S)\,A_i$, $\sum_i A_i = 0$ | DGPO; whole groups | `losses.DGPO`, `Uniform(clamp=None)` |
+# | training times, copies | which $t$; old network and average | `flow.PermutedTimes` ..., `forward.WeightCopy` |
+# | solver | any | `samplers.Multistep`, `samplers.ODE`, every SDE |
+# | $D = 1$ | without drawn transitions the initial noise is the only decision | `Decisions.step` is -1 |
+# | $A(t)$ | credit by decision as a weight over time, a heuristic | any credit rule; `noise="path"` |
+#
+# ## Further reading
+#
+# - Zheng et al. 2025, *DiffusionNFT* (arXiv 2509.16117); Xue et al. 2025, *Advantage weighted matching* (arXiv 2509.25050); Luo et al. 2025, *DGPO* (arXiv 2510.08425): the three methods.
+# - Kingma and Gao 2023, *Understanding diffusion objectives as the ELBO* (arXiv 2303.00848): when a matching loss is a likelihood bound.
+# - Peng et al. 2019, *Advantage-weighted regression* (arXiv 1910.00177): regression with weights from rewards.
+# - Wallace et al. 2023, *Diffusion-DPO* (arXiv 2311.12908): preferences between pairs, with matching losses as likelihoods.
+# - Lee et al. 2023, *Aligning text-to-image models using human feedback* (arXiv 2302.12192): rewards as weights of the training loss.
+#
+# On the command line: `flowrl compare --methods flow-grpo diffusion-nft awm dgpo --world mixture`. **Next:** [14 · One action or many?](14_one_action_or_many.ipynb) compares ratios, estimated likelihoods and differences of images.

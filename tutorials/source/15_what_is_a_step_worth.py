@@ -1,0 +1,681 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 15 · What is a step worth?
+#
+# **After this lesson you can** compute the exact value of an unfinished sample, take a step's worth as a difference of two values, say when cheap estimates of values give wrong credit, and calibrate them.
+#
+# **Time** 60 minutes, of which the computer needs about one. **You need** the lesson on Stepwise-Flow-GRPO; the lesson Test your own rule helps.
+#
+# Credit by decision needs the value of unfinished states. The papers buy it with network evaluations (the lessons on Stepwise-Flow-GRPO, TP-GRPO and branching). In two dimensions it can be computed exactly, for every point of the plane, and cheaper values can be compared with it.
+# The animation shows the exact value of all states for one prompt, from noise to finished samples, before training. The white cross is the target. The twelve dots are a group of trajectories, and on the right are the values that they pass. At which steps is the result decided?
+
+# %% tags=["hide-input"]
+from dataclasses import replace
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+from flowrl.credit import CalibratedGain, StepwiseGain, Uniform, calibrated_gains, calibration
+from flowrl.probes import Critic, NoProbe, Tweedie
+from flowrl.rollout import Groups, predicted, score_rollout
+from flowrl_bench.exact import Exact, ValueGrid, exact_advantages
+from flowrl_bench.gradients import Setting, assigned
+from flowrl_bench.rules import EvenGain
+from flowrl_bench.true_advantage import compare_credit
+from flowrl_course import lesson_15 as lesson
+from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, OTHERS, animation, clean, panels, plane, target
+from flowrl_course.runs import learn, start
+
+torch.set_num_threads(1)
+# 9 of 10 steps are drawn: decision k is step k, and the last step is deterministic
+WORLD = {"window": "0:9", "initial_noise": "independent", "clip_range": 0.06, "group_size": 12}
+GRID = ValueGrid(points=57, reach=5.0)  # the square [-5, 5]^2
+
+
+def setting_of(trainer):
+    """The trainer's present policy, with its sampler, reward and prompts."""
+    return Setting(trainer.policy, trainer.draw_sampler(), trainer.schedule, trainer.reward, trainer.prompts.prompts)
+
+
+@torch.no_grad()
+def transitions(setting, prompt, places, step):
+    """Means [row, 2] and standard deviation of what the sampler draws at `step` from `places` [row, 2]."""
+    x = places.float().view(-1, 2, 1, 1)
+    times = setting.schedule.network_timesteps[step].expand(len(x))
+    velocity = setting.policy.velocity(x, times, setting.policy.encode([prompt] * len(x)))
+    gaussian = setting.sampler.transition(x, velocity, setting.schedule, torch.full((len(x),), step))
+    return gaussian.mean.flatten(1).double(), float(gaussian.std[0])
+
+
+def value_tables(setting, prompt):
+    """V_j at the points of the grid, [node, point, point]: dynamic programming, from the end."""
+    rewards = setting.reward.score(GRID.places.float().view(-1, 2, 1, 1), [prompt] * GRID.points**2)
+    tables = [rewards.double().view(1, GRID.points, GRID.points)]
+    for step in reversed(range(setting.schedule.steps)):
+        means, std = transitions(setting, prompt, GRID.places, step)
+        expected = GRID.smoothed(tables[0], std) if std else tables[0]
+        tables.insert(0, GRID.at(expected, means[None]).view_as(expected))
+    return torch.cat(tables)
+
+
+def read(table, places):
+    """A table [point, point], interpolated at `places` [..., 2]."""
+    return GRID.at(table[None], places.double().reshape(1, -1, 2)).view(places.shape[:-1])
+
+
+def show_values(axes, table, prompt, title):
+    """A table of values as colours over the plane."""
+    plane(axes, title)
+    shown = axes.imshow(table.T, extent=(-5, 5, -5, 5), origin="lower", vmin=0, vmax=1, cmap="viridis")
+    axes.scatter(*target(prompt), marker="x", s=60, color="white", zorder=3)
+    axes.set(xlim=(-3.4, 3.4), ylim=(-3.4, 3.4))
+    return shown
+
+
+trainer = start(rule=CalibratedGain(probe=Critic(base="zero")), **WORLD)
+beginning = setting_of(trainer)
+PROMPT = beginning.prompts[0]
+rollout = beginning.rollout(Groups(18, 12), torch.Generator().manual_seed(1), NoProbe(), max_batch=8192)
+paths = rollout.trajectories.nodes.flatten(2)[:12]  # the first group [member, node, 2]
+tables = value_tables(beginning, PROMPT)
+heights = torch.stack([read(table, paths[:, node]) for node, table in enumerate(tables)], 1)
+
+
+def opening():
+    """V_j over the plane and along a group."""
+    figure, (left, right) = panels(2, width=3.9, height=3.5)
+    shown = show_values(left, tables[0], PROMPT, "node 0")
+    dots = left.scatter(*paths[:, 0].T, s=16, color="white", edgecolor=INK, linewidth=0.6, zorder=4)
+    lines = [right.plot([], [], color=DATA, linewidth=1)[0] for _ in paths]
+    right.set(xlim=(0, 10), ylim=(0, 1.02), xlabel="node (0 = noise, 10 = finished)", ylabel="V")
+    right.set_title("exact values of the group's states")
+    clean(right)
+    figure.colorbar(shown, ax=left, shrink=0.8)
+    figure.canvas.draw()
+
+    def draw(frame):
+        node = min(frame, 10)
+        shown.set_data(tables[node].T)
+        dots.set_offsets(paths[:, node])
+        left.set_title(f"V at node {node}")
+        for line, height in zip(lines, heights, strict=True):
+            line.set_data(range(node + 1), height[: node + 1])
+
+    return animation(figure, draw, frames=14, seconds=9, dpi=60)
+
+
+opening()
+
+# %% [markdown]
+# ## Backwards from the end
+#
+# The value of a state is the expected reward if the sampler goes on from it with the present policy. Of a finished sample it is the reward, $V_{10}(x) = r(x)$. Before that, step $j$ draws $x' = \mu_j(x) + \sigma_j z$, so that
+#
+# $$V_j(x) = \mathbb E_z\, V_{j+1}(\mu_j(x) + \sigma_j z).$$
+#
+# If $V_{j+1}$ is known on a grid, so is $V_j$: evaluate the network once at every grid point, and take the expectation over two numbers. Ten such steps backwards are *dynamic programming*. They need no trajectory at all.
+#
+# ### Exercise 1 · one step backwards
+#
+# *Difficulty: medium · importance: essential · time: 7 minutes*
+#
+# `value` is a function of places `[..., 2]`, which returns $V_{j+1}$ there, `[...]`. `means` is `[row, 2]`, `std` a number. The expectation over $z$ is a weighted sum over the points `draws` `[draw, 2]` with `weights` `[draw]` (a quadrature; the weights sum to 1). Return $V_j$, `[row]`.
+
+
+# %% tags=["exercise"]
+def backward_step(value, means, std, draws, weights):
+    """The expected value after a step with these means."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** All places that the step may reach are `[row, draw, 2]`: give `means` an axis for the draws. Weigh the values there, not the places.
+
+
+# %% tags=["solution"]
+def backward_step(value, means, std, draws, weights):
+    """The expected value after a step with these means."""
+    places = means[:, None] + std * draws
+    return (value(places) * weights).sum(-1)
+
+
+# %%
+lesson.check_backward(backward_step)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The value after the step depends on what is drawn, and the value before it is the average over the draws. $V_{j+1}$ at the mean place would be the value of a step without noise, which is higher near the target: $V$ is curved there. `flowrl_bench.exact` does the same with a finer expectation, and follows deterministic steps without interpolation. The probe `Exact` values the states of a rollout with it.
+
+# %%
+numbers, masses = (torch.tensor(part) for part in np.polynomial.hermite_e.hermegauss(9))
+draws = torch.cartesian_prod(numbers, numbers)
+weights = torch.cartesian_prod(masses, masses).prod(1)
+weights = weights / weights.sum()
+ours = tables[-1]
+for step in reversed(range(10)):
+    means, std = transitions(beginning, PROMPT, GRID.places, step)
+    after = ours
+    ours = backward_step(lambda places, after=after: read(after, places), means, std, draws, weights).view_as(after)
+print(f"value of the noise at the origin, 10 steps backwards: {float(read(ours, torch.zeros(2))):.3f}")
+print(f"mean reward of the group: {float(heights[:, -1].mean()):.3f}, of all 18 groups:", end=" ")
+truth = exact_advantages(beginning, rollout, grid=GRID)[0]
+print(f"{float(truth.state_values[..., -1].mean()):.3f}")
+print(f"largest difference from the film's tables: {float((ours - tables[0]).abs().max()):.4f}")
+
+# %% [markdown]
+# ## A step's worth
+#
+# The worth of decision $k$ is the change in value that its draw brings, $A^*_k = V(x_{k+1}) - V(x_k)$. Two properties follow from the backward step, without any assumption:
+#
+# 1. $\mathbb E[A^*_k \mid x_k] = 0$, because $V(x_k)$ is the expectation of $V(x_{k+1})$;
+# 2. the sum telescopes, $R = V(x_0) + A^*_0 + \dots + A^*_{D-1}$.
+#
+# By the first property the terms of the second are uncorrelated. So their variances add up to that of $R$, and each decision has a share in it.
+#
+# ### Exercise 2 · shares in the variance
+#
+# *Difficulty: easy · importance: essential · time: 5 minutes*
+#
+# `values` is the table of exact values `[prompt, member, decision+1]`; its last column is $R$. Return the parts of the variance within prompts, `[1 + decision]`: first the mean square of the deviations of $V(x_0)$ from its group's mean, then the mean square of each $A^*_k$.
+
+
+# %% tags=["exercise"]
+def variance_parts(values):
+    """The variance of V(x_0) and of every step's worth."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** `values.diff(dim=-1)` has all $A^*_k$. The group's mean of the first column is a mean over dimension 1.
+
+
+# %% tags=["solution"]
+def variance_parts(values):
+    """The variance of V(x_0) and of every step's worth."""
+    first = values[..., :1] - values[..., :1].mean(1, keepdim=True)
+    return torch.cat([first, values.diff(dim=-1)], -1).square().mean((0, 1))
+
+
+# %%
+lesson.check_parts(variance_parts)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** $A^*_k$ has mean 0 already, so its mean square is its variance; the initial noise is drawn without a mean of 0 in value, so its group's mean must go. Uniform credit gives every decision $R$, that is all parts at once. With nine equal parts its correlation with $A^*_k$ would be $1/3$.
+
+# %%
+many = beginning.rollout(Groups(18, 96), torch.Generator().manual_seed(2), NoProbe(), max_batch=8192)
+exact = exact_advantages(beginning, many, grid=GRID)[0].state_values
+parts = variance_parts(exact)
+total = (exact[..., -1] - exact[..., -1].mean(1, keepdim=True)).square().mean()
+one = exact[0, exact[0, :, -1].argmax()]
+print("V along the best of a group: " + " ".join(f"{value:.2f}" for value in one))
+print("its steps' worth A*:              " + " ".join(f"{value:+.2f}" for value in one.diff()))
+print(f"V(x_0) + sum of A*: {float(one[0] + one.diff().sum()):.2f}; R: {float(one[-1]):.2f}")
+print("largest mean of A* of a decision: " + f"{float(exact.diff(dim=-1).mean((0, 1)).abs().max()):.3f}")
+print(f"sum of the parts: {float(parts.sum()):.3f}; variance of R: {float(total):.3f}")
+print("share of V(x_0) and of decisions 0 to 8: " + " ".join(f"{share:.0%}" for share in parts / parts.sum()))
+
+# %% [markdown]
+# This trajectory owes its success to decisions 0 and 4; decision 2 was a step back. Over all groups decisions 1 to 4 hold most of the variance, the last two hardly any, because the sample is nearly finished by then.
+#
+# ## Cheap values
+#
+# Only a laboratory has $V$. Two values cost no network evaluation:
+#
+# - **the one-step estimate**: the reward of $\hat x_0 = x_t - t\,v$, the clean estimate of the lesson on flow matching, from the velocity that the rollout has computed anyway (the probe `Tweedie`; each decision takes a decode and a reward call);
+# - **a critic**: a small network that regresses the final reward on the state and the time (the probe `Critic`). It is fitted after each iteration to the rewards of that iteration, so it values the next one by what it has learned before.
+#
+# The next cell trains the 2-D world for 12 iterations with credit from a critic (`CalibratedGain`, which a later section explains). After 0, 4, 8 and 12 iterations it draws the same 18 groups with the present policy, and computes the exact values, the one-step estimates and the critic's values of their states.
+
+# %%
+KINDS = ("exact", "one-step", "critic")
+stages = {}
+for stage in (0, 4, 8, 12):
+    while trainer.done < stage:
+        trainer.iteration()
+    present, found = setting_of(trainer), {}
+    for kind, probe in (("one-step", Tweedie()), ("critic", trainer.method.credit.probe)):
+        result = present.rollout(Groups(18, 12), torch.Generator().manual_seed(1), probe, max_batch=8192)
+        scored = score_rollout(present.policy, present.reward, result, present.prompts)
+        found[kind] = predicted(probe, scored)  # the value table [prompt, member, decision+1]
+    found["truth"] = exact_advantages(present, result, grid=GRID)[0]
+    found["exact"] = found["truth"].state_values
+    found["record"] = present.experience(result)
+    found["map"] = value_tables(present, PROMPT)
+    stages[stage] = found
+    print(f"after {stage:2d} iterations: mean reward {float(found['exact'][..., -1].mean()):.2f}")
+
+# %% [markdown] tags=["expected"]
+# after  0 iterations: mean reward 0.18
+# after  4 iterations: mean reward 0.35
+# after  8 iterations: mean reward 0.88..0.95
+# after 12 iterations: mean reward 0.94..0.98
+
+# %% [markdown]
+# How good is a value? For credit only differences within a group count. So take the deviations from the group's mean, of the value and of the final reward, and their squared correlation $r^2$, decision by decision: the share of the variance of the final reward that the value predicts.
+
+
+# %%
+def deviations(values):
+    """From the group's mean."""
+    return values - values.mean(1, keepdim=True)
+
+
+def quality(stage, kind):
+    """r2 of the final reward on the values, [decision]."""
+    return calibration(deviations(stages[stage][kind])).r2[0, 0, :-1]
+
+
+for stage in stages:
+    print(f"after {stage} iterations, r2 by decision 0 to 8")
+    for kind in KINDS:
+        print(f"  {kind:<9}" + " ".join(f"{value:.2f}" for value in quality(stage, kind)))
+
+# %% [markdown] tags=["expected"]
+# after 0 iterations, r2 by decision 0 to 8
+#   exact    0.11 0.16 0.39 0.60 0.74 0.84 0.92 0.98 0.99
+#   one-step 0.00 0.17 0.39 0.61 0.74 0.84 0.91 0.98 0.99
+#   critic   0.00 0.00 0.00 0.00 0.00 0.00 0.00 0.00 0.00
+# after 4 iterations, r2 by decision 0 to 8
+#   exact    0.05 0.13 0.27 0.45 0.64 0.83 0.91 0.97 0.99
+#   one-step 0.00 0.00 0.28 0.47 0.62 0.82 0.90 0.97 0.99
+#   critic   0.03 0.07 0.17 0.30 0.38 0.51 0.54 0.55 0.53
+# after 8 iterations, r2 by decision 0 to 8
+#   exact    0.00..0.09 0.00..0.09 0.00..0.16 0.00..0.12 0.00..0.13 0.21..0.37 0.45..0.61 0.67..0.83 0.78..0.94
+#   one-step 0.00..0.10 0.00..0.08 0.00..0.08 0.00..0.08 0.00..0.08 0.00..0.13 0.25..0.41 0.62..0.78 0.78..0.94
+#   critic   0.00..0.08 0.00..0.08 0.00..0.08 0.00..0.09 0.00..0.12 0.11..0.27 0.26..0.42 0.34..0.50 0.27..0.43
+# after 12 iterations, r2 by decision 0 to 8
+#   exact    0.00..0.12 0.00..0.15 0.00..0.12 0.00..0.16 0.00..0.15 0.00..0.18 0.28..0.48 0.52..0.72 0.71..0.91
+#   one-step 0.00..0.10 0.00..0.10 0.00..0.11 0.00..0.10 0.00..0.10 0.00..0.10 0.00..0.12 0.26..0.46 0.68..0.88
+#   critic   0.00..0.10 0.00..0.10 0.00..0.12 0.00..0.10 0.00..0.10 0.00..0.10 0.00..0.10 0.00..0.11 0.00..0.15
+
+# %% tags=["hide-input"]
+SHADES = {"exact": INK, "one-step": DATA, "critic": ACCENT}
+
+
+def compare_values():
+    """Cheap values against V at node 5, and r2 by decision."""
+    figure, axes = panels(4, width=2.9, height=3.0)
+    for cell, stage in zip(axes, (4, 8), strict=False):
+        found = stages[stage]
+        cell.plot([0, 1], [0, 1], color="#a9adb5", linewidth=1)
+        for kind in ("one-step", "critic"):
+            cell.scatter(found["exact"][..., 5].flatten(), found[kind][..., 5].flatten(), s=6, color=SHADES[kind], alpha=0.6)
+        cell.set(xlabel="exact value at node 5", ylabel="cheap value", title=f"after {stage} iterations", ylim=(-0.2, 1.3))
+        clean(cell)
+    for cell, stage in zip(axes[2:], (4, 8), strict=True):
+        for kind in KINDS:
+            cell.plot(range(9), quality(stage, kind), "o-", color=SHADES[kind], markersize=3, linewidth=1.4, label=kind)
+        cell.set(
+            xlabel="decision k", ylabel="r² of the final reward on V_k", ylim=(-0.03, 1.03), title=f"after {stage} iterations"
+        )
+        clean(cell)
+    axes[2].legend(frameon=False)
+    figure.suptitle("Values of early states stop predicting the reward", fontsize=11)
+    plt.show()
+
+
+compare_values()
+
+# %% [markdown]
+# Before training the one-step estimate is as good as the exact value from decision 1 on, and the critic knows nothing. After four iterations the critic explains half or more of what exact values explain. Later both get worse, for two reasons.
+# Training moves $v$ away from the mean velocity, so the one-step estimate is no longer the mean of the finished samples (the lesson Test your own rule), and the critic has learned from policies that no longer exist. And even the *exact* value of an early state predicts little: once most trajectories succeed, what remains of the variance is decided by the last steps.
+#
+# ## Why raw gains fail
+#
+# The obvious credit is the gain of the cheap value, $\hat V_{k+1} - \hat V_k = A^*_k + e_k$, with an error $e_k$. Uniform credit is $R = A^*_k + {}$the luck of all other steps. Both are the truth plus something. Which is closer?
+#
+# ### Exercise 3 · break-even
+#
+# *Difficulty: harder · importance: useful · time: 8 minutes*
+#
+# $A^*_k$ has the standard deviation `worth`, $R$ has `reward`, and the error $e_k$ is uncorrelated with $A^*_k$. Return the standard deviation of $e_k$ at which gain and reward have the same correlation with $A^*_k$. **Predict**: does it exceed `worth`?
+
+
+# %% tags=["exercise"]
+def break_even(worth, reward):
+    """The error of a gain at which it is no better than the reward."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** If $X$ is $A^*$ plus something uncorrelated, the correlation of $X$ and $A^*$ is std$(A^*)\,/\,$std$(X)$. When are the two standard deviations of $X$ equal?
+
+
+# %% tags=["solution"]
+def break_even(worth, reward):
+    """The error of a gain at which it is no better than the reward."""
+    return (reward**2 - worth**2) ** 0.5
+
+
+# %%
+lesson.check_break_even(break_even)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Both correlations have the same numerator, so the total variances must be equal: $\operatorname{var}(A^*_k) + \operatorname{var}(e_k) = \operatorname{var}(R)$. A raw gain is better than uniform credit as long as its error is smaller than the luck of all other steps. With nine equal steps the error may be $\sqrt 8 = 2.8$ times as large as the gain itself. The luck shrinks as training succeeds; the error does not.
+
+
+# %%
+def spread(table):
+    """The standard deviation within groups, [column]."""
+    return deviations(table).square().mean((0, 1)).sqrt()
+
+
+def sizes(stage):
+    """Standard deviations by decision: A*, the error of the one-step estimate's gain, and break-even."""
+    found = stages[stage]
+    worth, reward = spread(found["truth"].values), spread(found["exact"])[-1]
+    errors = spread((found["one-step"] - found["exact"]).diff(dim=-1))
+    return worth, errors, break_even(worth, reward)
+
+
+for stage in (0, 8):
+    print(f"after {stage} iterations, standard deviations by decision 0 to 8")
+    for name, numbers in zip(("true gain A*", "error of gain", "break-even"), sizes(stage), strict=True):
+        print(f"  {name:<14}" + " ".join(f"{number:.2f}" for number in numbers))
+
+# %% [markdown] tags=["expected"]
+# after 0 iterations, standard deviations by decision 0 to 8
+#   true gain A*  0.08 0.14 0.12 0.11 0.10 0.08 0.07 0.04 0.03
+#   error of gain 0.05 0.05 0.04 0.03 0.03 0.02 0.02 0.01 0.00
+#   break-even    0.28 0.26 0.27 0.27 0.28 0.28 0.29 0.29 0.29
+# after 8 iterations, standard deviations by decision 0 to 8
+#   true gain A*  0.00..0.02 0.01..0.03 0.01..0.03 0.01..0.03 0.02..0.04 0.02..0.04 0.03..0.05 0.02..0.04 0.02..0.04
+#   error of gain 0.22..0.28 0.28..0.34 0.21..0.27 0.13..0.19 0.07..0.13 0.04..0.10 0.00..0.06 0.00..0.05 0.00..0.04
+#   break-even    0.05..0.09 0.05..0.09 0.05..0.09 0.05..0.09 0.05..0.09 0.05..0.09 0.04..0.08 0.05..0.09 0.05..0.09
+
+
+# %% tags=["hide-input"]
+def compare_sizes():
+    """The three standard deviations before training and after 8 iterations, and V over the plane."""
+    figure, axes = panels(4, width=2.9, height=3.0)
+    for cell, stage in zip(axes, (0, 8), strict=False):
+        for numbers, shade, label in zip(sizes(stage), (INK, DATA, OTHERS[3]), ("true gain", "error", "break-even"), strict=True):
+            cell.plot(range(9), numbers, "o-", color=shade, markersize=3, linewidth=1.4, label=label)
+        cell.set(xlabel="decision k", ylabel="std within groups (reward)", ylim=(-0.01, 0.42))
+        clean(cell)
+    axes[0].set_title("before training: gains win")
+    axes[1].set_title("after 8: early gains lose")
+    axes[0].legend(frameon=False, loc="upper right", ncols=3, fontsize=7.5, columnspacing=0.8, handlelength=1.2)
+    for cell, stage in zip(axes[2:], (0, 8), strict=True):
+        shown = show_values(cell, stages[stage]["map"][3], PROMPT, f"V at node 3, after {stage}")
+    figure.colorbar(shown, ax=axes[3], shrink=0.8)
+    plt.show()
+
+
+compare_sizes()
+
+# %% [markdown]
+# Before training every gain is far below break-even. After eight iterations the value of early states is high nearly everywhere (right: $V$ over the plane at node 3), so no step can gain much. The errors of the early gains are then larger than both $A^*$ and the luck of the others. Normalisation makes it worse: Z divides by the standard deviation of the group's gains. Once the group is nearly solved, that is the size of the errors, so that credit of unit size is given for errors alone.
+#
+# The next cell applies the rules of earlier lessons to the four records, and prints the correlation of the credit with $A^*$ over all decisions. "Exact" is the same rule with the exact values.
+
+# %%
+RULES = {
+    "uniform": (Uniform(), "exact"),  # it reads the rewards only
+    "gains, one-step": (StepwiseGain(probe=Tweedie()), "one-step"),
+    "gains, critic": (StepwiseGain(probe=Tweedie()), "critic"),
+    "gains, one-step, Z per decision": (StepwiseGain(normalise="step", probe=Tweedie()), "one-step"),
+    "gains, exact": (StepwiseGain(probe=Tweedie()), "exact"),
+}
+
+
+def show_correlations(rules):
+    """The correlation of credit with A*, by rule and stage."""
+    print(f"{'iterations':<32}" + "".join(f"{stage:6d}" for stage in stages))
+    for name, (rule, kind) in rules.items():
+        records = [replace(found["record"], values=found[kind]) for found in stages.values()]
+        reports = [
+            compare_credit(assigned(rule, record).advantages, found["truth"])
+            for record, found in zip(records, stages.values(), strict=True)
+        ]
+        print(f"{name:<32}" + "".join(f"{report.overall.correlation.value:6.2f}" for report in reports))
+
+
+show_correlations(RULES)
+
+# %% [markdown] tags=["expected"]
+# iterations                           0     4     8    12
+# uniform                           0.31  0.31  0.23..0.29 0.25..0.31
+# gains, one-step                   0.92  0.76  0.05..0.11 -0.04..0.02
+# gains, critic                     0.01  0.38  0.17..0.23 0.05..0.11
+# gains, one-step, Z per decision   0.78  0.69  0.31..0.37 0.18..0.24
+# gains, exact                      0.98  0.99  0.91..0.97 0.87..0.93
+
+# %% [markdown]
+# Gains of one-step estimates are nearly perfect before training, and noise after it. Uniform credit stays near 0.3; with nine equal steps it would be $1/3$ (exercise 2). Z per decision does not let the early errors outweigh the late gains, and still ends below uniform credit. The exact values show that the rule is not at fault: with them it stays above 0.85.
+#
+# ## Calibration
+#
+# The r² above need no exact values: a run can measure them with its own rewards. If a value has stopped predicting the reward, they say so. `CalibratedGain` uses two numbers per decision, from a regression of the final reward on the value within groups. The *slope* shrinks the value to what it predicts, $p_k = s_k\,(\hat V_k - \text{mean})$, and *r²* says how much of the reward that is.
+#
+# ### Exercise 4 · slope and r²
+#
+# *Difficulty: medium · importance: essential · time: 7 minutes*
+#
+# `value` and `reward` are `[prompt, member]`, the values of one decision and the final rewards. With deviations $v, r$ from their group's means and sums over all prompts and members, return two numbers:
+#
+# $$s = \frac{\sum v r}{\sum v^2},\quad r^2 = \frac{(\sum v r)^2}{\sum v^2 \sum r^2}.$$
+#
+# Limit the slope to $[0, 1]$. If $\sum v r$ is negative, both are 0.
+
+
+# %% tags=["exercise"]
+def calibrate(value, reward):
+    """Slope and r2 of the reward on the value, within groups."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** `deviations` above subtracts the group's mean. Set a negative $\sum v r$ to 0 first; then both formulas give 0.
+
+
+# %% tags=["solution"]
+def calibrate(value, reward):
+    """Slope and r2 of the reward on the value, within groups."""
+    v, r = value - value.mean(1, keepdim=True), reward - reward.mean(1, keepdim=True)
+    together, values, rewards = (v * r).sum().clamp(min=0), v.square().sum(), r.square().sum()
+    return (together / values).clamp(max=1), together.square() / (values * rewards)
+
+
+# %%
+lesson.check_calibrate(calibrate)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** $s\,v$ is the best prediction of $r$ that is proportional to $v$, and r² is the share of the squares of $r$ that it explains. One slope for all groups has many samples; one per group would have twelve. The slope is at most 1 because a cheap value should be shrunk, not stretched by chance. In `flowrl`: `credit.calibration`; every training run logs `value_slope` and `value_r2` of a rule with values.
+
+# %%
+for stage in (0, 8):
+    pairs = [calibrate(stages[stage]["one-step"][..., k], stages[stage]["one-step"][..., -1]) for k in range(9)]
+    print(f"one-step estimate after {stage} iterations, decisions 0 to 8")
+    print("  slope " + " ".join(f"{float(slope):.2f}" for slope, _ in pairs))
+    print("  r2    " + " ".join(f"{float(r2):.2f}" for _, r2 in pairs))
+
+# %% [markdown] tags=["expected"]
+# one-step estimate after 0 iterations, decisions 0 to 8
+#   slope 0.00 1.00 1.00 0.99 0.97 0.98 0.94 0.97 1.00
+#   r2    0.00 0.17 0.39 0.61 0.74 0.84 0.91 0.98 0.99
+# one-step estimate after 8 iterations, decisions 0 to 8
+#   slope 0.00..0.16 0.00..0.10 0.00..0.12 0.00..0.12 0.00..0.11 0.12..0.32 0.64..0.84 0.77..0.97 0.80..1.00
+#   r2    0.00..0.10 0.00..0.08 0.00..0.08 0.00..0.08 0.00..0.08 0.00..0.13 0.25..0.41 0.62..0.78 0.78..0.94
+
+# %% [markdown]
+# A decision's credit then has two sources. The gain of the predictions, $p_{k+1} - p_k$, has no later luck, but the error of $p_{k+1}$. The final reward beyond the prediction, $r - p_k$, has no such error, but all later luck. r² of the value after the decision mixes them:
+#
+# $$A_k = w_{k+1}\,p_{k+1} + (1 - w_{k+1})\,r - p_k,\qquad w_j = r^2_j.$$
+#
+# ### Exercise 5 · calibrated credit
+#
+# *Difficulty: medium · importance: essential · time: 7 minutes*
+#
+# `values` is `[prompt, member, decision+1]`, with the final reward in the last column; `slope` and `r2` are `[decision+1]`, both 1 at the end. Return $A_k$ before Z, `[prompt, member, decision]`. **Predict** the result if all other slopes and r² are 0.
+
+
+# %% tags=["exercise"]
+def calibrated_credit(values, slope, r2):
+    """w p_{k+1} + (1 - w) r - p_k."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Compute all $p_j$ at once, `[prompt, member, decision+1]`; $r$ is its last column. $p_{k+1}$ and $p_k$ are the table without its first and without its last column.
+
+
+# %% tags=["solution"]
+def calibrated_credit(values, slope, r2):
+    """w p_{k+1} + (1 - w) r - p_k."""
+    p = slope * (values - values.mean(1, keepdim=True))
+    reward, w = p[..., -1:], r2[1:]
+    return w * p[..., 1:] + (1 - w) * reward - p[..., :-1]
+
+
+# %%
+lesson.check_credit(calibrated_credit)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** With slopes and r² of 0, $A_k = r$: uniform credit. (At the last decision $w\,p_D = r$ as well.) With exact values, all $p_k$ are true deviations, and $A_k$ is $A^*_k$ plus $1 - w$ times what comes later, which has mean 0. Between the two, the credit trusts a value as far as it has predicted rewards. In `flowrl`: `credit.calibrated_gains`, and `credit.CalibratedGain` with Z.
+
+# %%
+table = stages[4]["one-step"]
+fit = calibration(deviations(table))
+ours = calibrated_credit(table, fit.slope[0, 0], fit.r2[0, 0])
+print(f"largest difference from the library: {float((ours - calibrated_gains(table)).abs().max()):.0e}")
+nothing = torch.eye(10)[-1]  # slope and r2 are 0 except at the end
+same = torch.allclose(calibrated_credit(table, nothing, nothing), deviations(table[..., -1:]).expand(-1, -1, 9))
+print("values that predict nothing give uniform credit:", same)
+show_correlations(
+    {
+        "uniform": RULES["uniform"],
+        "gains, one-step": RULES["gains, one-step"],
+        "calibrated, one-step": (CalibratedGain(), "one-step"),
+        "calibrated, critic": (CalibratedGain(), "critic"),
+        "calibrated, exact values": (CalibratedGain(), "exact"),
+        "even weight, one-step": (EvenGain(), "one-step"),
+    }
+)
+
+# %% [markdown] tags=["expected"]
+# largest difference from the library: 0..1e-6
+# values that predict nothing give uniform credit: True
+# iterations                           0     4     8    12
+# uniform                           0.31  0.31  0.23..0.29 0.25..0.31
+# gains, one-step                   0.92  0.76  0.05..0.11 -0.04..0.02
+# calibrated, one-step              0.65  0.56  0.29..0.35 0.27..0.33
+# calibrated, critic                0.31  0.39  0.21..0.27 0.25..0.31
+# calibrated, exact values          0.68  0.62  0.38..0.44 0.34..0.40
+# even weight, one-step             0.89  0.79  0.40..0.46 0.36..0.42
+
+# %% [markdown]
+# Calibrated credit does not fail with its values: it is above uniform credit while the one-step estimate predicts the reward, and returns to it afterwards. The price is visible at the start. Before training the raw gains are nearly right, and calibration gives half of the credit to the luck of later steps, because r² of an early value is small. That is so even for exact values: r² measures how much of the reward is *decided*, not how much of the value is *error*.
+#
+# A weight of least squares would tell the two apart. It needs the share of the unexplained reward that a decision holds, $\operatorname{var}(A^*_k)$, and rewards and cheap values alone do not reveal it. The last line assumes an even share for all decisions (`even-gain`, a rule of the laboratory). Its correlation is higher than that of r² at every stage. **Predict** whether it trains better, before you run the next section.
+#
+# ## Headroom
+#
+# How much can better credit gain? *Headroom* is the lead over uniform credit of an oracle, which credits gains of the exact value (with Z per decision: with joint Z the last drawn step would get most of the credit of a solved group). The next cell trains with five rules, three seeds, 12 iterations and two clip ranges.
+
+# %%
+ARMS = {
+    "uniform": (Uniform(), COLOURS["flow-grpo"]),
+    "gains, one-step": (StepwiseGain(probe=Tweedie()), COLOURS["stepwise-flow-grpo"]),
+    "calibrated, one-step": (CalibratedGain(), COLOURS["tp-grpo"]),
+    "even weight, one-step": (EvenGain(), OTHERS[3]),
+    "oracle": (StepwiseGain(normalise="step", probe=Exact(points=29, reach=4.0)), INK),
+}
+SETTINGS = {**WORLD, "iterations": 12, "eval_every": 2}
+runs = {
+    (name, clip): [learn(rule=rule, seed=seed, **{**SETTINGS, "clip_range": clip}) for seed in range(3)]
+    for clip in (0.06, 0.18)
+    for name, (rule, _) in ARMS.items()
+}
+for (name, clip), curves in runs.items():
+    over = " ".join(f"{float(curve.reward.mean()):.2f}" for curve in curves)
+    last = " ".join(f"{float(curve.reward[-1]):.2f}" for curve in curves)
+    print(f"clip {clip:.2f}  {name:<22} held-out reward, mean over training: {over}; last: {last}")
+for name in ARMS:
+    print(f"{name:<22} evaluations in forward passes: {int(runs[name, 0.06][0].work[-1] / 1000):,} thousand")
+
+# %% [markdown] tags=["expected"]
+# clip 0.06  uniform                held-out reward, mean over training: 0.56..0.62 0.50..0.56 0.57..0.63; last: 0.94..1.00 0.93..0.99 0.95..1.00
+# clip 0.06  gains, one-step        held-out reward, mean over training: 0.61..0.67 0.65..0.71 0.70..0.76; last: 0.59..0.79 0.65..0.85 0.72..0.92
+# clip 0.06  calibrated, one-step   held-out reward, mean over training: 0.70..0.76 0.72..0.78 0.73..0.79; last: 0.96..1.00 0.96..1.00 0.93..0.99
+# clip 0.06  even weight, one-step  held-out reward, mean over training: 0.68..0.74 0.71..0.77 0.72..0.78; last: 0.82..1.00 0.82..1.00 0.80..1.00
+# clip 0.06  oracle                 held-out reward, mean over training: 0.69..0.75 0.74..0.80 0.73..0.79; last: 0.95..1.00 0.96..1.00 0.96..1.00
+# clip 0.18  uniform                held-out reward, mean over training: 0.62..0.68 0.67..0.73 0.69..0.75; last: 0.96..1.00 0.95..1.00 0.94..1.00
+# clip 0.18  gains, one-step        held-out reward, mean over training: 0.38..0.44 0.40..0.46 0.38..0.44; last: 0.16..0.36 0.10..0.30 0.01..0.21
+# clip 0.18  calibrated, one-step   held-out reward, mean over training: 0.72..0.78 0.74..0.80 0.76..0.82; last: 0.95..1.00 0.96..1.00 0.94..1.00
+# clip 0.18  even weight, one-step  held-out reward, mean over training: 0.67..0.73 0.67..0.73 0.67..0.73; last: 0.82..1.00 0.74..0.94 0.86..1.00
+# clip 0.18  oracle                 held-out reward, mean over training: 0.72..0.78 0.75..0.81 0.75..0.81; last: 0.94..1.00 0.96..1.00 0.95..1.00
+# uniform                evaluations in forward passes: 63 thousand
+# gains, one-step        evaluations in forward passes: 63 thousand
+# calibrated, one-step   evaluations in forward passes: 63 thousand
+# even weight, one-step  evaluations in forward passes: 63 thousand
+# oracle                 evaluations in forward passes: 1,153 thousand
+
+
+# %% tags=["hide-input"]
+def compare_runs():
+    """Held-out reward against evaluations."""
+    figure, axes = panels(2, width=4.6, height=3.3, sharey=True)
+    for cell, clip in zip(axes, (0.06, 0.18), strict=True):
+        for name, (_, shade) in ARMS.items():
+            for number, curve in enumerate(runs[name, clip]):
+                label = name if number == 0 else None
+                cell.plot(curve.work[1:] / 1000, curve.reward[1:], "o-", color=shade, markersize=3, linewidth=1.1, label=label)
+        cell.set(
+            xscale="log", xlabel="evaluations in thousands (update: three each)", ylim=(0.05, 1.02), title=f"clip {clip:.2f}"
+        )
+        cell.set_xticks([20, 50, 100, 200, 500, 1000], ["20", "50", "100", "200", "500", "1000"])
+        cell.set_xlim(9, 9000)
+        cell.minorticks_off()
+        clean(cell)
+    axes[0].set_ylabel("held-out reward")
+    axes[1].legend(frameon=False, fontsize=8, loc="lower right")
+    figure.suptitle("Raw gains rise and fall; calibrated gains stay up; the oracle pays for its grid", fontsize=11)
+    plt.show()
+
+
+compare_runs()
+
+# %% [markdown]
+# - **Raw gains** start fast and fall, far with the wide clip. Their early gains reward errors of the value.
+# - **Calibrated gains** rise as fast and stay. With either clip their mean reward over training is above that of uniform credit, and near the oracle's. They take as many network evaluations as uniform credit (a decode and a reward call per decision are not counted here); the oracle takes 18 times as many, for its grid.
+# - **The even weight** trains no better than r², although its credit correlates more with $A^*$ at every stage. It takes most of the gain even where the value predicts little. A likely reason is that of the lesson Test your own rule: the luck in $r$ is noise, which averages out over iterations, and the errors of a value are bias, which accumulates. The tuned comparison in `docs/guides/cheap-values.md` found the same, so the library has the simpler rule.
+# - **The clip** matters as much as the rule: it moves uniform credit's mean by about 0.1, as much as some of the leads here.
+#
+# These runs do not decide between the rules: three seeds, one world, one learning rate, nothing tuned. A clip range of its own changes each rule's result, so a comparison has to tune all of them. `docs/headroom.md` does so for the oracle and uniform credit in 13 tasks, one of which cannot tell rules apart at all (19 of 20 steps drawn). `docs/guides/cheap-values.md` has the rule's options, the algebra of its weight, and commands for comparisons of your own.
+#
+# ## To keep
+#
+# | symbol | meaning | in `flowrl` |
+# |---|---|---|
+# | $V_j(x)$ | expected reward from a state on; dynamic programming in two dimensions | the probe `flowrl_bench.exact.Exact`, `exact_advantages` |
+# | $A^*_k = V(x_{k+1}) - V(x_k)$ | worth of a step; mean 0, variances add up to that of $R$ | `TrueAdvantages.values` |
+# | $r(\hat x_0)$; critic | values without network evaluations | the probes `Tweedie`, `Critic` |
+# | $\hat V_{k+1} - \hat V_k$ | raw gain; worse than $R$ if its error exceeds the other steps' luck | `credit.StepwiseGain` |
+# | $s_k$, $r^2_k$ | regression of the reward on the value, within groups | `credit.calibration`; the metrics `value_slope`, `value_r2` |
+# | $w\,p_{k+1} + (1 - w)\,r - p_k$ | calibrated gain; uniform credit if values predict nothing | `credit.CalibratedGain`, the method `value-grpo` |
+# | oracle − uniform | headroom: what credit can gain | `flowrl bench headroom` |
+#
+# On the command line: `flowrl compare --world mixture --methods flow-grpo value-grpo`. `docs/guides/cheap-values.md` shows how to replace the critic by a value of your own.
+#
+# ## Further reading
+#
+# - Schulman et al. 2015, *High-dimensional continuous control using generalised advantage estimation* (arXiv 1506.02438): gains of an imperfect value, mixed with the reward-to-go by $\lambda$.
+# - Gu et al. 2016, *Q-Prop* (arXiv 1611.02247): an imperfect critic, used as far as its measured covariance with the return allows.
+# - Dai et al. 2025, *VARD* (arXiv 2505.15791): a learned value of noisy states for fine-tuning diffusion models.
+# - *DiNa-LRM* (2026, arXiv 2602.11146): a reward model that scores noisy latents without decoding them.
+# - *π_RL* (2025, arXiv 2510.25889): a critic on the hidden states of a flow-matching policy, for robots.
+#
+# **Back to** [0 · Tour](00_tour.ipynb).
