@@ -45,7 +45,7 @@ FINISHED = "flowrl.finished"
 """Entry points of installed packages: functions of the folder of a finished run that write further
 files, such as the model's card, and return lines to print.
 """
-PLANNED = ("trust", "trial", "plan", "card", "processes")
+PLANNED = ("trust", "trial", "plan", "card", "processes", "launch")
 READ = {"resume": ("start", "changed_code", *PLANNED), "config": ("out", *PLANNED)}
 """Options that are read together with one that names a run."""
 PLAN_INDENT = 21
@@ -129,6 +129,10 @@ class Train:
     """The GPU whose time and memory `plan` counts."""
     processes: Count | None = None
     """Processes that `plan` counts for [default: 1]; `accelerate launch` says how many train."""
+    launch: Literal["ddp", "fsdp2", "zero2"] = "ddp"
+    """The launcher's config file (`flowrl presets --accelerate`) that `plan` counts for: with fsdp2
+    and zero2, weights, gradients and moments are sharded over the processes.
+    """
     trust: bool = False
     """Run code that the settings file of `resume`, `config` or `preset` names, and use its
     addresses and keys.
@@ -182,13 +186,14 @@ class Train:
         require(not self.start or bool(self.resume), "from", self.start, "given with --resume only")
         allowed = "given with --plan only; `accelerate launch` starts several"
         require(self.plan or not self.processes, "processes", self.processes, allowed)
+        require(self.plan or self.launch == "ddp", "launch", self.launch, allowed)
         config = self.configuration()
         check(config)
         if not self.plan:
             return self._train(config)
         processes = self.processes or 1
-        config = sized(config, self.card, processes)
-        counted = plan(config, processes)
+        config = sized(config, self.card, processes, self.launch)
+        counted = plan(config, processes, self.launch)
         texts = (
             plan_text(counted, config),
             memory_text(counted, config),

@@ -51,6 +51,7 @@ class Architecture:
         transformer: class of the transformer in diffusers.
         config: settings of the transformer.
         encoder_parameters: number of parameters of all text encoders.
+        text_width: width of a prompt's embedding.
         clip_tokens: length of a prompt for CLIP; 0 if its tokens are not part of the embedding.
         decoder_class: class of the image decoder in diffusers.
         decoder: settings of the image decoder.
@@ -60,6 +61,7 @@ class Architecture:
     transformer: str
     config: Mapping[str, Any]
     encoder_parameters: int
+    text_width: int
     clip_tokens: int = 0
     decoder_class: str = "AutoencoderKL"
     decoder: Mapping[str, Any] = field(default_factory=dict)
@@ -68,12 +70,6 @@ class Architecture:
     def text_tokens(self) -> int:
         """The length of a prompt's embedding, by default."""
         return self.clip_tokens + self.family.text_tokens
-
-    @property
-    def text_width(self) -> int:
-        """The width of a prompt's embedding."""
-        config = self.pipeline.transformer.config
-        return config.get("joint_attention_dim") or config["text_dim"]
 
     @cached_property
     def pipeline(self) -> Any:
@@ -111,6 +107,26 @@ class Architecture:
         image = size_of(self.pipeline, options.height, options.width)
         return shaped(*self.latent_shape(options)), shaped(), embeddings, image
 
+    def embedding(self, options: ModelOptions) -> int:
+        """Bytes of a prompt's embedding at full length."""
+        tokens = self.clip_tokens + (options.max_sequence_length or self.family.text_tokens)
+        numbers = tokens * self.text_width + self.config.get("pooled_projection_dim", 0)
+        return numbers * DTYPES[options.dtype].itemsize
+
+    def gathered(self, reshard: bool) -> tuple[int, int]:
+        """Weights that a process gathers at a time if they are sharded, and those of the largest
+        block: with `reshard` those outside of blocks and of two blocks, because the next block is
+        gathered while one computes; otherwise all of them.
+        """
+        network = self.build()
+        inside = [
+            _numbers(module.parameters())
+            for module in network.modules()
+            if type(module).__name__ in network._no_split_modules
+        ]
+        every = _numbers(network.parameters())
+        return every - reshard * (sum(inside) - 2 * max(inside)), max(inside)
+
     def build(self, device: str = "meta") -> Any:
         """The transformer with random weights on `device`; on "meta" it takes no memory."""
         with torch.device(device):
@@ -136,6 +152,7 @@ class Architecture:
             published[transformer["_class_name"]],
             config={name: value for name, value in transformer.items() if name[0] != "_"},
             decoder={name: value for name, value in decoder.items() if name[0] != "_"},
+            text_width=transformer.get("joint_attention_dim") or transformer["text_dim"],
         )
 
 
@@ -193,6 +210,7 @@ class Memory:
         decode_flops: FLOPs of decoding an image.
         forward_operations: operations that a network call without gradients dispatches.
         gradient_operations: operations of a call with its backward pass.
+        gathered: gathered weights, and the gradients of a block, if weights are sharded.
     """
 
     trained_parameters: int
@@ -208,12 +226,13 @@ class Memory:
     decode_flops: float = 0.0
     forward_operations: int = 0
     gradient_operations: int = 0
+    gathered: int = 0
 
     @property
     def peak(self) -> int:
         """Permanent memory and the largest phase, without the reward's network."""
         phase = max(self.update, self.rollout, self.decode, self.encoders)
-        return self.weights + self.trained + self.trajectories + phase
+        return self.weights + self.trained + self.gathered + self.trajectories + phase
 
 
 def count_memory(
@@ -223,6 +242,8 @@ def count_memory(
     rollout_rows: int = 16,
     images: int = 0,
     stored: int = 0,
+    shards: int = 1,
+    reshard: bool = True,
 ) -> Memory:
     """The GPU memory that training a model needs, by part.
 
@@ -235,6 +256,10 @@ def count_memory(
         rollout_rows: latents per network call of the rollout; guidance doubles them.
         images: number of images that are scored together.
         stored: number of stored latents and velocities, in float32.
+        shards: number of processes over which the transformer's weights, gradients and moments
+            are sharded; 1: replicated.
+        reshard: whether a block frees its gathered weights after its forward pass (fsdp2, not
+            zero2).
 
     Returns:
         The memory of each part in bytes.
@@ -245,16 +270,22 @@ def count_memory(
     # full tuning stores float32 weights (in `trained`) and buffers; its reference is in `dtype`
     frozen = counts.frozen if not full or options.keep_reference else 0
     copies = 0 if dtype == torch.float32 else counts.trained * dtype.itemsize
+    gathered = 0
+    if shards > 1:
+        every, block = known.gathered(reshard)
+        networks = 1 if reshard or not full else 1 + options.keep_reference
+        gathered = networks * every * dtype.itemsize + full * block * (dtype.itemsize + 4)
+        copies = 0  # the gathered weights
     scored = 4 * 3 * options.height * options.width * options.num_frames * images
     update, rollout = counts.update.bytes(update_rows), counts.rollout.bytes(rollout_rows)
     decode = counts.decode.bytes(min(options.decode_batch, images or 2**30))
     return Memory(
         trained_parameters=counts.trained,
-        weights=frozen * dtype.itemsize
+        weights=frozen * dtype.itemsize // shards
         - round(counts.linear * (dtype.itemsize - QUANTIZED.get(options.quantize, dtype.itemsize)))
         + 4 * counts.buffers * full
         + counts.decoder * decoding.itemsize,
-        trained=counts.trained * OPTIMIZER_BYTES,
+        trained=counts.trained * OPTIMIZER_BYTES // shards,
         trajectories=4 * stored * counts.latent,
         # without the gradients, which `trained` includes
         update=max(update - counts.trained * dtype.itemsize, 0) + copies,
@@ -267,6 +298,7 @@ def count_memory(
         decode_flops=counts.decode.flops,
         forward_operations=round(counts.rollout.operations),
         gradient_operations=round(counts.update.operations),
+        gathered=gathered,
     )
 
 

@@ -22,9 +22,11 @@ from flowrl.core.protocols import (
     RewardModel,
     World,
 )
+from flowrl.core.types import Prompt
 from flowrl.distributed import Distributed
 from flowrl.flow import uniform_schedule
 from flowrl.methods import Method, check_one_advantage, named_method, try_credit, with_options
+from flowrl.parts.prompts import PromptStream
 from flowrl.parts.registry import KINDS, build, check_spec
 from flowrl.parts.specs import parse_slice
 from flowrl.policies.pipeline import ModelOptions
@@ -131,6 +133,16 @@ def make_method(config: RunConfig) -> Method:
     experience, credit = try_credit(method, stds, config.rollout.group_size, trained)
     check_one_advantage(method.loss, method.credit, credit.advantages, experience.decisions.mask)
     return method
+
+
+def prompts_to_embed(
+    config: RunConfig, world: World, stream: PromptStream, done: int = 0
+) -> list[Prompt]:
+    """The held-out prompts of a run's evaluations, and those of all iterations after `done`."""
+    evaluation, task = config.evaluation, config.environment.task
+    count = max(evaluation.eval_samples, evaluation.diversity_prompts)
+    coming = stream.upcoming((config.iterations - done) * config.rollout.groups)
+    return [*prompts_of(world, task, "heldout")[:count], *coming]
 
 
 def make_reward(config: RunConfig) -> AnyReward:

@@ -203,10 +203,13 @@ def find_sizes(trainer: Trainer) -> None:
     else:
         began = time.monotonic()
         found = measured_sizes(trainer, wanted, began + LIMIT)
-        trainer.profile = f"sizes measured in {time.monotonic() - began:.0f} s, kept in {path}"
+        trainer.profile = f"sizes measured in {time.monotonic() - began:.0f} s, "
         if trainer.distributed.is_main:
-            with suppress(OSError):  # the next run measures again
+            try:
                 write_bytes(path, settings_text(grouped(RunConfig, found), SUMMARY).encode())
+                trainer.profile += f"kept in {path}"
+            except OSError as error:  # the next run measures again
+                trainer.profile += f"not kept in {path} ({error.strerror})"
     trainer.config = config = config.replace(**found)
     options = model_options(config)
     text = ", ".join(f"{name} {value}" for name, value in found.items())

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,6 +18,7 @@ from flowrl.core.protocols import ForwardLoss
 from flowrl.core.tree import plain_tree
 from flowrl.credit import read_columns
 from flowrl.flow import uniform_schedule
+from flowrl.parts.prompts import PromptStream
 from flowrl.policies import Architecture, Memory, architecture_of, count_memory
 from flowrl.probes import Probe, Shape, whole
 from flowrl.rollout.batches import minibatch_rows
@@ -26,12 +27,17 @@ from flowrl.rollout.values import transition_weights
 from flowrl.training.build import (
     first_trained_steps,
     make_method,
+    make_world,
     method_text,
     model_options,
+    prompts_to_embed,
     trial_stds,
 )
 from flowrl.training.config import SIZES, RunConfig
 from flowrl.training.trainer import asks_for_all
+from flowrl.worlds.base import prompts_of
+
+Launch = Literal["ddp", "fsdp2", "zero2"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class Plan:
 
     Args:
         processes: number of processes.
+        launch: the launcher's config file; fsdp2 and zero2 shard the weights over the processes.
         groups_per_process: groups of a process; the last ones may have fewer.
         trajectories: number of trajectories.
         trained_steps: steps that enter the loss.
@@ -71,6 +78,7 @@ class Plan:
     """
 
     processes: int
+    launch: Launch
     groups_per_process: int
     trajectories: int
     trained_steps: int
@@ -93,7 +101,7 @@ class Plan:
     evaluation_nfe: int
 
 
-def plan(config: RunConfig, processes: int = 1) -> Plan:
+def plan(config: RunConfig, processes: int = 1, launch: Launch = "ddp") -> Plan:
     """The cost of one iteration of a run.
 
     The batch is that of the whole run: more processes divide it. `nfe`, `train_nfe`,
@@ -103,6 +111,7 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     Args:
         config: the run.
         processes: number of processes, 1 or more.
+        launch: the launcher's config file (``flowrl presets --accelerate``).
 
     Returns:
         The counts.
@@ -111,6 +120,8 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
         ConfigError: a setting is not allowed, or the probe's cost is unknown.
     """
     require(processes >= 1, "processes", processes, "1 or more")
+    fits = launch == "ddp" or config.policy.quantize == "none"
+    require(fits, "quantize", config.policy.quantize, "none with sharded weights (fsdp2, zero2)")
     method, rollout, evaluation = make_method(config), config.rollout, config.evaluation
     loss, batches, groups = method.loss, config.batches, math.ceil(rollout.groups / processes)
 
@@ -161,6 +172,7 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     solver_nfe = 2 * evaluation.eval_steps - 1 if heun else evaluation.eval_steps
     return Plan(
         processes=processes,
+        launch=launch,
         groups_per_process=groups,
         trajectories=samples,
         trained_steps=count,
@@ -258,7 +270,8 @@ def memory(counts: Plan, config: RunConfig) -> Memory | None:
     images = min(SCORED_TOGETHER, math.ceil(counts.reward_calls * groups / rollout.groups))
     nodes_and_velocities = groups * rollout.group_size * (2 * rollout.num_steps + 1)
     stored = 0 if rollout.offload else nodes_and_velocities
-    return count_memory(known, model_options(config), *rows, images, stored)
+    shards, reshard = 1 if counts.launch == "ddp" else counts.processes, counts.launch == "fsdp2"
+    return count_memory(known, model_options(config), *rows, images, stored, shards, reshard)
 
 
 def memory_text(counts: Plan, config: RunConfig) -> str:
@@ -267,15 +280,28 @@ def memory_text(counts: Plan, config: RunConfig) -> str:
     if counted is None:
         return ""
     size = {name: f"{number / 1e9:.1f} GB" for name, number in asdict(counted).items()}
+    known, world = known_architecture(config), make_world(config)
+    assert known is not None
+    stream = PromptStream(prompts_of(world, config.environment.task, "train"), config.seed)
+    texts = {prompt.text for prompt in prompts_to_embed(config, world, stream)}
+    prompts, each = 1 + len(texts), known.embedding(model_options(config))
+    sharded = (
+        f", of which {counts.launch} leaves 1 / {counts.processes} to each process, +"
+        f" {size['gathered']} gathered"
+        if counted.gathered
+        else ""
+    )
     lines = {
         "always": f"{size['weights']} frozen weights + {size['trained']} for"
-        f" {counted.trained_parameters:,} trained ones",
+        f" {counted.trained_parameters:,} trained ones{sharded}",
         "trajectories": f"{size['trajectories']} (nodes and velocities, float32)",
         "and one of": f"{size['update']} micro-batch of {counts.rows_per_micro_batch} rows,"
         f" {size['rollout']} sampling {counts.rows_per_call} rows, {size['decode']} decoding"
         f" {config.batches.decode_batch} images at a time, {size['encoders']} text encoders",
         "at most": f"{counted.peak / 1e9:.1f} GB, without the reward's network, CUDA's work space"
         " and the allocator's reserve",
+        "on disk": f"{prompts:,} prompts x {each / 1e6:.1f} MB = {prompts * each / 1e9:.1f} GB of"
+        " embeddings at most, in flowrl's cache folder",
     }
     title = f"memory of a process, counted on the architecture of {Path(policy.model).name} in"
     return _table(f"{title} {policy.dtype}, not measured; GB = 10^9 bytes", lines)
@@ -328,7 +354,7 @@ def named_card(name: str) -> str:
     return next((card for card in CARDS if f" {card} " in plain), "")
 
 
-def sized(config: RunConfig, card: str, processes: int = 1) -> RunConfig:
+def sized(config: RunConfig, card: str, processes: int = 1, launch: Launch = "ddp") -> RunConfig:
     """The run with counted sizes in place of those that are auto: of all that fit into the memory
     of `card`, those with the shortest estimated update. A run measures them instead
     (`training.memory`).
@@ -355,7 +381,7 @@ def sized(config: RunConfig, card: str, processes: int = 1) -> RunConfig:
                 continue
             if rows:
                 tried = tried.replace(micro_batch=rows // config.branches, max_batch="auto")
-            counts = plan(tried, processes)
+            counts = plan(tried, processes, launch)
             counted = memory(counts, tried)
             assert counted is not None
             fits = counted.peak <= USABLE * CARDS[card].memory

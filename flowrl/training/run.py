@@ -27,7 +27,7 @@ from flowrl.parts.trust import check_code, record_code
 from flowrl.reading import as_kind, read_bytes, read_tensors, reading
 from flowrl.rewards import evaluation_reward
 from flowrl.rewards.contract import load_reward
-from flowrl.training.build import make_reward, make_trainer, make_world
+from flowrl.training.build import make_reward, make_trainer, make_world, prompts_to_embed
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
 from flowrl.training.config import SIZES, RunConfig, load_config
 from flowrl.training.evaluation import (
@@ -43,7 +43,6 @@ from flowrl.training.monitors import limits_of, notices
 from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.observers import Observers
 from flowrl.training.results import MetricsRow, has_progress, holds
-from flowrl.worlds.base import prompts_of
 
 Row = dict[str, Any]
 TOTALS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls", "seconds")
@@ -202,12 +201,8 @@ class Run:
     def _embed_prompts(self) -> None:
         """Embed the held-out prompts and those of all coming iterations."""
         if (embedding := extras(self._trainer.policy, "warm")) is not None:
-            evaluation, task = self.config.evaluation, self.config.environment.task
-            count = max(evaluation.eval_samples, evaluation.diversity_prompts)
-            heldout = prompts_of(self._world, task, "heldout")[:count]
-            remaining = self.config.iterations - self._trainer.done
-            coming = self._trainer.prompts.upcoming(remaining * self.config.rollout.groups)
-            embedding.warm([*heldout, *coming], self.distributed, self._tell)
+            given = self.config, self._world, self._trainer.prompts, self._trainer.done
+            embedding.warm(prompts_to_embed(*given), self.distributed, self._tell)
 
     def _measured_sizes(self) -> dict[str, Any]:
         """The auto sizes in the config.json of a run that is resumed, so that it uses the same;

@@ -53,6 +53,7 @@ def test_sizes_are_the_published_ones(name, billion, layers, tokens):
         trained = sum(p.numel() for p in adapters.parameters().values())
         assert trained / 1e6 == pytest.approx(52.3, abs=0.05)
     assert known.clip_tokens + known.family.text_tokens == tokens
+    assert known.text_width == network.config.get("joint_attention_dim", 4096)
     assert architecture_of(f"somewhere/{name}") is known
 
 
@@ -94,6 +95,18 @@ def test_a_plan_counts_what_its_settings_say(tmp_path, monkeypatch):
     assert counted(decode_dtype="bfloat16").decode < base.decode
     assert "not measured" in memory_text(plan(config), config)
     assert memory_text(plan(config), config.replace(model="some/other-model")) == ""
+    network, every = tiny_sd3().transformer, config.replace(tuning="full")
+    weights = [
+        sum(p.numel() for p in m.parameters()) for m in (network, *network.transformer_blocks)
+    ]
+    block = max(weights[1:])
+    outside = weights[0] - sum(weights[1:]) + 2 * block
+    for launch, gathered in (("fsdp2", outside), ("zero2", 2 * weights[0])):  # its reference, too
+        shard = count_plan(plan(every, 4, launch), every)
+        assert shard.trained == full.trained // 4 and shard.gathered == 2 * gathered + 6 * block
+        assert full.weights - shard.weights == pytest.approx(1.5 * weights[0], rel=0.1)
+    shown = memory_text(plan(every, 4, "fsdp2"), every)
+    assert "fsdp2 leaves 1 / 4 to each process" in shown
     wide = memory.counts_of(architecture_of(str(tmp_path)), options(lora_rank=5))
     monkeypatch.setattr(memory, "count", lambda *_: wide)
     assert counted() == base  # stored, unless the file is damaged
@@ -112,6 +125,8 @@ def test_presets_fill_a_card_and_dispatch_few_operations():
         assert counts.rows_per_call == counts.rows_per_micro_batch == config.batches.rows > 1
         assert least < times(counts, config, counted, card).operations <= most
     assert "bottleneck         update, 68%" in times_text(counts, config, card)
+    # 77 + 128 tokens of width 4,096, and 2,048 pooled numbers in float16
+    assert "1,265 prompts x 1.7 MB = 2.1 GB" in memory_text(counts, config)
     assert not times_text(counts, config.replace(model="unknown"), card)
     large = sized(preset("flux.1-dev,flow-grpo,ocr").apply(planned=True), card)
     assert "does not fit       37.8 GB of 24" in times_text(plan(large), large, card)

@@ -228,8 +228,11 @@ def test_a_profile_is_kept_used_again_and_reproduced(tmp_path, monkeypatch, caps
     assert "learning_rate" in error_of(f"{line} --profile {tmp_path}/other.yaml", capsys)
     kept.write_text("optim: {micro_batch: many}\n")  # a damaged profile is made anew
     simulate(monkeypatch, 1.0 + 7.5 * 2.0)
-    anew = Run(auto, tmp_path / "anew", stop=lambda: True)
+    said, full = [], OSError(28, "No space left on device")
+    monkeypatch.setattr(memory, "write_bytes", lambda *_: (_ for _ in ()).throw(full))
+    anew = Run(auto, tmp_path / "anew", said.append, stop=lambda: True)
     assert not anew.execute() and anew.config.batches.rows == 4
+    assert "not kept in" in str(said) and "(No space left on device)" in str(said)
 
 
 @pytest.mark.parametrize(("gradient", "micro"), [("both", 3), ("prompt", 6)])
