@@ -1,5 +1,5 @@
-"""Jobs in worker processes: a process and a torch thread for each, with messages and results passed
-on as they arrive.
+"""Jobs in worker processes, here or on a cluster: a process and a torch thread for each, with
+messages and results passed on as they arrive.
 """
 
 import gc
@@ -12,8 +12,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Executor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -29,24 +31,24 @@ REFRESH = 0.5
 
 @dataclass(frozen=True)
 class Worker:
-    """The first argument of every job: the connection to the parent process.
+    """The first argument of every job: the connection to the process that started the jobs.
 
     Args:
         stop: event that stops all jobs.
-        outbox: pipe to the parent.
+        outbox: has `send` for the job's messages.
+        sent: messages of an earlier attempt at the same job, whose machine was lost.
     """
 
     stop: Any
     outbox: Any
+    sent: Sequence[Any] = ()
 
     def send(self, message: Any) -> None:
-        """Send a message (anything that can be pickled) to the parent, which receives it before the
-        job's result.
-        """
+        """Send a message (anything that can be pickled), which arrives before the job's result."""
         self.outbox.send(("message", message))
 
     def stopped(self) -> bool:
-        """Whether the job should end soon: the parent was interrupted, or another job failed."""
+        """Whether the job should end soon: a signal was received, or another job failed."""
         return self.stop.is_set()
 
 
@@ -102,7 +104,7 @@ def _text(file: Path) -> str:
 def run_jobs(
     function: Callable[..., Any],
     jobs: Mapping[Any, tuple[Any, ...]],
-    workers: int = 0,
+    workers: int | str | Executor = 0,
     *,
     finished: Callable[[Any, Any], None],
     received: Callable[[Any, Any], None] = lambda key, message: None,
@@ -120,10 +122,14 @@ def run_jobs(
     On Linux a server process imports the module of `function` and those of `preload` once, and the
     workers are its forks. It keeps the environment variables of the first call.
 
+    On an executor (`flowrl_compare.futures`), a job whose machine is lost may be run again;
+    `Worker.sent` then has the messages that have arrived.
+
     Args:
         function: an importable function of a module.
         jobs: arguments of each job, by key.
-        workers: number of processes; 0: one per usable core.
+        workers: number of processes; 0: one per usable core. Or an executor of the interface of
+            `concurrent.futures`, or the address of a cluster (entry point `flowrl.pools`).
         finished: called in this process as `finished(key, result)` when a job has finished.
         received: called in this process as `received(key, message)` for every message of a job.
         watch: called in this process after these, at least every `REFRESH` seconds.
@@ -139,67 +145,98 @@ def run_jobs(
         RuntimeError: a job raised another error, or its process was killed; the message names the
             job.
     """
-    count, deadline = worker_count(workers, len(jobs)), time.monotonic() + seconds
-    # torch.optim imports torch._dynamo at its first use, which takes a second
-    context = process_context(function.__module__, "torch._dynamo", *preload)
-    with signals_blocked():  # multiprocessing starts a further process here
-        stop = context.Event()
-    waiting, running = list(jobs.items())[::-1], dict[Any, tuple[Any, Any]]()
+    deadline = time.monotonic() + seconds
+    waiting, running = list(jobs.items())[::-1], dict[Any, Any]()
     signals, errors = list[int](), list[Exception]()
+    if isinstance(workers, int):
+        # torch.optim imports torch._dynamo at its first use, which takes a second
+        modules = (function.__module__, "torch._dynamo", *preload)
+        pool = _Processes(worker_count(workers, len(jobs)), modules)
+    else:
+        (point,) = entry_points(group="flowrl.pools")
+        pool = point.load()(workers)
 
-    def may_start() -> bool:
-        return bool(waiting) and not stop.is_set() and time.monotonic() < deadline
+    def closing() -> bool:
+        return bool(signals or errors) or time.monotonic() >= deadline
 
-    def start() -> None:
-        key, arguments = waiting.pop()
-        inbox, outbox = context.Pipe(duplex=False)
-        call = Worker(stop, outbox), describe(key), function, arguments
-        process = context.Process(target=_work, args=call)
-        with signals_blocked():
-            process.start()
-        outbox.close()  # so that the pipe ends with the process
-        running[inbox] = key, process
-
-    def receive(inbox: Any) -> None:
-        key, process = running[inbox]
-        content: Any = None
-        try:
-            kind, content = inbox.recv()
-        except (EOFError, OSError):  # the latter in the middle of a message
-            kind = "end"
-        if kind == "message":
-            received(key, content)
+    def receive(job: Any, kind: str, content: Any) -> None:
+        if job not in running:  # its result or error has arrived
             return
-        del running[inbox]
-        process.join()
-        if kind == "result":
-            finished(key, content)
-        elif kind == "error":
-            raise content
-        elif not stop.is_set():
-            raise RuntimeError(f"the process of {describe(key)} was killed (out of memory?)")
+        if kind == "message":
+            received(running[job], content)
+        else:
+            key = running.pop(job)
+            if kind == "result":
+                finished(key, content)
+            elif kind == "error":
+                raise content
+            elif kind == "withdrawn" and closing():
+                waiting.append((key, jobs[key]))
+            elif not (signals or errors):
+                raise RuntimeError(f"the process of {describe(key)} was killed (out of memory?)")
 
     try:
         with on_stop(signals.append):
-            while running or may_start():
-                while len(running) < count and may_start():
-                    start()
+            while running or (waiting and not closing()):
+                while waiting and len(running) < pool.count and not closing():
+                    key, arguments = waiting.pop()
+                    running[pool.start(describe(key), function, arguments)] = key
                 try:
-                    for inbox in wait(list(running), REFRESH):
-                        receive(inbox)
+                    for event in pool.events():
+                        receive(*event)
                     watch()
                 except Exception as error:
                     errors.append(error)
-                if signals or errors:
-                    stop.set()
+                if closing():
+                    pool.close(stop=bool(signals or errors))
                 if signals.count(signal.SIGINT) > 1:
                     raise KeyboardInterrupt
     finally:
-        for _, process in running.values():
-            process.kill()
+        pool.end()
     if errors:
         raise errors[0]
     return not waiting and not signals
+
+
+class _Processes:
+    """Jobs in processes of this machine; a job is identified by the pipe from its process."""
+
+    def __init__(self, count: int, modules: Sequence[str]) -> None:
+        self.count, self.context = count, process_context(*modules)
+        with signals_blocked():  # multiprocessing starts a further process here
+            self.stop = self.context.Event()
+        self.running = dict[Any, Any]()
+
+    def start(self, *call: Any) -> Any:
+        """Start a job: its name, function and arguments."""
+        inbox, outbox = self.context.Pipe(duplex=False)
+        process = self.context.Process(target=_work, args=(Worker(self.stop, outbox), *call))
+        with signals_blocked():
+            process.start()
+        outbox.close()  # so that the pipe ends with the process
+        self.running[inbox] = process
+        return inbox
+
+    def events(self) -> Iterator[tuple[Any, str, Any]]:
+        """The jobs' events within the next `REFRESH` seconds: (job, kind, content)."""
+        ready: list[Any] = wait(list(self.running), REFRESH)
+        for inbox in ready:
+            kind, content = "end", None
+            with suppress(EOFError, OSError):  # the latter in the middle of a message
+                kind, content = inbox.recv()
+            if kind != "message":
+                self.running.pop(inbox).join()
+            yield inbox, kind, content
+
+    def close(self, stop: bool) -> None:
+        """No job starts from now on; `stop`: those that are running should end."""
+        if stop:
+            self.stop.set()
+
+    def end(self) -> None:
+        """End all jobs at once."""
+        for process in self.running.values():
+            process.kill()
 
 
 def process_context(*preload: str) -> Any:
@@ -227,9 +264,16 @@ def begin_worker() -> None:
     torch.set_num_threads(1)
 
 
-def _work(worker: Worker, name: str, function: Any, arguments: tuple[Any, ...]) -> None:
-    """The process of the job `name`; the last checkpoint is always complete."""
+def _work(worker: Worker, *call: Any) -> None:
+    """The process of a job."""
     begin_worker()
+    do_job(worker, *call)
+
+
+def do_job(worker: Worker, name: str, function: Any, arguments: tuple[Any, ...]) -> list[Any]:
+    """Do a job and send its result or its error; the last checkpoint is always complete. Returns
+    the events that its outbox has kept, if it does not send them.
+    """
     try:
         if not worker.stopped():
             worker.outbox.send(("result", function(worker, *arguments)))
@@ -239,6 +283,7 @@ def _work(worker: Worker, name: str, function: Any, arguments: tuple[Any, ...]) 
         failure = RuntimeError(f"{name} failed: {error!r}")
         failure.add_note(traceback.format_exc())
         worker.outbox.send(("error", failure))
+    return getattr(worker.outbox, "events", [])
 
 
 def _end_with_parent() -> None:

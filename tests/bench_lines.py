@@ -90,6 +90,8 @@ def here(function, jobs, workers, *, finished, received, describe):
     """`run_jobs` in this process."""
 
     class Worker:
+        sent = ()
+
         def __init__(self, key):
             self.key = key
 

@@ -54,6 +54,13 @@ def until_killed(worker, held):
     time.sleep(60)
 
 
+def until_ended(worker, folder):
+    """Leaves a file at its start and one at its end."""
+    Path(folder, "started").touch()
+    until_stopped(worker)
+    Path(folder, "ended").touch()
+
+
 def interrupt_everything(delay):
     """Ctrl-C for the whole process group, as a terminal sends it, once a worker exists."""
     while not multiprocessing.active_children():
@@ -70,6 +77,9 @@ if __name__ == "__main__":
         jobs, names = {"a": (), "b": ()}, ("xml.dom.minidom",)
         run_jobs(server, jobs, 2, finished=results.__setitem__, preload=names)
         print(results["a"] == results["b"], results["a"][0], results["a"][1] != os.getpid())
+    elif work == "cluster":
+        folder, scheduler = argument.split(",")
+        run_jobs(until_ended, {"a": (folder,)}, scheduler, finished=results.__setitem__)
     elif work == "lock":
         with folder_lock(Path(argument)):
             jobs = {"a": (argument,), "b": (argument,)}

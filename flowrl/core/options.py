@@ -23,7 +23,8 @@ C = TypeVar("C", bound=type)
 Count = Annotated[int, Ge(1), Le(10**9)]
 Whole = Annotated[int, Ge(0), Le(10**9)]
 Seed = Annotated[int, Ge(0), Le(MAX_SEED)]
-Workers = Annotated[int, Ge(0), Le(1024)]
+Workers = Annotated[int, Ge(0), Le(1024)] | str
+"""A number of processes, 0: one per usable core; or the address of a cluster."""
 Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Gt(0), Le(1)]

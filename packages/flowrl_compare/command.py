@@ -101,8 +101,8 @@ class Compare:
     config: Path | None = None
     """Repeat a comparison from its saved config.json, which has arms and settings."""
     workers: Workers = 0
-    """Runs at a time; 0 = one per core. Every run uses one thread, so the numbers do not depend on
-    this.
+    """Runs at a time, 0 = one per core, or the scheduler of a Dask cluster (tcp://HOST:PORT or its
+    file, docs/guides/cluster.md). Every run uses one thread, so the numbers do not depend on this.
     """
     trust: bool = False
     """Run code that the file of `resume`, `config`, `preset` or `arms` names, and use its addresses
@@ -203,6 +203,8 @@ class Compare:
         def again() -> str:
             """The command that goes on."""
             words = "".join({trust_option(run.flat()) for run in runs})
+            if isinstance(self.workers, str):
+                words += f" --workers {shlex.quote(self.workers)}"
             return f"flowrl compare --resume {shlex.quote(str(out))}{words}"
 
         display = Display(config, out)

@@ -1,9 +1,11 @@
 """A comparison: every arm with every seed, one process per core, resumable."""
 
+import hashlib
 import inspect
 import platform
 import shlex
 from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +23,7 @@ from flowrl.parts.registry import build
 from flowrl.parts.sources import first_paragraph
 from flowrl.parts.trust import code_of, trust_option
 from flowrl.probes import NoProbe
-from flowrl.reading import as_kind, load_document, reading
+from flowrl.reading import as_kind, load_document, read_bytes, reading
 from flowrl.training.build import check, make_method, make_world, method_parts, require_read, unread
 from flowrl.training.config import RunConfig
 from flowrl.training.format import FORMAT, require_format
@@ -203,11 +205,22 @@ Watcher = Callable[[dict[str, dict[str, Any]]], None]
 
 
 def _run_job(
-    worker: Worker, config: RunConfig, folder: Path, resume: bool, changed_code: bool, trial: bool
+    worker: Worker,
+    config: RunConfig,
+    folder: Path,
+    comparison: str,
+    changed_code: bool,
+    trial: bool,
 ) -> bool | str:
     """Whether the run is finished, or the message of the error that ended it; the other runs
-    continue.
+    continue. `comparison` is the digest of the comparison's config.json.
     """
+    out = folder.parents[1]
+    if not (out / "config.json").exists() or _digest(out) != comparison:
+        raise ConfigError(
+            f"out: {out} on {platform.node()} is not the folder of this comparison; choose --out"
+            " on a file system that all workers share"
+        )
     run = Run(
         config,
         folder,
@@ -218,11 +231,16 @@ def _run_job(
         parts_tried=True,
     )
     try:
-        return run.execute(resume)
+        # also after a worker of a cluster was lost
+        return run.execute(resume=folder.exists())
     except ConfigError:
         raise
     except FlowrlError as error:
         return str(error) or type(error).__name__
+
+
+def _digest(out: Path) -> str:
+    return hashlib.sha256(read_bytes(out / "config.json")).hexdigest()
 
 
 def _started(out: Path) -> bool:
@@ -239,7 +257,7 @@ def compare(
     config: CompareConfig,
     out: Path,
     resume: bool = False,
-    workers: int = 0,
+    workers: int | str | Executor = 0,
     watch: Watcher = lambda states: None,
     changed_code: bool = False,
     world: World | None = None,
@@ -253,7 +271,8 @@ def compare(
         config: the comparison.
         out: its folder.
         resume: continue the comparison in `out` instead of starting one.
-        workers: number of processes; 0: one per core, at most 16.
+        workers: number of processes, 0: one per core, at most 16; or as for
+            `flowrl.workers.run_jobs`. All workers need access to `out`.
         watch: called with the states of all jobs.
         changed_code: as for `Run`.
         world: as for `Run`; the processes get copies.
@@ -289,7 +308,7 @@ def _compare(
     config: CompareConfig,
     out: Path,
     resume: bool,
-    workers: int,
+    workers: int | str | Executor,
     watch: Watcher,
     changed_code: bool,
     trial: bool,
@@ -318,7 +337,7 @@ def _compare(
     completed = run_jobs(
         _run_job,
         {
-            name: (jobs[name], out / "runs" / name, resume, changed_code, trial)
+            name: (jobs[name], out / "runs" / name, _digest(out), changed_code, trial)
             for name in start_order(jobs)
         },
         workers,

@@ -44,8 +44,8 @@ class Claims:
     of the results.
     """
     workers: Workers = 0
-    """Number of parallel runs; 0 = one per core. Every run uses one thread, so the numbers do not
-    depend on it.
+    """Number of parallel runs, 0 = one per core, or a Dask cluster (docs/guides/cluster.md). Every run
+    uses one thread, so the numbers do not depend on it.
     """
     minutes: Annotated[float, Gt(0)] = math.inf
     """Start no more runs after this time; the next call continues."""
@@ -192,7 +192,7 @@ class Tune:
     out: Path = Path("runs/tuning.jsonl")
     """The log: one line per run. Runs that it has are not made again."""
     workers: Workers = 0
-    """Methods that are tuned at a time; 0 = one per core."""
+    """Methods that are tuned at a time, 0 = one per core, or a Dask cluster (docs/guides/cluster.md)."""
     show: bool = False
     """Make no runs: print what the log has chosen."""
     save: Path | None = None
@@ -288,7 +288,7 @@ class Rule:
     again.
     """
     workers: Workers = 0
-    """Number of parallel runs; 0 = one per core."""
+    """Number of parallel runs, 0 = one per core, or a Dask cluster (docs/guides/cluster.md)."""
 
     def main(self) -> int:
         """Tune, run, judge, write."""
@@ -336,7 +336,9 @@ class Microscope:
     results.
     """
     workers: Workers = 0
-    """Number of processes; 0 = one per core. The numbers do not depend on it."""
+    """Number of processes, 0 = one per core, or a Dask cluster (docs/guides/cluster.md). The numbers
+    do not depend on it.
+    """
 
     def main(self) -> int:
         """Measure, draw, write."""
@@ -422,7 +424,9 @@ class Headroom:
     results.
     """
     workers: Workers = 0
-    """Number of processes; 0 = one per core. The numbers do not depend on it."""
+    """Number of processes, 0 = one per core, or a Dask cluster (docs/guides/cluster.md). The numbers
+    do not depend on it.
+    """
 
     def main(self) -> int:
         """Search, run, write."""

@@ -19,6 +19,7 @@ from typing import Any
 from flowrl_compare.statistics import Estimate, collapsed, mean
 
 from flowrl.core.errors import require
+from flowrl.core.options import Workers
 from flowrl.training.build import check
 from flowrl.training.config import RunConfig
 from flowrl.training.presets import METHOD_SETTINGS
@@ -399,7 +400,7 @@ class HeadroomStudy:
     """
 
     def __init__(
-        self, tasks: Mapping[str, Task], path: Path, size: Size = Size(), workers: int = 0
+        self, tasks: Mapping[str, Task], path: Path, size: Size = Size(), workers: Workers = 0
     ) -> None:
         self.tasks, self.size, self.workers = dict(tasks), size, workers
         missing = [t.tuned_in for t in tasks.values() if t.tuned_in and t.tuned_in not in tasks]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.core.errors import ConfigError
+from flowrl.core.options import Workers
 from flowrl.io import file_lock
 from flowrl.parts.registry import files_of
 from flowrl.parts.specs import parse_spec
@@ -24,7 +25,7 @@ from flowrl_bench.digest import (
     same_golden,
 )
 from flowrl_bench.microscope import FORMS, NOISES, Cell, Size, cells, session
-from flowrl_bench.results_file import ResultsFile, provenance
+from flowrl_bench.results_file import ResultsFile, hardware, provenance, require_same_code
 
 FORMAT = 1
 Line = dict[str, Any]
@@ -103,7 +104,7 @@ class Study:
 
     def execute(
         self,
-        workers: int = 0,
+        workers: Workers = 0,
         progress: Callable[[int, int, Line], None] = lambda done, total, line: None,
     ) -> bool:
         """Compute the missing cells; False if Ctrl-C paused it. `progress(done, total, line)`
@@ -116,7 +117,7 @@ class Study:
                 for key, selected in self.sessions().items()
             }
             jobs = {
-                key: (key[2], selected, self.sizes[key[0]], dict(self.rules))
+                key: (key[2], selected, self.sizes[key[0]], dict(self.rules), code_digest())
                 for key, selected in missing.items()
                 if selected
             }
@@ -155,10 +156,18 @@ def _nothing(key: Any, result: Any) -> None:
 
 
 def _session(
-    worker: Worker, method: str, selected: list[Cell], size: Size, rules: Mapping[str, str]
+    worker: Worker,
+    method: str,
+    selected: list[Cell],
+    size: Size,
+    rules: Mapping[str, str],
+    code: str,
 ) -> None:
-    for line in session(method, selected, size, rules):
-        worker.send(line)
+    require_same_code(code)
+    sent = [line["cell"] for line in worker.sent]
+    selected = [cell for cell in selected if asdict(cell) not in sent]
+    for line in session(method, selected, size, rules) if selected else ():
+        worker.send({**line, "hardware": hardware()})
         if worker.stopped():
             return
 

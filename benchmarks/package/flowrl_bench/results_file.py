@@ -61,8 +61,14 @@ def provenance() -> dict[str, Any]:
     return {
         "commit": _commit(),
         "versions": {"python": platform.python_version(), "scipy": version("scipy"), **versions()},
-        "hardware": f"one core of {usable_cores()} ({_processor()})",
+        "hardware": hardware(),
     }
+
+
+@cache
+def hardware() -> str:
+    """The processor of this machine."""
+    return f"one core of {usable_cores()} ({_processor()})"
 
 
 def _commit() -> str:
@@ -110,6 +116,17 @@ def stamp() -> dict[str, Any]:
     }
 
 
+def require_same_code(code: str) -> None:
+    """Raise `ConfigError` if this process, perhaps on another machine, has code of another digest
+    than `code`, that of the process that started the study.
+    """
+    if code_digest() != code:
+        raise ConfigError(
+            f"the code on {platform.node()} in {PACKAGES['flowrl']} differs from that of the"
+            " process that started the study: install the same commit on all workers"
+        )
+
+
 def require_unchanged(config: RunConfig, key: str, code: str) -> None:
     """Raise `ConfigError` if the user's files or the project's code have changed since the
     beginning of a run.
@@ -135,8 +152,8 @@ def make_line(
     key: str = "",
     made: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The line of a finished run; `key`, `made`: its id and `stamp` from before the run, by default
-    the current ones.
+    """The line of a run that has finished on this machine; `key`, `made`: its id and `stamp` from
+    before the run, by default the current ones.
     """
     head = {
         "format": FORMAT,
@@ -144,7 +161,8 @@ def make_line(
         "seed": config.seed,
         "command": command,
     }
-    return {**head, **(made or stamp()), "config": config.as_dict(), **measured}
+    made = {**(made or stamp()), "hardware": hardware()}
+    return {**head, **made, "config": config.as_dict(), **measured}
 
 
 @dataclass(frozen=True)

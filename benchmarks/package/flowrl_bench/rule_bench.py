@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.core.errors import require
+from flowrl.core.options import Workers
 from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
 from flowrl.workers import worker_count
@@ -55,9 +56,10 @@ class Bench:
     """
 
     def __init__(
-        self, rule: str | Arm, parts: Sequence[Part], out: Path | None = None, workers: int = 0
+        self, rule: str | Arm, parts: Sequence[Part], out: Path | None = None, workers: Workers = 0
     ) -> None:
-        worker_count(workers, 1)
+        if isinstance(workers, int):
+            worker_count(workers, 1)
         self.folder = out or results_folder(rule)
         self.arm = known_arm(rule, self.folder)
         self.name, self.text = self.arm.name, settings_text(self.arm.settings)
@@ -232,7 +234,7 @@ def bench_rule(
     rule: str | Arm,
     parts: Sequence[Part],
     out: Path | None = None,
-    workers: int = 0,
+    workers: Workers = 0,
     command: str = "",
     say: Say = print,
 ) -> bool:

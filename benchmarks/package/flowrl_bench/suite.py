@@ -12,6 +12,7 @@ from typing import Any
 from flowrl_compare.costs import COUNTS
 
 from flowrl.core.errors import ConfigError
+from flowrl.core.options import Workers
 from flowrl.io import file_lock, write_json
 from flowrl.parts.trust import trust_option
 from flowrl.reading import read_json
@@ -29,6 +30,7 @@ from flowrl_bench.results_file import (
     SamplesFile,
     make_line,
     provenance,
+    require_same_code,
     require_unchanged,
     stamp,
 )
@@ -37,7 +39,7 @@ from flowrl_bench.verdicts import FEWEST
 Progress = Callable[[int, int, Mapping[str, Any]], None]
 """Called with (runs in the file, all runs, the line of the run that has just finished)."""
 BATCH = 8
-"""Runs of a process, which takes a second or two to warm up."""
+"""Runs of a process, which takes a second or two to warm up; workers of a cluster remain warm."""
 QUICK_QUESTIONS = ("random-points", "increments-alone", "point-density")
 """Open questions of the quick suite, which has all claims."""
 
@@ -91,7 +93,7 @@ class Suite:
     command: str = "flowrl bench claims"
 
     def execute(
-        self, workers: int = 0, progress: Progress | None = None, minutes: float = math.inf
+        self, workers: Workers = 0, progress: Progress | None = None, minutes: float = math.inf
     ) -> bool:
         """Compute the missing runs, low seeds first; False if paused.
 
@@ -114,9 +116,10 @@ class Suite:
                 if progress:
                     progress(in_file, len(self.runs), line)
 
-            made, deadline = stamp(), time.monotonic() + 60 * minutes
+            made, deadline = stamp(), time.time() + 60 * minutes
             ordered = sorted(missing, key=lambda key: missing[key].seed)
-            batches = [ordered[i : i + BATCH] for i in range(0, len(ordered), BATCH)]
+            size = BATCH if isinstance(workers, int) else 1
+            batches = [ordered[i : i + size] for i in range(0, len(ordered), size)]
             jobs = {
                 tuple(keys): ([(missing[k], k, self.redo_command(k)) for k in keys], made, deadline)
                 for keys in batches
@@ -148,8 +151,12 @@ def _run(
     deadline: float,
 ) -> None:
     """Send a line per run, given with its id and command, until the deadline or a pause."""
+    require_same_code(made["code"])
+    sent = {line["id"] for line in worker.sent}
     for config, key, command in batch:
-        if time.monotonic() >= deadline:
+        if key in sent:
+            continue
+        if time.time() >= deadline:
             return
         if (measured := measure(config, worker.stopped, lenient=True)) is None:
             return
@@ -160,7 +167,7 @@ def _run(
 def complete_samples(
     file: SamplesFile,
     runs: Mapping[str, RunConfig],
-    workers: int,
+    workers: Workers,
     progress: Callable[[int, int], None],
 ) -> bool:
     """Observe the runs that are missing in the file; False if it was paused."""

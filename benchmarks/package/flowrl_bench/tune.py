@@ -22,6 +22,7 @@ import numpy as np
 from flowrl_compare.results import without_groups
 
 from flowrl.core.errors import RewardContractError, TrainingError, require
+from flowrl.core.options import Workers
 from flowrl.io import file_lock, write_json
 from flowrl.reading import read_json
 from flowrl.workers import Worker, run_jobs
@@ -30,7 +31,13 @@ from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import column
 from flowrl_bench.measurements import CURVE, measure
 from flowrl_bench.page import Document, Table
-from flowrl_bench.results_file import ResultsFile, make_line, require_unchanged, stamp
+from flowrl_bench.results_file import (
+    ResultsFile,
+    make_line,
+    require_same_code,
+    require_unchanged,
+    stamp,
+)
 
 SEEDS = tuple(range(9000, 9100))
 """Seeds of tuning runs, first to last; no result has one of them."""
@@ -237,6 +244,8 @@ def _tune(
     worker: Worker, search: Search, lines: list[dict[str, Any]], command: str, made: dict[str, Any]
 ) -> bool:
     """Make the missing runs of a search, a message each; False if it was stopped."""
+    require_same_code(made["code"])
+    lines = [*lines, *worker.sent]
     scores, known = search.scores(lines), search.known(lines)
     while (trial := search.proposed(scores)) is not None:
         if trial in known:
@@ -267,7 +276,7 @@ def tune(
     searches: Sequence[Search],
     path: Path,
     command: str,
-    workers: int = 0,
+    workers: Workers = 0,
     progress: Callable[[Mapping[str, Any], int], None] = lambda line, done: None,
 ) -> bool:
     """Compute the searches' missing runs, one line of the file each; False if Ctrl-C paused it."""
