@@ -122,6 +122,17 @@ plt.show()
 # the *mean* velocity there. Least squares estimates this mean: a network trained to predict $\varepsilon - x_0$ from $(x_t, t)$ with a squared error
 # converges to $v$ (Lipman et al. 2022, arXiv 2210.02747, theorem 2; Liu et al. 2022, arXiv 2209.03003).
 #
+# <details><summary><b>Derivation: the mean velocity preserves the distribution at every time (four lines)</b></summary>
+#
+# Let $f$ be a smooth test function. If two families of distributions have the same $\mathbb E[f]$ for every $f$, they are equal.
+#
+# 1. Along the lines, $\frac{\mathrm d}{\mathrm dt}\mathbb E[f(x_t)] = \mathbb E[\nabla f(x_t)\cdot(\varepsilon - x_0)]$, by the chain rule.
+# 2. $\nabla f(x_t)$ is a fixed vector once $x_t$ is known. Average over all lines through $x_t$ first: the right-hand side is $\mathbb E[\nabla f(x_t)\cdot v(x_t, t)]$. Only the conditional mean is left.
+# 3. Points $y_t$ that move by $\mathrm dy/\mathrm dt = v(y, t)$ satisfy $\frac{\mathrm d}{\mathrm dt}\mathbb E[f(y_t)] = \mathbb E[\nabla f(y_t)\cdot v(y_t, t)]$. This is the same equation. Integrated by parts it is the continuity equation, $\partial_t p_t = -\nabla\cdot(v\,p_t)$.
+# 4. Both start from the noise at $t = 1$, and the equation determines the densities at all other times. So $y_t$ has the distribution of $x_t$ at every $t$, although the points of the ODE do not follow the lines.
+#
+# </details>
+#
 # ### Exercise 2 · the training loss
 #
 # *Difficulty: medium · importance: essential · time: 6 minutes*

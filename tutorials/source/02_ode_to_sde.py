@@ -103,6 +103,17 @@ opening()
 # because $\nabla p_t(x) = \int p(x_0)\,p(x \mid x_0)\,\nabla\log p(x \mid x_0)\,\mathrm dx_0$; divide by $p_t(x)$. Hence
 # $\nabla \log p_t(x) = -\mathbb E[\varepsilon \mid x_t = x]/t$. The lesson on flow matching computed the noise estimate from the velocity: $\hat\varepsilon = x + (1-t)v$.
 #
+# <details><summary><b>Tweedie's formula with the score</b></summary>
+#
+# Take the conditional mean of $x_t = (1-t)\,x_0 + t\,\varepsilon$ given $x_t = x$: $x = (1-t)\,\hat x_0 + t\,\hat\varepsilon$. Insert $\hat\varepsilon = -t\,\nabla\log p_t(x)$ and solve for the clean estimate:
+#
+# $$\hat x_0 = \mathbb E[x_0\mid x_t = x] = \frac{x + t^2\,\nabla\log p_t(x)}{1-t}.$$
+#
+# This is Tweedie's formula in its usual form (Robbins 1956; Efron 2011): the mean of what lies under Gaussian noise of variance $t^2$ is the observation plus $t^2$ times the score, here divided by the factor $1-t$ of the data. With $\nabla\log p_t = -(x + (1-t)v)/t$ it becomes $x - t\,v$, the estimate of the lesson on flow matching.
+# Velocity, score, clean estimate and noise estimate are four forms of one conditional mean.
+#
+# </details>
+#
 # ### Exercise 1 · the score from the velocity
 #
 # *Difficulty: easy · importance: essential · time: 4 minutes*

@@ -58,9 +58,9 @@ opening()
 #
 # | reinforcement learning | here |
 # |---|---|
-# | state | the node $x_i$, its time $t_i$, and the prompt |
-# | action | the next node $x_{i+1}$ |
-# | policy | the Gaussian $\pi(x_{i+1} \mid x_i)$ of the lesson on ODE and SDE; its mean depends on the network, its standard deviation does not |
+# | state | the node $z_i$, its time $t_i$, and the prompt |
+# | action | the next node $z_{i+1}$ |
+# | policy | the Gaussian $\pi(z_{i+1} \mid z_i)$ of the lesson on ODE and SDE; its mean depends on the network, its standard deviation does not |
 # | episode | $T$ steps from noise to image |
 # | reward | one number $R$, for the finished image |
 #
@@ -105,11 +105,11 @@ lesson.check_log_prob(log_prob)
 # ## The policy gradient
 #
 # The goal is a large expected reward, $J(\theta) = \mathbb E[R]$. The reward is computed by a program or by another model, and has no usable gradient. The policy has a gradient. Write $p(\text{path})$ for the probability density of a trajectory,
-# $p(x_0) \prod_i \pi(x_{i+1} \mid x_i)$, in which $x_0$ is node 0, the noise. Then
+# $p(z_0) \prod_i \pi(z_{i+1} \mid z_i)$, in which $z_0$ is node 0, the noise. Then
 #
-# $$\nabla J = \nabla\!\int\! R\, p = \int\! R\, \nabla p = \int\! R\, p\, \nabla\log p = \mathbb E\Big[R \sum_i \nabla\log\pi(x_{i+1} \mid x_i)\Big].$$
+# $$\nabla J = \nabla\!\int\! R\, p = \int\! R\, \nabla p = \int\! R\, p\, \nabla\log p = \mathbb E\Big[R \sum_i \nabla\log\pi(z_{i+1} \mid z_i)\Big].$$
 #
-# The third equality is the chain rule, $\nabla\log p = \nabla p / p$. In the fourth, $p(x_0)$ drops out, because it does not depend on the weights. The result needs samples, their rewards, and the gradients of log-probabilities (Williams 1992, REINFORCE).
+# The third equality is the chain rule, $\nabla\log p = \nabla p / p$. In the fourth, $p(z_0)$ drops out, because it does not depend on the weights. The result needs samples, their rewards, and the gradients of log-probabilities (Williams 1992, REINFORCE).
 #
 # Any number $b$ that does not depend on the action may be subtracted from $R$, because
 #
@@ -232,6 +232,17 @@ lesson.check_group_advantage(group_advantage)
 # 1707.06347) with *clip range* $c$ removes the incentive to go further:
 #
 # $$L = \operatorname{mean}\ \max\big(-A\rho,\ -A\,\operatorname{clip}(\rho, 1-c, 1+c)\big).$$
+#
+# <details><summary><b>The importance-sampling identity</b></summary>
+#
+# Let $f$ be a function of the draw $z$. If the old policy can draw everything that the new one can, then
+#
+# $$\mathbb E_{\pi}[f] = \int \pi\,f\,\mathrm dz = \int \pi_\text{old}\,\frac{\pi}{\pi_\text{old}}\,f\,\mathrm dz = \mathbb E_{\pi_\text{old}}[\rho\,f].$$
+#
+# With $f = 1$ the mean of $\rho$ is 1. With $f = A$, the derivative of $\mathbb E_{\pi_\text{old}}[\rho\,A]$ is $\mathbb E_{\pi_\text{old}}[\rho\,A\,\nabla\log\pi]$, since $\nabla\rho = \rho\,\nabla\log\pi$; at $\rho = 1$ this is the policy gradient.
+# The identity has two prices. The variance of $\rho f$ grows fast as the policies move apart. And it holds for *one* draw: if several are made in a row, the weight of the last one is the product of all ratios so far. The lesson Why a step may be credited measures both.
+#
+# </details>
 #
 # ### Exercise 4 · the clipped loss
 #
@@ -590,7 +601,7 @@ lesson.check_diagnosis(diagnosis)
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
-# | $\log\pi(x_{i+1}\mid x_i)$, mean over elements | log-probability | `flow.log_prob` |
+# | $\log\pi(z_{i+1}\mid z_i)$, mean over elements | log-probability | `flow.log_prob` |
 # | $\mathbb E[(R - b)\sum_i\nabla\log\pi]$ | policy gradient, $b$ any baseline | `losses.PolicyGradientLoss` |
 # | $A = (R - \bar R)/(\mathrm{std} + 10^{-4})$ | group advantage | `credit.Uniform`, `credit.zscore` |
 # | $\max(-A\rho, -A\operatorname{clip}\rho)$ | clipped loss | `losses.ClippedLoss(clip_range)` |
@@ -606,4 +617,4 @@ lesson.check_diagnosis(diagnosis)
 # - Liu et al. 2025, *Understanding R1-Zero-like training* (arXiv 2503.20783): the bias from dividing by the group's standard deviation.
 # - Zheng et al. 2025, *GSPO* (arXiv 2507.18071): the ratio of a whole text as a geometric mean over tokens, the counterpart of the mean over elements.
 #
-# **Next:** [5 · Flow-GRPO](05_flow_grpo.ipynb) fine-tunes an image model.
+# **Next:** [4 · Why a step may be credited](04_why_a_step_may_be_credited.ipynb) proves which other credits the gradient allows.

@@ -1,0 +1,751 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 4 · Why a step may be credited
+#
+# **After this lesson you can** prove which credits leave the policy gradient unchanged, use values of states as baselines and as credit, choose $\lambda$, say how the noise grows with the number of decisions, and say what old samples are worth.
+#
+# **Time** 75 minutes, of which the computer needs less than one. **You need** the lesson on GRPO.
+#
+# The lesson on GRPO gave every step of a trajectory the same credit: the reward of the finished sample. The papers of this course give each step a credit of its own. May they? This lesson answers the question with one theorem, and checks every line of it against exact numbers.
+#
+# For exact numbers we need a policy so small that its gradient is known. We keep the exact flow of the ring, and give the policy a single parameter: a *wind* $\theta$, a vector in the plane. In every decision it is subtracted from the velocity, $v_\theta(x, t) = v(x, t) - \theta$, so that it blows all samples its way. The reward is the one you know: $R = e^{-d^2/2}$ at distance $d$ from the target at 45 degrees.
+# Let us see what a wind towards the target does.
+
+# %% tags=["hide-input"]
+from dataclasses import replace
+
+import matplotlib.pyplot as plt
+import torch
+
+from flowrl import Prompt
+from flowrl.credit import generalised_gains, reward_to_go
+from flowrl.probes import NoProbe
+from flowrl.rollout import Groups
+from flowrl_bench.exact import Exact, exact_advantages
+from flowrl_bench.gradients import RawCredit, Setting, alignment, pathwise_gradients, policy_gradients
+from flowrl_course import lesson_04 as lesson
+from flowrl_course.chain import CALM, TARGET, Chain, reward, velocity
+from flowrl_course.figures import ACCENT, DATA, INK, NOISE, OTHERS, clean, panels, plane
+from flowrl_course.runs import start
+
+torch.set_num_threads(1)
+chain = Chain(steps=10)  # 9 decisions; the last step follows the ODE
+TOWARDS = TARGET / TARGET.norm()  # the direction of the target, a unit vector
+strengths = torch.linspace(0, 3.2, 33, dtype=torch.float64)
+heights = torch.stack([chain.objective(strength * TOWARDS) for strength in strengths])
+slope = float(chain.gradient() @ TOWARDS)
+
+
+def opening():
+    """Samples in two winds, and the expected reward for all strengths."""
+    figure, axes = panels(3, width=3.4, height=3.3)
+    for cell, strength, title in ((axes[0], 0.0, "calm"), (axes[1], 1.0, "wind 1 towards the target")):
+        points = chain.roll(600, seed=1, wind=strength * TOWARDS)[-1]
+        plane(cell, title)
+        cell.scatter(*points.T, s=5, color=DATA, alpha=0.6)
+        cell.scatter(*TARGET, s=120, marker="*", color=ACCENT, zorder=3)
+        if strength:
+            cell.annotate(
+                "", TOWARDS.tolist(), (0, 0), arrowprops={"arrowstyle": "-|>", "color": INK, "shrinkA": 0, "shrinkB": 0}
+            )
+            cell.text(-0.9, -0.5, "θ", color=INK)
+    axes[2].plot(strengths, heights, color=INK)
+    axes[2].plot(strengths[:16], heights[0] + slope * strengths[:16], ":", color=ACCENT)
+    axes[2].text(0.75, 0.27, f"slope in calm {slope:.3f}", color=ACCENT)
+    axes[2].set(xlabel="strength of the wind", ylabel="expected reward J", title="exact J, all winds towards the target")
+    clean(axes[2])
+    plt.show()
+
+
+opening()
+print(f"exact J in calm: {float(heights[0]):.4f}")
+print("exact gradient of J by the wind, in calm: " + " ".join(f"{part:.4f}" for part in chain.gradient().tolist()))
+
+# %% [markdown]
+# The curve on the right is no average over samples. $J$ is computed by dynamic programming on a grid, backwards from the reward, and the computation is differentiated by the wind. (The lesson What is a step worth? writes this program; here `Chain.objective`, `Chain.gradient` and `Chain.values` contain it.)
+# So the slope at the beginning is exact. Every estimate of this lesson has to reproduce it.
+#
+# ## The chain and its gradient
+#
+# Some letters first. $x_t$ is a state at the continuous time $t$, with $x_0$ the data. On the grid of a sampler we count nodes from the noise: $z_0$ is the noise, $z_j$ the state at node $j$, and $z_T$ the finished sample. Decision $k$ draws
+#
+# $$z_{k+1} = \mu_k(z_k) + \sigma_k\,\varepsilon_k,\qquad k = 0, \dots, D-1,$$
+#
+# in which $\sigma_k$ is the standard deviation of the whole step. Then an ODE step finishes the sample: $D = T - 1$. The lesson on GRPO derived
+#
+# $$\nabla J = \mathbb E\Big[\sum_k \psi_k\,R\Big],\qquad \psi_k = \nabla_\theta\log\pi_\theta(z_{k+1}\mid z_k).$$
+#
+# $\psi_k$ is the *score* of decision $k$: the direction in which the parameter should move to make this very draw more likely.
+# A wind $\theta$ moves the mean of decision $k$ by $c_k\,\theta$, with a number $c_k$ that depends on the step only (`Chain.pushes`). So the wind acts in the decisions alone, because the policy gradient cannot see a step that draws nothing.
+#
+# ### Exercise 1 · the score of a decision
+#
+# *Difficulty: easy · importance: essential · time: 4 minutes*
+#
+# `z_next` and `mean` are `[sample, 2]`; `std` ($\sigma_k$) and `push` ($c_k$) are numbers. Return $\psi_k$, the gradient of the log-density (summed over both dimensions) by the wind, `[sample, 2]`.
+
+
+# %% tags=["exercise"]
+def score(z_next, mean, std, push):
+    """The gradient of log pi(z_next) by the wind, which moves the mean by push times the wind."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Differentiate $-\lvert z - \mu\rvert^2/(2\sigma^2)$ by $\mu$ first. The chain rule then multiplies by the derivative of $\mu$ by $\theta$.
+
+
+# %% tags=["solution"]
+def score(z_next, mean, std, push):
+    """The gradient of log pi(z_next) by the wind, which moves the mean by push times the wind."""
+    return push * (z_next - mean) / std**2
+
+
+# %%
+lesson.check_score(score)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** $\nabla_\mu\log\pi = (z - \mu)/\sigma^2$, and $\mu$ moves by $c_k\theta$. On policy $z - \mu = \sigma\varepsilon$, so that $\psi_k = c_k\,\varepsilon_k/\sigma_k$: a score is noise with a factor. A network replaces $c_k$ by the derivative of its output by the weights; nothing else changes.
+
+# %% [markdown]
+# The next cell draws 40,000 trajectories and compares the average of $\sum_k\psi_k R$ with the exact gradient. From now on we call one trajectory's term an *estimate*, and the root mean square of its deviation from the mean its *noise*, in units of the true gradient's length.
+
+
+# %%
+def scores_of(chain, nodes, wind=CALM):
+    """psi of all decisions [sample, decision, 2]; nodes is [node, sample, 2]."""
+    steps = range(chain.decisions)
+    return torch.stack([score(nodes[k + 1], chain.mean(nodes[k], k, wind), chain.stds[k], chain.pushes[k]) for k in steps], 1)
+
+
+def estimates(credit, scores):
+    """Every trajectory's sum of score times credit [sample, 2]."""
+    return (scores * credit[..., None]).sum(1)
+
+
+def noise_of(samples, truth):
+    """Root mean square deviation from the mean, in lengths of the truth."""
+    return float(samples.var(0).sum().sqrt() / truth.norm())
+
+
+def report(name, samples, truth):
+    """The mean of estimates with its standard error, beside the truth, and the noise."""
+    error = samples.std(0) / len(samples) ** 0.5
+    parts = "  ".join(f"{float(m):6.3f} ± {float(e):.3f}" for m, e in zip(samples.mean(0), error, strict=True))
+    print(f"{name:<26} {parts}   noise {noise_of(samples, truth):4.1f}")
+
+
+nodes = chain.roll(40_000, seed=3)
+values = chain.values(nodes)  # V_0 ... V_8 and R, [sample, 10]
+rewards = values[:, -1]
+scores, truth = scores_of(chain, nodes), chain.gradient()
+everywhere = torch.ones(1, chain.decisions)
+print(f"{'exact gradient':<26} " + "           ".join(f"{float(part):6.3f}" for part in truth))
+report("R", estimates(rewards[:, None] * everywhere, scores), truth)
+report("R - mean reward", estimates((rewards - rewards.mean())[:, None] * everywhere, scores), truth)
+
+# %% [markdown]
+# The average is right, and the noise is large: more than five times the gradient's length with $R$, and 4.5 times with the mean reward as a baseline. The rest of the lesson is about this second column. Which other credits $A_k$ may replace $R$ in $\sum_k\psi_k A_k$, so that the mean stays and the noise falls?
+#
+# ## What comes before has no part
+#
+# **Causality.** Let $f$ be any function of the states up to $z_k$. Then $\mathbb E[\psi_k f] = 0$. For if we know $z_0, \dots, z_k$, then $f$ is a fixed number, and only $z_{k+1}$ is still to be drawn:
+#
+# $$\mathbb E\big[\psi_k f\mid z_0, \dots, z_k\big] = f\int\pi_\theta\,\nabla\log\pi_\theta = f\,\nabla\!\int\pi_\theta = f\,\nabla 1 = 0 .$$
+#
+# Averaging over $z_0, \dots, z_k$ gives 0 again. In words: a decision is not the cause of what happened before it.
+#
+# **What comes later, on average.** Let $h$ be a quantity with $\mathbb E[h \mid z_0, \dots, z_{k+1}] = 0$: it may depend on later draws, but once $z_{k+1}$ is known, nothing of it can be expected. Then $\mathbb E[\psi_k h] = 0$ too, because $\psi_k$ is a fixed number once $z_{k+1}$ is known. This second half is needed as often as the first.
+#
+# ### Exercise 2 · which terms vanish?
+#
+# *Difficulty: medium · importance: essential · time: 8 minutes*
+#
+# $V_j(z)$ is the expected reward if the sampler goes on from $z$ at node $j$. **Predict** before you run the next cell: for which $f$ is $\mathbb E[\psi_4 f] = 0$? Answer `True` if the term vanishes.
+#
+# | | $f$ |
+# |---|---|
+# | A | $\lvert z_0\rvert^2$ |
+# | B | $V_4(z_4)$ |
+# | C | $V_5(z_5)$ |
+# | D | $R - V_5(z_5)$ |
+# | E | $V_3(z_3) - V_2(z_2)$, the gain of decision 2 |
+# | F | $V_7(z_7) - V_6(z_6)$, the gain of decision 6 |
+# | G | the mean reward of the other three members of a group of four |
+# | H | the mean reward of all four members |
+
+# %% tags=["exercise"]
+vanishes = {"A": ..., "B": ..., "C": ..., "D": ..., "E": ..., "F": ..., "G": ..., "H": ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Decision 4 draws $z_5$. Ask twice: is $f$ known before this draw? If not, what is the mean of $f$ once $z_5$ is known?
+
+# %% tags=["solution"]
+vanishes = {"A": True, "B": True, "C": False, "D": True, "E": True, "F": True, "G": True, "H": False}
+
+# %%
+lesson.check_vanishing(vanishes)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** A, B and E are known before the draw; G is independent of it. D and F have mean 0 once $z_5$ is known: $V_5$ *is* the mean of $R$, and a gain has mean 0 given the state that it starts from. C is what decision 4 does to the reward. H contains a quarter of the member's own reward, and so a quarter of C; a group's mean shrinks the gradient by the factor $1 - 1/G$.
+
+# %%
+others = rewards.view(-1, 4)
+others = ((others.sum(1, keepdim=True) - others) / 3).flatten()
+candidates = {
+    "A": nodes[0].square().sum(1),
+    "B": values[:, 4],
+    "C": values[:, 5],
+    "D": rewards - values[:, 5],
+    "E": values[:, 3] - values[:, 2],
+    "F": values[:, 7] - values[:, 6],
+    "G": others,
+    "H": rewards.view(-1, 4).mean(1).repeat_interleave(4),
+}
+for letter, f in candidates.items():
+    terms = scores[:, 4] @ TOWARDS * f
+    error = float(terms.std() / len(terms) ** 0.5)
+    away = abs(float(terms.mean())) / error
+    print(f"{letter}  mean {float(terms.mean()):7.4f} ± {error:.4f}   {'not 0' if away > 4 else 'consistent with 0'}")
+
+# %% [markdown]
+# The measurement agrees: only C and H differ from 0 by more than four standard errors, and H is about a quarter of C.
+#
+# There is a catch for our field. In a game with a reward after every move, causality removes the rewards that were paid before. Here the only reward is paid at the end, *after* every decision. Causality removes nothing from $R$ as long as $R$ is one number. It becomes useful once $R$ is split into parts, and values split it.
+#
+# ## Baselines that know the state
+#
+# Causality allows any baseline $b(z_k)$, not only a constant: $\mathbb E[\psi_k\,(R - b(z_k))] = \mathbb E[\psi_k R]$. The noise is another matter. A good baseline predicts the reward from the state, for what can be predicted before the draw is not due to the draw.
+#
+# ### Exercise 3 · design a baseline
+#
+# *Difficulty: harder · importance: useful · time: 12 minutes*
+#
+# Write a baseline of your own, without the grid: `baseline(z, time)` gets the states `[sample, 2]` and their time, a number, and returns `[sample]`. It may use the functions `velocity(z, time)`, `[sample, 2]`, and `reward(points)`, `[sample]`. The variance of the estimate must be at most half of what the mean reward gives. There are several good answers.
+
+
+# %% tags=["exercise"]
+def baseline(z, time):
+    """An estimate of the final reward from a state and its time."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The lesson on flow matching has an estimate of the finished sample from any state. Which reward would that sample get?
+
+
+# %% tags=["solution"]
+def baseline(z, time):
+    """An estimate of the final reward from a state and its time."""
+    return reward(z - time * velocity(z, time))
+
+
+# %%
+lesson.check_baseline(baseline)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** $z - t\,v$ is the mean of the finished samples (the Tweedie estimate), and its reward a cheap guess of $V$. The guess need not be right: a wrong baseline is as unbiased as a right one, it only removes less noise. The best baseline in each decision is $\mathbb E[\lvert\psi_k\rvert^2 R \mid z_k]/\mathbb E[\lvert\psi_k\rvert^2\mid z_k]$ (differentiate the variance by $b$), and $V_k(z_k)$ is close to it.
+
+# %%
+constant = (rewards - rewards.mean())[:, None] * everywhere
+guessed = rewards[:, None] - torch.stack([baseline(nodes[k], chain.times[k]) for k in range(chain.decisions)], 1)
+to_go = rewards[:, None] - values[:, :-1]
+print(f"{'exact gradient':<26} " + "           ".join(f"{float(part):6.3f}" for part in truth))
+report("R - mean reward", estimates(constant, scores), truth)
+report("R - your baseline", estimates(guessed, scores), truth)
+report("R - V_k, exact values", estimates(to_go, scores), truth)
+
+# %% [markdown]
+# All three means agree with the exact gradient within two standard errors. Your baseline removes most of the noise that exact values remove, and it cost one velocity per state, which a rollout has computed anyway.
+#
+# $R - V_k(z_k)$ is called the *reward to go* in this field: what is still gained from decision $k$ on.
+#
+# ## V, Q and the advantage
+#
+# Reinforcement learning has two values. $V_k(z_k)$ is the expected reward from a state on, and $Q_k(z_k, a)$ that after taking action $a$ there. Our action *is* the next state, $a = z_{k+1}$, and nothing else happens in between. Hence $Q_k(z_k, z_{k+1}) = V_{k+1}(z_{k+1})$, and the advantage of a decision is a difference of two values:
+#
+# $$A^*_k = Q_k - V_k = V_{k+1}(z_{k+1}) - V_k(z_k),\qquad R = V_0(z_0) + \sum_k A^*_k .$$
+#
+# **Theorem.** All of these have the same expectation, decision by decision, and their sum over decisions is $\nabla J$:
+#
+# $$\mathbb E[\psi_k R] = \mathbb E[\psi_k (R - b(z_k))] = \mathbb E[\psi_k (R - V_k)] = \mathbb E[\psi_k A^*_k] .$$
+#
+# *Proof.* $R = V_0 + \sum_j A^*_j$. Look at one term of $\mathbb E[\psi_k R]$ at a time. $V_0$ and the gains with $j < k$ are functions of the states up to $z_k$: causality removes them. The gains with $j > k$ have mean 0 given $z_{k+1}$: the second half removes them. What is left is $A^*_k$. ∎
+#
+# The next figure is this proof in numbers. Left: the mean of $\psi_k A^*_j$ (the component towards the target) for every pair of a decision $k$ and a gain $j$. Right: the standard deviation of the same products.
+
+# %%
+gains = values.diff(dim=-1)  # A* of all decisions [sample, decision]
+towards = scores @ TOWARDS
+products = towards[:, :, None] * gains[:, None, :]  # [sample, k, j]
+mean, spread = products.mean(0), products.std(0)
+significance = (mean / (spread / len(nodes[0]) ** 0.5)).abs()
+off = ~torch.eye(9, dtype=torch.bool)
+print(f"sum of the diagonal {float(mean.diagonal().sum()):.4f}; exact {slope:.4f}")
+print(f"largest |mean| off the diagonal, in standard errors: {float(significance[off].max()):.1f}")
+print(f"smallest mean on the diagonal, in standard errors: {float(significance.diagonal().min()):.1f}")
+print(
+    f"share of the squares off the diagonal, which are pure noise: {float(spread[off].square().sum() / spread.square().sum()):.0%}"
+)
+
+# %% tags=["hide-input"]
+figure, axes = panels(2, width=4.6, height=3.8)
+for cell, table, title in (
+    (axes[0], mean, "mean: only the diagonal"),
+    (axes[1], spread, "noise: most of it below the diagonal"),
+):
+    shown = cell.imshow(table, cmap="Blues", vmin=0)
+    cell.set(xlabel="gain of decision j", ylabel="score of decision k", title=title, xticks=range(9), yticks=range(9))
+    figure.colorbar(shown, ax=cell, shrink=0.8)
+axes[1].stairs([j + 0.5 for j in range(9)], [j - 0.5 for j in range(10)], baseline=None, color=ACCENT, linewidth=1.5)
+axes[1].text(3.6, 1.2, "reward to go adds up\nthis side of each row", color=ACCENT, fontsize=9)
+axes[1].text(0.9, 7.6, "gained before decision k", color="white", fontsize=9)
+plt.show()
+
+# %% [markdown]
+# A row of the figure is one decision. Uniform credit adds up the whole row. The reward to go starts at the diagonal: it leaves out the triangle on the lower left, what was gained *before* the decision. $A^*_k$ is the diagonal alone. The means off the diagonal are 0, so all three have the same expectation; but every cell that is added brings its noise.
+# And the noise is largest on the lower left, where late decisions, which have large scores, meet early gains, which decide the reward.
+#
+# ### Exercise 4 · two bugs
+#
+# *Difficulty: medium · importance: useful · time: 8 minutes*
+#
+# A colleague writes the estimate with the reward to go, and subtracts the mean credit to lower the noise further. The reward falls instead. Find and repair **two bugs**. `values` is `[sample, decision+1]` with the reward in the last column, `scores` is `[sample, decision, 2]`.
+
+
+# %% tags=["exercise"]
+def to_go_estimate(values, scores):
+    """sum_k psi_k (R - V_k), [sample, 2]; the credit is centred."""
+    credit = values[:, -1:] - values[:, 1:]
+    credit = credit - credit.mean(dim=1, keepdim=True)
+    return (scores * credit[..., None]).sum(dim=1)
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Go through everything that is subtracted from the reward. Is it known before decision $k$ is drawn, or independent of it?
+
+
+# %% tags=["solution"]
+def to_go_estimate(values, scores):
+    """sum_k psi_k (R - V_k), [sample, 2]; the credit is centred."""
+    credit = values[:, -1:] - values[:, :-1]
+    credit = credit - credit.mean(dim=0, keepdim=True)
+    return (scores * credit[..., None]).sum(dim=1)
+
+
+# %%
+lesson.check_repaired(to_go_estimate)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** `values[:, 1:]` is the value *after* the draw. It removes exactly what decision $k$ has done, and $\mathbb E[\psi_k(R - V_{k+1})] = 0$ (term D of exercise 2). `mean(dim=1)` averages over the decisions of the trajectory itself, and so contains later draws. `mean(dim=0)` averages over other trajectories (and the own one, which matters only in small groups).
+# Neither bug raises an error. Compare a new estimate with a known gradient before you train with it; the next cell does so for each bug alone.
+
+# %% [markdown]
+# Here are the estimates as a picture. Each dot is the mean of 24 trajectories, a small batch; the arrow is the exact gradient. The colleague's version is on the right.
+
+# %% tags=["hide-input"]
+late_baseline = rewards[:, None] - values[:, 1:]
+both = late_baseline - late_baseline.mean(dim=1, keepdim=True)
+CLOUDS = {
+    "uniform: R - mean": estimates(constant, scores),
+    "reward to go: R - V": to_go_estimate(values, scores),
+    "exact: A*": estimates(gains, scores),
+    "with both bugs": estimates(both, scores),
+}
+figure, axes = panels(4, width=2.7, height=2.9, sharex=True, sharey=True)
+for cell, (name, samples), shade in zip(axes, CLOUDS.items(), (NOISE, DATA, OTHERS[0], ACCENT), strict=True):
+    batches = samples[:9600].view(-1, 24, 2).mean(1)
+    cell.scatter(*batches.T, s=5, color=shade, alpha=0.5)
+    cell.annotate("", truth.tolist(), (0, 0), arrowprops={"arrowstyle": "-|>", "color": INK, "lw": 1.8})
+    cell.scatter(*samples.mean(0), marker="+", s=90, color="black", zorder=4)
+    cell.set(title=name, aspect="equal", xlabel="component x", xlim=(-0.3, 0.55), ylim=(-0.3, 0.55))
+    clean(cell)
+axes[0].set_ylabel("component y")
+figure.suptitle("Arrow: exact gradient; cross: mean of all estimates", fontsize=11)
+plt.show()
+for name, samples in CLOUDS.items():
+    report(name, samples, truth)
+report("only V_{k+1}", estimates(late_baseline, scores), truth)
+report("only mean(dim=1)", estimates(to_go - to_go.mean(dim=1, keepdim=True), scores), truth)
+
+# %% [markdown]
+# The first three crosses lie at the tip of the arrow. Their clouds differ: with exact credit the cloud is the smallest, and uniform credit needs about six times as many trajectories for the same precision (the variance is the square of the noise). The baseline $V_{k+1}$ alone gives the mean 0, as the theorem says. The mean over the own decisions alone halves the gradient, and both bugs together a gradient that points away from the target.
+#
+# ## Between the two: λ
+#
+# $A^*_k$ needs exact values, which we do not have for images. With a value $\hat V$ that is only an estimate, the gain $g_k = \hat V_{k+1} - \hat V_k$ is biased: an error of $\hat V_{k+1}$ depends on the draw of decision $k$, so causality does not remove it. The reward to go $R - \hat V_k$ has no such error, for its $\hat V_k$ is a baseline. Generalised advantages (Schulman et al. 2015) lie between the two,
+#
+# $$A_k^\lambda = g_k + \lambda\,g_{k+1} + \lambda^2 g_{k+2} + \dots + \lambda^{D-1-k} g_{D-1},$$
+#
+# with the gain at $\lambda = 0$ and, because the sum telescopes, the reward to go at $\lambda = 1$.
+#
+# ### Exercise 5 · generalised advantages
+#
+# *Difficulty: medium · importance: essential · time: 7 minutes*
+#
+# `values` is `[sample, decision+1]` with the reward in the last column. Return $A_k^\lambda$, `[sample, decision]`.
+
+
+# %% tags=["exercise"]
+def lambda_credit(values, lam):
+    """g_k + lam g_{k+1} + lam^2 g_{k+2} + ..."""
+    gains = values.diff(dim=-1)
+    ...
+    return gains
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** $A_k^\lambda = g_k + \lambda A_{k+1}^\lambda$. At which decision does this recursion start, and in which direction does it go?
+
+
+# %% tags=["solution"]
+def lambda_credit(values, lam):
+    """g_k + lam g_{k+1} + lam^2 g_{k+2} + ..."""
+    gains = values.diff(dim=-1)
+    credit = [gains[:, -1]]
+    for k in reversed(range(gains.shape[1] - 1)):
+        credit.insert(0, gains[:, k] + lam * credit[0])
+    return torch.stack(credit, dim=1)
+
+
+# %%
+lesson.check_lambda(lambda_credit)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The recursion goes backwards from the last decision, because a decision is the cause of later gains. A recursion forwards would credit earlier gains. With exact values even that has the right mean (they vanish), so that no test of the mean finds the bug; only the noise shows it. In `flowrl`: `credit.generalised_gains`.
+
+# %% [markdown]
+# Where does a wrong value come from? Usually from yesterday: a critic has learned from the policy before its last updates. So let the policy blow with a wind of strength $\sqrt2$, and compare two values on its trajectories: its own exact ones, and the exact ones *of the calm policy*. **Predict** the two curves of the bias against $\lambda$.
+
+# %%
+now = torch.ones(2, dtype=torch.float64)
+later = chain.roll(100_000, seed=4, wind=now)
+later_scores, later_truth = scores_of(chain, later, now), chain.gradient(now)
+tables = {"its own values": chain.values(later, now), "values of the calm policy": chain.values(later, CALM)}
+lams = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+curves = {}
+for name, table in tables.items():
+    rows = [estimates(lambda_credit(table, lam), later_scores) for lam in lams]
+    bias = [float((row.mean(0) - later_truth).norm() / later_truth.norm()) for row in rows]
+    curves[name] = bias, [noise_of(row, later_truth) for row in rows]
+    for label, numbers in ((f"{name}, lambda", lams), ("  bias", bias), ("  noise of one estimate", curves[name][1])):
+        print(f"{label:<34}" + " ".join(f"{value:5.2f}" for value in numbers))
+error = noise_of(estimates(lambda_credit(tables["its own values"], 1.0), later_scores), later_truth) / len(later[0]) ** 0.5
+print(f"standard error of a bias: {error:.3f}")
+largest = max(
+    float((generalised_gains(table[None], lam)[0] - lambda_credit(table, lam)).abs().max())
+    for table in tables.values()
+    for lam in lams
+)
+print(f"largest difference from the library: {largest:.0e}")
+print("lambda = 1 is the reward to go:", torch.allclose(lambda_credit(values, 1.0), reward_to_go(values[None])[0]))
+
+# %% [markdown] tags=["expected"]
+# its own values, lambda             0.00  0.25  0.50  0.75  0.90  1.00
+#   bias                             0.01  0.01  0.01  0.01  0.01  0.01
+#   noise of one estimate            2.94  2.94  2.97  3.05  3.14  3.25
+# values of the calm policy, lambda  0.00  0.25  0.50  0.75  0.90  1.00
+#   bias                             0.31  0.29  0.26  0.19  0.11  0.02
+#   noise of one estimate            2.93  2.92  2.93  2.97  3.02  3.10
+# standard error of a bias: 0.010
+# largest difference from the library: 0..1e-9
+# lambda = 1 is the reward to go: True
+
+# %% tags=["hide-input"]
+figure, axes = panels(2, width=4.0, height=3.0)
+for (name, (bias, noise)), shade in zip(curves.items(), (DATA, ACCENT), strict=True):
+    axes[0].plot(lams, bias, "o-", color=shade, markersize=4, label=name)
+    axes[1].plot(lams, noise, "o-", color=shade, markersize=4)
+axes[0].set(xlabel="λ", ylabel="bias / length of the gradient", title="Wrong values: less bias with larger λ")
+axes[0].legend(frameon=False, fontsize=9)
+axes[1].set(xlabel="λ", ylabel="noise / length of the gradient", title="The price in noise", ylim=(2.5, 3.5))
+for cell in axes:
+    clean(cell)
+plt.show()
+
+# %% [markdown]
+# The prediction of theory holds. With its own values the estimate has no bias at any $\lambda$ beyond the standard error of 0.01, and the smallest $\lambda$ has the least noise. With yesterday's values the gain is wrong by 31% of the gradient's length, and the reward to go by nothing measurable: at $\lambda = 1$ a wrong value is a mere baseline.
+#
+# Here the price of $\lambda = 1$ is only a tenth more noise. So the reward to go is the better choice as soon as a batch is not tiny: bias does not average out, noise does. This is a statement about this chain. If later decisions bring much luck, as in games of a thousand moves, the right-hand curve is steep, and $\lambda$ between 0.9 and 0.99 is common. The lesson What is a step worth? lets the data choose the mixture, decision by decision.
+#
+# ## The number of decisions
+#
+# How does the noise grow with $D$? Let us first neglect that a decision's credit depends on its own draw. Then the variance of the estimate is a sum over decisions,
+#
+# $$\sum_k \mathbb E\lvert\psi_k\rvert^2 \cdot \operatorname{var}(A_k).$$
+#
+# Gains of different decisions are uncorrelated (each has mean 0 given what came before). So the variance of a credit is the sum of the variances of the parts that it contains: $\operatorname{var}(V_0)$, and $\operatorname{var}(A^*_j)$ for each $j$.
+#
+# ### Exercise 6 · the noise of three credits
+#
+# *Difficulty: harder · importance: useful · time: 10 minutes*
+#
+# `sizes` `[decision]` has $\mathbb E\lvert\psi_k\rvert^2$; `shares` `[1 + decision]` has $\operatorname{var}(V_0)$ and then $\operatorname{var}(A^*_k)$ of every decision. Return this sum for uniform credit $R - J$, the reward to go $R - V_k$, and the gain $A^*_k$. **Predict** the three numbers for $D$ decisions of equal size 1 and equal share $1/D$, with $\operatorname{var}(V_0) = 0$.
+
+
+# %% tags=["exercise"]
+def noise_parts(sizes, shares):
+    """The variance of the estimate with uniform credit, reward to go, and gain."""
+    return ..., ..., ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Draw a table like the figure above, with row $k$ and a column for $V_0$ and for each gain. Mark the cells that each credit adds up in row $k$. `flip(0).cumsum(0).flip(0)` sums from an entry to the end.
+
+
+# %% tags=["solution"]
+def noise_parts(sizes, shares):
+    """The variance of the estimate with uniform credit, reward to go, and gain."""
+    own = shares[1:]
+    rest = own.flip(0).cumsum(0).flip(0)
+    return sizes.sum() * shares.sum(), (sizes * rest).sum(), (sizes * own).sum()
+
+
+# %%
+lesson.check_noise(noise_parts)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Each credit adds up its part of the row. For equal decisions the three numbers are $D$, $(D+1)/2$ and $1$. So the reward to go saves half of the variance, and exact credit all but one part in $D$: the more decisions, the more there is to gain.
+
+# %%
+COUNTS = (3, 5, 10, 20, 40)
+measured, predicted, floors = [], [], []
+print("decisions | measured variance / |gradient|^2      | predicted             | floor")
+print("          | uniform  to go  gain  uniform / gain | uniform  to go  gain  |")
+for steps in COUNTS:
+    other = Chain(steps)
+    path = other.roll(20_000, seed=6)
+    table, its_scores, its_truth = other.values(path), scores_of(other, path), other.gradient()
+    final = table[:, -1:]
+    credits = ((final - final.mean()).expand(-1, other.decisions), final - table[:, :-1], table.diff(dim=-1))
+    measured.append([noise_of(estimates(credit, its_scores), its_truth) ** 2 for credit in credits])
+    sizes = its_scores.square().sum(2).mean(0)
+    shares = torch.cat([table[:, :1].var(0), table.diff(dim=-1).square().mean(0)])
+    predicted.append([float(part / its_truth.square().sum()) for part in noise_parts(sizes, shares)])
+    row = " ".join(f"{value:6.1f}" for value in measured[-1])
+    guess = " ".join(f"{value:6.1f}" for value in predicted[-1])
+    floors.append(float(other.expected_terms(path).sum(1).var(0).sum() / its_truth.square().sum()))
+    print(f"{other.decisions:9d} | {row}  {measured[-1][0] / measured[-1][2]:14.1f} | {guess}  | {floors[-1]:5.1f}")
+sizes = scores.square().sum(2).mean(0)
+shares = gains.square().mean(0)
+print("size of the score, decisions 0 to 8: " + " ".join(f"{value:.2f}" for value in sizes))
+print("share of the gain, decisions 0 to 8: " + " ".join(f"{value:.0%}" for value in shares / rewards.var()))
+
+# %% tags=["hide-input"]
+figure, axes = panels(2, width=4.2, height=3.2)
+decisions = [steps - 1 for steps in COUNTS]
+for column, (name, shade) in enumerate((("uniform", NOISE), ("reward to go", DATA), ("gain", OTHERS[0]))):
+    axes[0].plot(decisions, [row[column] for row in measured], "o-", color=shade, markersize=4, label=name)
+    axes[0].plot(decisions, [row[column] for row in predicted], ":", color=shade)
+axes[0].set(xscale="log", yscale="log", xlabel="decisions D", ylabel="variance / |gradient|²")
+axes[0].plot([], [], ":", color=INK, label="predicted")
+axes[0].plot(decisions, floors, "--", color=INK, linewidth=1, label="floor")
+axes[0].set_title("Uniform credit pays for every decision")
+axes[0].set_xticks(decisions, [str(count) for count in decisions])
+axes[0].minorticks_off()
+axes[0].legend(frameon=False, fontsize=9)
+axes[1].plot(range(9), sizes / sizes.sum(), "o-", color=ACCENT, markersize=4, label="size of the score")
+axes[1].plot(range(9), shares / shares.sum(), "o-", color=INK, markersize=4, label="share of the gain")
+axes[1].set(xlabel="decision k (10 steps)", ylabel="fraction of the sum", title="Late scores are large, late gains small")
+axes[1].legend(frameon=False, fontsize=9)
+for cell in axes:
+    clean(cell)
+plt.show()
+
+# %% [markdown]
+# Look at uniform credit first. Its variance grows with $D$, from 4 to 47 squared lengths of the gradient, and the simple sum predicts it well. The right-hand panel has the reason: the scores of late decisions are large, because their $\sigma_k$ is small, but their gains are small, because the sample is nearly finished. Uniform credit multiplies the large scores by a reward that was decided long before.
+#
+# The variance with the reward to go and with gains does not grow much, but it does not fall like $1/D$ either, as the sum would have it. The sum has neglected something: a gain depends on its own draw, and that is the signal. In each state the expected term $\mathbb E[\psi_k A^*_k\mid z_k]$ has a value of its own, and a trajectory on the far side of the ring has another gradient than one beside the target. The column *floor* is the variance of the sum of these expectations along trajectories (`Chain.expected_terms`). A better credit does not remove it; more trajectories do. Floor and predicted noise together explain at least 85% of the variance that is measured for gains.
+#
+# So the ratio of uniform to exact credit rises from 1.3 at two decisions to 15 at 39. This is the room that credit by step has, and the reward to go fills most of it. Remember its condition: exact values, or a good guess as in exercise 3.
+#
+# ## Old samples
+#
+# So far the policy that is improved has drawn the samples itself. In practice the samples of one rollout serve several updates. What may be said about a new policy $\pi'$ from samples of the old one?
+#
+# **The improvement is a sum of advantages.** Under the *new* policy, $\sum_k A^*_k = R - V_0(z_0)$ with the values $V$ of the *old* one. Its mean under the new policy is $J(\pi') - J(\pi)$, since both policies begin with the same noise. So
+#
+# $$J(\pi') - J(\pi) = \mathbb E_{\pi'}\Big[\sum_k A^*_k\Big] = \mathbb E_{\pi}\Big[\sum_k \rho_0\rho_1\cdots\rho_k\,A^*_k\Big],\qquad \rho_k = \frac{\pi'(z_{k+1}\mid z_k)}{\pi(z_{k+1}\mid z_k)} .$$
+#
+# The first equality is due to Kakade & Langford (2002); the second is the importance-sampling identity of the lesson on GRPO for the path up to $z_{k+1}$. (Later ratios have mean 1 and may be left out, which is causality again.)
+#
+# The loss of PPO and GRPO keeps only the last factor: its *surrogate* is $L(\pi') = \mathbb E_\pi[\sum_k\rho_k A^*_k]$. The ratio $\rho_k$ corrects the draw of decision $k$. It does not correct the state $z_k$ from which the decision starts: the old policy has brought us there, and the new one visits other states.
+#
+# ### Exercise 7 · two estimates of an improvement
+#
+# *Difficulty: medium · importance: essential · time: 7 minutes*
+#
+# `log_ratios` $\log\rho_k$ and `advantages` $A^*_k$ are `[sample, decision]`. Return two numbers, means over samples of the sum over decisions: the surrogate, and the exact estimate with the weights of whole paths. **Predict** which of them has the larger noise.
+
+
+# %% tags=["exercise"]
+def improvement(log_ratios, advantages):
+    """The surrogate, and the estimate with the weight of the path up to each decision."""
+    return ..., ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The logarithm of a product is a sum of logarithms; `cumsum(dim=1)` has the sums up to every decision.
+
+
+# %% tags=["solution"]
+def improvement(log_ratios, advantages):
+    """The surrogate, and the estimate with the weight of the path up to each decision."""
+    step, path = log_ratios.exp(), log_ratios.cumsum(dim=1).exp()
+    return (step * advantages).sum(dim=1).mean(), (path * advantages).sum(dim=1).mean()
+
+
+# %%
+lesson.check_improvement(improvement)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** A product of nine ratios fluctuates far more than one ratio: its logarithm adds up nine terms, and the exponential turns a spread into a factor. The surrogate has little noise and the wrong states. At $\pi' = \pi$ all weights are 1, and both have the same gradient, the theorem's.
+
+# %% [markdown]
+# We have exact values of $J$ for every wind, so let us see how long the surrogate can be trusted. The old policy is calm; the new ones blow towards the target with more and more strength.
+
+
+# %%
+def log_ratios_to(wind):
+    """log pi'(z_{k+1} | z_k) - log pi(z_{k+1} | z_k) of the calm policy's samples [sample, decision]."""
+    columns = []
+    for k in range(chain.decisions):
+        new, old = ((nodes[k + 1] - chain.mean(nodes[k], k, w)).square().sum(1) for w in (wind, CALM))
+        columns.append((old - new) / (2 * chain.stds[k] ** 2))
+    return torch.stack(columns, 1)
+
+
+def clipped(log_ratios, advantages, clip_range=0.2):
+    """PPO's surrogate, per trajectory."""
+    ratios = log_ratios.exp()
+    return torch.minimum(ratios * advantages, ratios.clamp(1 - clip_range, 1 + clip_range) * advantages).sum(1)
+
+
+tried = torch.arange(0, 3.21, 0.2, dtype=torch.float64)
+found = {"surrogate": [], "whole path": [], "clipped": [], "error": [], "effective": []}
+for strength in tried:
+    logs = log_ratios_to(strength * TOWARDS)
+    surrogate, whole = improvement(logs, gains)
+    found["surrogate"].append(float(surrogate))
+    found["whole path"].append(float(whole))
+    found["error"].append(float((logs.cumsum(1).exp() * gains).sum(1).std() / len(logs) ** 0.5))
+    found["clipped"].append(float(clipped(logs, gains).mean()))
+    weights = logs.sum(1).exp()
+    found["effective"].append(float(weights.mean() ** 2 / weights.square().mean()))
+exact = heights - heights[0]
+print("strength   exact  surrogate  whole path          clipped  effective share of the samples")
+for place in (1, 2, 3, 4, 5, 7, 10, 15):
+    strength = float(tried[place])
+    print(
+        f"{strength:8.1f}  {float(exact[2 * place]):6.3f}  {found['surrogate'][place]:9.3f}"
+        f"  {found['whole path'][place]:6.3f} ± {found['error'][place]:.3f}  {found['clipped'][place]:11.3f}"
+        f"  {found['effective'][place]:10.2%}"
+    )
+
+# %% tags=["hide-input"]
+figure, axes = panels(2, width=4.4, height=3.3)
+low, high = (torch.tensor(found["whole path"]) + sign * 2 * torch.tensor(found["error"]) for sign in (-1, 1))
+axes[0].fill_between(tried, low, high, color=OTHERS[0], alpha=0.2)
+axes[0].plot(tried, found["whole path"], color=OTHERS[0], label="whole path, ± 2 standard errors")
+axes[0].plot(strengths, exact, color=INK, linewidth=2, label="exact")
+axes[0].plot(tried, found["surrogate"], color=ACCENT, label="surrogate: one ratio per decision")
+axes[0].plot(tried, found["clipped"], color=DATA, label="clipped surrogate, c = 0.2")
+axes[0].set(xlabel="strength of the new wind", ylabel="improvement of J over calm", ylim=(-0.05, 0.6))
+axes[0].set_title("The surrogate promises without end")
+axes[0].legend(frameon=False, fontsize=8, loc="upper left")
+axes[1].semilogy(tried, found["effective"], "o-", color=OTHERS[0], markersize=4)
+axes[1].set(
+    xlabel="strength of the new wind", ylabel="effective share of the samples", title="Whole paths: soon few samples count"
+)
+for cell in axes:
+    clean(cell)
+plt.show()
+
+# %% [markdown]
+# - Up to a strength of 0.4 surrogate and whole path agree with the exact curve to a few percent: the surrogate has the right value and the right slope at the old policy, and its error is of second order in the step.
+# - Further out the **surrogate** promises more and more: it weighs the old states, in which the same wind always helps, and does not see that the new policy overshoots. The true $J$ has its maximum at about 2.3.
+# - The **whole path** follows the truth until its noise becomes larger than the improvement. The *effective share* $\bar w^2/\overline{w^2}$ of the weights $w$ says how many equally weighted samples they are worth. At a strength of 2 it is 0.14%: a few trajectories of 40,000 decide the average, and even the standard error is no longer reliable.
+# - The **clip** takes the incentive away: a decision whose ratio has left $[1-c, 1+c]$ in the direction of its advantage contributes no gradient. The clipped curve is flat from a strength of 0.8 on, where the surrogate is still accurate to 5%. Its height means nothing; its flatness stops the update where the samples stop being informative.
+#
+# So we clip for two reasons: the weights of whole paths are right but soon too noisy, and one ratio per decision has little noise but is wrong far from the old policy. Close to the old policy both are harmless. A bound makes this exact: the error of the surrogate is at most a constant times the largest KL divergence between the two policies (Schulman et al. 2015, TRPO, theorem 1).
+#
+# ## The same with the weights of a network
+#
+# The proof never used the wind. The next cell repeats the comparison with the policy of the 2-D world, a network with 4,802 weights, and all of its prompts, by functions of the library: `RawCredit` is a credit without normalisation, `Exact` the values by dynamic programming, and `policy_gradients` the estimate of each of 24 batches. The truth comes from yet another method (derivatives through the sampler with its noise held fixed).
+
+# %%
+trainer = start(window="0:9", initial_noise="independent")
+setting = Setting(trainer.policy, trainer.draw_sampler(), trainer.schedule, trainer.reward, trainer.prompts.prompts)
+ours = replace(setting, prompts=[Prompt("towards 45 degrees", {"angle": 45})])  # the prompt of this lesson
+sampled = ours.rollout(Groups(1, 200), torch.Generator().manual_seed(0), NoProbe())
+library = exact_advantages(ours, sampled, grid=chain.grid)[0].state_values[0]
+drawn = sampled.trajectories.nodes.flatten(2).double().transpose(0, 1)
+print(f"largest difference of our values from the library's: {float((chain.values(drawn) - library).abs().max()):.0e}")
+network_truth = pathwise_gradients(setting, batches=32, repeats=256, decisions_only=True)
+cheap = Exact(points=29, reach=4.0)
+RULES = {
+    "uniform: R - others' mean": RawCredit(),
+    "reward to go: R - V": RawCredit(lam=1.0, probe=cheap, baseline=False),
+    "exact: A*": RawCredit(lam=0.0, probe=cheap, baseline=False),
+}
+print(
+    f"{sum(weights.numel() for weights in setting.parameters):,} weights, {len(setting.prompts)} prompts with 12 trajectories each"
+)
+for name, rule in RULES.items():
+    agreement = alignment(policy_gradients(setting, rule, batches=24, members=12), network_truth)
+    low, high = agreement.scale_interval
+    print(
+        f"{name:<26} scale {agreement.scale:.2f} [{low:.2f}, {high:.2f}]   noise of one batch {1 / agreement.signal_to_noise:.1f}"
+    )
+
+# %% [markdown] tags=["expected"]
+# largest difference of our values from the library's: 0..1e-5
+# 4,802 weights, 18 prompts with 12 trajectories each
+# uniform: R - others' mean  scale 0.96 [0.63, 1.29]   noise of one batch 3.1
+# reward to go: R - V        scale 1.00 [0.90, 1.11]   noise of one batch 0.9
+# exact: A*                  scale 0.98 [0.89, 1.07]   noise of one batch 0.8
+
+# %% [markdown]
+# All intervals contain the scale 1: each credit gives the true gradient on average. One batch of 216 trajectories is worth far more with exact credit: uniform credit needs about fifteen batches for the same precision.
+#
+# Three things that the methods of the next lessons do are *not* covered by the theorem:
+#
+# - **Normalisation.** A division by a standard deviation changes the scale of a group, and so the weights of the prompts. With the member's own reward in the group's mean, the gradient is shorter by $1 - 1/G$ (term H). Z over members and decisions mixes in later draws, as the second bug of exercise 4 did; it is harmless only because a group has many members.
+# - **Wrong values.** The gains of Stepwise-Flow-GRPO come from one-step estimates, so they are biased; TP-GRPO's reward to go is not. How biased they are is measured in the lessons on both.
+# - **Old samples.** The theorem holds at the policy that drew the samples. The clip keeps later updates near it.
+#
+# ## To keep
+#
+# | symbol | meaning | in `flowrl` |
+# |---|---|---|
+# | $x_t$; $z_j$ | state at time $t$ ($x_0$ is data); state at node $j$ ($z_0$ is noise) | `Trajectories.nodes` |
+# | $D$, $k$, $\sigma_k$ | decisions, their index, standard deviation of the whole step | `Decisions`, `samplers.transition_stds` |
+# | $\psi_k = \nabla_\theta\log\pi_\theta(z_{k+1}\mid z_k)$ | score of a decision | `losses.PolicyGradientLoss` |
+# | $\mathbb E[\psi_k f(z_0, \dots, z_k)] = 0$ | causality; any baseline $b(z_k)$ is free | `flowrl_bench.gradients.RawCredit` |
+# | $V_k$, $Q_k = V_{k+1}(z_{k+1})$ | value before and after the draw | the probe `flowrl_bench.exact.Exact` |
+# | $A^*_k = V_{k+1}(z_{k+1}) - V_k(z_k)$ | gain; same expected gradient as $R$ | `credit.gains` |
+# | $R - V_k(z_k)$ | reward to go; unbiased for every $V_k$ | `credit.reward_to_go` |
+# | $A_k^\lambda$ | generalised advantage: gain at 0, reward to go at 1 | `credit.generalised_gains` |
+# | $\rho_k$; $\mathbb E_\pi[\sum_k\rho_k A^*_k]$ | ratio of a decision; surrogate, right near the old policy | `losses.ClippedLoss` |
+#
+# ## Further reading
+#
+# - Sutton, McAllester, Singh & Mansour 1999, *Policy gradient methods for reinforcement learning with function approximation* (NeurIPS 12): the theorem with $Q$.
+# - Greensmith, Bartlett & Baxter 2004, *Variance reduction techniques for gradient estimates in reinforcement learning* (JMLR 5): the best baseline.
+# - Schulman et al. 2015, *High-dimensional continuous control using generalised advantage estimation* (arXiv 1506.02438): $\lambda$, bias and variance.
+# - Kakade & Langford 2002, *Approximately optimal approximate reinforcement learning* (ICML): the improvement as a sum of advantages.
+# - Schulman et al. 2015, *Trust region policy optimization* (arXiv 1502.05477): the bound on the surrogate's error.
+# - Achiam 2018, *Spinning Up in Deep RL*, part 3: the derivation of the policy gradient with causality, for games.
+#
+# **Next:** [5 · Flow-GRPO](05_flow_grpo.ipynb) fine-tunes an image model with uniform credit.
