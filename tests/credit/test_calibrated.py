@@ -6,7 +6,7 @@ from seeded import randn
 from torch.testing import assert_close
 
 from flowrl.core.experience import Decisions
-from flowrl.credit import CalibratedGain, calibrated_gains, value_quality
+from flowrl.credit import CalibratedGain, Uniform, calibrated_gains, value_quality
 
 STEPS = 5
 Z = 4.5
@@ -30,7 +30,7 @@ def error(table, steps, expected):
 
 def test_by_hand():
     """v = (-1, 0, 1), r = (-2, 1, 1): the slope 3/2 is limited to 1, r2 = 9 / (2 x 6). A group of
-    equal rewards changes neither and gets 0.
+    equal rewards changes neither and gets 0, one of equal values uniform credit.
     """
     values = torch.tensor([[[0.0, 1.0, 1.0], [0.0, 2.0, 4.0], [0.0, 3.0, 4.0]]])
     equal = torch.cat([values, torch.full_like(values, 2.0)])
@@ -43,6 +43,9 @@ def test_by_hand():
         first, second = rule.assign(equal, Decisions.like(equal))
         assert_close(first, raw / (raw.std(correction=0) + 1e-4))
         assert not second.any()
+    flat = torch.cat([torch.full_like(values[..., :2], 2.0), values[..., 2:]], -1)
+    expected = Uniform().assign(flat, Decisions.like(flat))
+    assert_close(CalibratedGain().assign(flat, Decisions.like(flat)), expected)
 
 
 def test_the_quality_of_values_by_hand():
