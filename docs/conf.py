@@ -49,7 +49,8 @@ MOVED = {
     for path in (HERE.parent / "tutorials").glob("[0-9][0-9]_*.ipynb")
     if path.stem >= "05"
 }
-html_additional_pages = dict.fromkeys(MOVED, "moved.html")
+html_additional_pages = {**dict.fromkeys(MOVED, "moved.html"), "404": "404.html"}
+html_favicon = "_static/favicon.svg"
 html_context = {"moved": MOVED}
 html_js_files = [("sort.js", {"defer": "defer"})]
 html_css_files = ["flowrl.css"]
@@ -132,6 +133,17 @@ def add_katex(app: object, page: str, template: str, context: object, tree: obje
             app.add_js_file(name, loading_method="defer")
 
 
+def describe(app: object, page: str, template: str, context: dict, tree: object) -> None:
+    """The page's first paragraph as its description for search engines."""
+    paragraphs = () if tree is None else tree.findall(nodes.paragraph)
+    text = " ".join(next((p.astext() for p in paragraphs if len(p.astext()) > 40), "").split())
+    if text:
+        short = html.escape(text if len(text) <= 160 else text[:157].rpartition(" ")[0] + " ...")
+        context["metatags"] = (
+            f'{context.get("metatags", "")}<meta name="description" content="{short}">'
+        )
+
+
 LONG = 45
 """Characters in a cell from which its column gets a least width."""
 WIDE = 1.7
@@ -191,5 +203,6 @@ def setup(app: object) -> None:
     app.add_html_math_renderer("katex", (formula, None), (formula, None))  # type: ignore[attr-defined]
     for mark in (mark_tables, mark_wide_figures):
         app.connect("doctree-resolved", mark)  # type: ignore[attr-defined]
+    app.connect("html-page-context", describe)  # type: ignore[attr-defined]
     app.connect("html-page-context", add_katex)  # type: ignore[attr-defined]
     app.connect("autodoc-skip-member", skip)  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from itertools import pairwise
 from typing import Any
 
@@ -35,7 +35,7 @@ Reinforcement learning for flow-matching image models: compare the credit rules 
 Stepwise-Flow-GRPO, TP-GRPO and others with your own. Start with `flowrl compare`."""
 
 
-def plugins() -> dict[str, EntryPoint]:
+def plugins() -> dict[str, Any]:
     """The commands of installed packages: entry points in the group ``flowrl.commands``, each a
     tyro data class with `main`.
     """

@@ -1,15 +1,17 @@
 """Installed packages: their versions, and their entry points (parts, model families and
-commands).
+commands). Once the package importlib_metadata is imported, its entry points take the place of the
+standard library's.
 """
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
 
 from flowrl.core.errors import ConfigError
 
 
-def plugin(group: str, name: str, noun: str) -> EntryPoint | None:
+def plugin(group: str, name: str, noun: str) -> Any:
     """The entry point `name` of `group`; None if no package declares it.
 
     Raises `ConfigError` with the packages if several declare different objects; its message
@@ -30,11 +32,11 @@ def plugin(group: str, name: str, noun: str) -> EntryPoint | None:
     return points[0] if points else None
 
 
-_found: dict[tuple[str, ...], EntryPoint] = {}
+_found: dict[tuple[str, ...], Any] = {}
 """By group, name and search path: a lookup reads the files of all installed packages."""
 
 
-def package_of(point: EntryPoint) -> str:
+def package_of(point: Any) -> str:
     """The name of the package that declares an entry point."""
     return point.dist.name if point.dist is not None else point.module
 
