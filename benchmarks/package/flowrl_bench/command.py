@@ -494,15 +494,22 @@ class Verdict:
             if any(map(os.path.isfile, (path, f"{path}.xz")))
         }
         require(bool(studies), "points", str(self.points), "a file with results")
-        worlds = {
-            name: (Verdicts(study.pairs(any_code=True)), study) for name, study in studies.items()
-        }
+        worlds = {}
+        for name, study in studies.items():
+            pairs = study.pairs(any_code=True)
+            seeds, needed = sum(map(len, pairs.values())), study.size.seeds * len(pairs)
+            if seeds == needed:
+                worlds[name] = Verdicts(pairs), study
+            else:  # no verdict before the declared number of seeds
+                label = CAMPAIGNS[name].label
+                print(f"{label}: left out, since {seeds} of {needed} seeds have all arms")
+        require(bool(worlds), "points", str(self.points), "a file with all runs of a world")
         command = shlex.join(["flowrl", *sys.argv[1:]])
         page = details(worlds, command)
         written = page.write(self.page, "details")
         rows, settings = evaluation_rows(
             ({"world": name, **labels}, line)
-            for name, study in studies.items()
+            for name, (_, study) in worlds.items()
             for labels, line in study.labelled(any_code=True)
         )
         written += page.for_paper(self.page / "details-paper", rows, settings, command)
