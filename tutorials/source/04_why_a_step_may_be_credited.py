@@ -19,7 +19,7 @@
 #
 # The lesson on GRPO gave every step of a trajectory the same credit: the reward of the finished sample. The papers of this course give each step a credit of its own. May they? This lesson answers the question with one theorem, and checks every line of it against exact numbers.
 #
-# For exact numbers we need a policy so small that its gradient is known. We keep the exact flow of the ring, and give the policy a single parameter: a *wind* $\theta$, a vector in the plane. In every decision it is subtracted from the velocity, $v_\theta(x, t) = v(x, t) - \theta$, so that it blows all samples its way. The reward is the one you know: $R = e^{-d^2/2}$ at distance $d$ from the target at 45 degrees.
+# For exact numbers we need a policy so small that its gradient is known. We keep the exact flow of the ring, and give the policy one parameter, a vector in the plane: the *wind* $\theta$. In every decision the wind is subtracted from the velocity, $v_\theta(x, t) = v(x, t) - \theta$, so that it blows all samples in its direction. The reward is the one you know: $R = e^{-d^2/2}$ at distance $d$ from the target at 45 degrees.
 # Let us see what a wind towards the target does.
 
 # %% tags=["hide-input"]
@@ -73,7 +73,7 @@ print(f"exact J in calm: {float(heights[0]):.4f}")
 print("exact gradient of J by the wind, in calm: " + " ".join(f"{part:.4f}" for part in chain.gradient().tolist()))
 
 # %% [markdown]
-# The curve on the right is no average over samples. $J$ is computed by dynamic programming on a grid, backwards from the reward, and the computation is differentiated by the wind. (The lesson What is a step worth? writes this program; here `Chain.objective`, `Chain.gradient` and `Chain.values` contain it.)
+# The curve on the right is not an average over samples. $J$ is computed by dynamic programming on a grid, backwards from the reward, and the computation is differentiated by the wind. (The lesson What is a step worth? writes this program; here `Chain.objective`, `Chain.gradient` and `Chain.values` contain it.)
 # So the slope at the beginning is exact. Every estimate of this lesson has to reproduce it.
 #
 # ## The chain and its gradient
@@ -87,7 +87,7 @@ print("exact gradient of J by the wind, in calm: " + " ".join(f"{part:.4f}" for 
 # $$\nabla J = \mathbb E\Big[\sum_k \psi_k\,R\Big],\qquad \psi_k = \nabla_\theta\log\pi_\theta(z_{k+1}\mid z_k).$$
 #
 # $\psi_k$ is the *score* of decision $k$: the direction in which the parameter should move to make this very draw more likely.
-# A wind $\theta$ moves the mean of decision $k$ by $c_k\,\theta$, with a number $c_k$ that depends on the step only (`Chain.pushes`). So the wind acts in the decisions alone, because the policy gradient cannot see a step that draws nothing.
+# A wind $\theta$ moves the mean of decision $k$ by $c_k\,\theta$, with a number $c_k$ that depends on the step only (`Chain.pushes`). The last step has no wind, because a policy gradient does not contain the effect of steps that draw nothing.
 #
 # ### Exercise 1 · the score of a decision
 #
@@ -475,7 +475,7 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# The prediction of theory holds. With its own values the estimate has no bias at any $\lambda$ beyond the standard error of 0.01, and the smallest $\lambda$ has the least noise. With yesterday's values the gain is wrong by 31% of the gradient's length, and the reward to go by nothing measurable: at $\lambda = 1$ a wrong value is a mere baseline.
+# The prediction of theory holds. With its own values the estimate has no bias at any $\lambda$ beyond the standard error of 0.01, and the smallest $\lambda$ has the least noise. With yesterday's values the gain is wrong by 31% of the gradient's length, and the reward to go has no bias beyond two standard errors: at $\lambda = 1$ a wrong value is only a baseline.
 #
 # Here the price of $\lambda = 1$ is only a tenth more noise. So the reward to go is the better choice as soon as a batch is not tiny: bias does not average out, noise does. This is a statement about this chain. If later decisions bring much luck, as in games of a thousand moves, the right-hand curve is steep, and $\lambda$ between 0.9 and 0.99 is common. The lesson What is a step worth? lets the data choose the mixture, decision by decision.
 #
@@ -548,7 +548,7 @@ decisions = [steps - 1 for steps in COUNTS]
 for column, (name, shade) in enumerate((("uniform", NOISE), ("reward to go", DATA), ("gain", OTHERS[0]))):
     axes[0].plot(decisions, [row[column] for row in measured], "o-", color=shade, markersize=4, label=name)
     axes[0].plot(decisions, [row[column] for row in predicted], ":", color=shade)
-axes[0].set(xscale="log", yscale="log", xlabel="decisions D", ylabel="variance / |gradient|²")
+axes[0].set(xscale="log", yscale="log", xlabel="decisions D", ylabel="variance / |gradient|²", ylim=(0.2, 2000))
 axes[0].plot([], [], ":", color=INK, label="predicted")
 axes[0].plot(decisions, floors, "--", color=INK, linewidth=1, label="floor")
 axes[0].set_title("Uniform credit pays for every decision")
@@ -676,7 +676,7 @@ plt.show()
 # - Up to a strength of 0.4 surrogate and whole path agree with the exact curve to a few percent: the surrogate has the right value and the right slope at the old policy, and its error is of second order in the step.
 # - Further out the **surrogate** promises more and more: it weighs the old states, in which the same wind always helps, and does not see that the new policy overshoots. The true $J$ has its maximum at about 2.3.
 # - The **whole path** follows the truth until its noise becomes larger than the improvement. The *effective share* $\bar w^2/\overline{w^2}$ of the weights $w$ says how many equally weighted samples they are worth. At a strength of 2 it is 0.14%: a few trajectories of 40,000 decide the average, and even the standard error is no longer reliable.
-# - The **clip** takes the incentive away: a decision whose ratio has left $[1-c, 1+c]$ in the direction of its advantage contributes no gradient. The clipped curve is flat from a strength of 0.8 on, where the surrogate is still accurate to 5%. Its height means nothing; its flatness stops the update where the samples stop being informative.
+# - The **clip** takes the incentive away: a decision whose ratio has left $[1-c, 1+c]$ in the direction of its advantage contributes no gradient. The clipped curve stops rising at a strength of 0.8, where the surrogate is still accurate to 5%. Its height has no meaning; what matters is that an update has nothing to gain beyond.
 #
 # So we clip for two reasons: the weights of whole paths are right but soon too noisy, and one ratio per decision has little noise but is wrong far from the old policy. Close to the old policy both are harmless. A bound makes this exact: the error of the surrogate is at most a constant times the largest KL divergence between the two policies (Schulman et al. 2015, TRPO, theorem 1).
 #
