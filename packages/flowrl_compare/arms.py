@@ -2,6 +2,8 @@
 other arms.
 """
 
+import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -9,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.cli.options import rule_name
-from flowrl.core.errors import ConfigError, require
-from flowrl.parts.settings import read_arms
+from flowrl.core.errors import MAX_SEED, ConfigError, require
+from flowrl.methods import METHODS
+from flowrl.parts.settings import owners, read_arms, unknown
 from flowrl.parts.specs import identity, parse_options
 from flowrl.parts.trust import PARTS, trusted
 from flowrl.training.config import EvaluationConfig, RunConfig
@@ -38,13 +41,76 @@ def credit_arms(specs: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def parse_arm(text: str) -> dict[str, dict[str, Any]]:
     """The arm that ``NAME: setting=value, ...`` describes; nothing after the colon: no
-    difference.
+    difference. The name of a method alone is its arm.
     """
     name, colon, options = text.partition(":")
     name = name.strip()
-    need = "'NAME: setting=value, ...', or 'NAME:' for no difference"
+    if text in METHODS:
+        return method_arms([text])
+    need = "'NAME: setting=value, ...', 'NAME:' for no difference, or a method's name"
     require(bool(name and colon) and "=" not in name, "arm", text, need)
     return {name: parse_options(options, f"arm {name!r}")}
+
+
+MOST_POINTS = 1000
+
+
+def parse_grid(text: str) -> dict[str, list[Any]]:
+    """The values by setting that ``setting=value,value,... setting=value,...`` describes.
+
+    Raises:
+        ConfigError: the text cannot be read, a setting is unknown or occurs twice, or has a value
+            twice.
+    """
+    grid, words = dict[str, list[Any]](), list[str]()
+    for word in re.split(r"\s+(?=\w+=)", text.strip()):
+        if words and words[-1].count("(") > words[-1].count(")"):  # within the options of a part
+            words[-1] += f" {word}"
+        else:
+            words.append(word)
+    for word in words:
+        name, _, values = word.partition("=")
+        require(values != "", "grid", text, "'setting=value,value,... setting=value,...'")
+        if name not in owners(RunConfig):
+            raise ConfigError(f"grid: {unknown(name, owners(RunConfig))}")
+        require(name not in grid, "grid", text, f"{name} once")
+        grid[name] = parse_options(f"{name}=[{values}]", "grid")[name]
+        once = len(set(map(repr, grid[name]))) == len(grid[name]) >= 1
+        require(once, f"grid: {name}", values, "one or more values, each once")
+    return grid
+
+
+def require_apart(arms: Arms, grid: Mapping[str, Sequence[Any]]) -> None:
+    """Raise `ConfigError` if one of `arms` sets a setting of the `grid`."""
+    for arm, settings in arms.items():
+        both = ", ".join(settings.keys() & grid.keys())
+        require(not both, "grid", both, f"a setting that {arm} leaves to the grid")
+
+
+def grid_arms(arms: Arms, grid: Mapping[str, Sequence[Any]]) -> tuple[Arms, Arms]:
+    """An arm for each of `arms` and each point of a `grid`, and what it consists of: the name of
+    its arm ("arm") and the values of the grid. Raises `ConfigError` if there are more than
+    `MOST_POINTS`.
+    """
+    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    count, made, origins = len(points) * len(arms), {}, {}
+    require(count <= MOST_POINTS, "grid", f"{count} points", f"at most {MOST_POINTS}")
+    for (arm, settings), point in itertools.product(arms.items(), points):
+        name = " ".join([arm, *(f"{key}={value}" for key, value in point.items())])
+        made[name], origins[name] = {**settings, **point}, {"arm": arm, **point}
+    return made, origins
+
+
+def parse_seeds(texts: Sequence[str]) -> tuple[int, ...]:
+    """The seeds of texts such as ``3`` and ``0-4``. Raises `ConfigError` for another text."""
+    seeds = list[int]()
+    for text in texts:
+        match = re.fullmatch(r"(\d{1,10})(?:-(\d{1,10}))?", text, re.ASCII)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        fits = first <= last <= MAX_SEED and last - first < MOST_POINTS
+        require(fits, "seeds", text, f"a seed in [0, {MAX_SEED}], or a range such as 0-4")
+        seeds += range(first, last + 1)
+    return tuple(seeds)
 
 
 def load_arms(path: Path, trust: bool = False) -> dict[str, dict[str, Any]]:

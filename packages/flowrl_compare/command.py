@@ -27,7 +27,7 @@ from flowrl.cli.options import (
     with_options,
 )
 from flowrl.core.errors import require
-from flowrl.core.options import Seed, Workers
+from flowrl.core.options import Workers
 from flowrl.parts.trust import trust_option
 from flowrl.signals import ignore_stops, on_stop
 from flowrl.training.config import RunConfig, words
@@ -74,8 +74,8 @@ class Compare:
     """Credit rules, each an arm after the others: path/to/file.py:Class, NAME or
     NAME(option=value), as `flowrl parts` lists.
     """
-    seeds: tuple[Seed, ...] = (0, 1, 2)
-    """One run per arm and seed."""
+    seeds: tuple[str, ...] = ("0-2",)
+    """One run per arm and seed, as in 0 1 2 or 0-2."""
     bound: bool = False
     """Add an oracle, which knows the exact value of every state (2-D world; half a minute a seed).
     The report has a shipped curve for the default settings.
@@ -132,10 +132,20 @@ class Compare:
             base = base_of(arguments)
         return Compare(() if given else PAPERS, run=options_with(CompareOptions, base), base=base)
 
-    def configuration(self) -> "CompareConfig":
-        """The comparison that these options describe."""
+    def configuration(self, grid: str = "") -> "CompareConfig":
+        """The comparison that these options and the `grid` of a sweep describe."""
         from flowrl.methods import METHODS
-        from flowrl_compare.arms import credit_arms, load_arms, method_arms, parse_arm, together
+        from flowrl_compare.arms import (
+            credit_arms,
+            grid_arms,
+            load_arms,
+            method_arms,
+            parse_arm,
+            parse_grid,
+            parse_seeds,
+            require_apart,
+            together,
+        )
         from flowrl_compare.bounds import ARM, bound_settings
         from flowrl_compare.comparison import CompareConfig, load_compare
         from flowrl_compare.tuned import tuned, tuned_arms
@@ -153,6 +163,8 @@ class Compare:
         rules = credit_arms(self.credit)
         file = load_arms(self.arms, self.trust) if self.arms else {}
         given = together(*in_options, file, rules)
+        values = parse_grid(grid) if grid else {}
+        require_apart({"the command": chosen, **given}, values)
         typed = [words(settings) for settings in together(*in_options, rules).values()]
         run = run.with_file(None if self.trust else self.arms).in_own_words(*chain(*typed))
         usual_run = self.preset == "default" and base.environment.world in tuned()
@@ -171,15 +183,17 @@ class Compare:
                 )
                 needed = {n: v for n, v in needed.items() if n not in chosen and v != usual[n]}
                 given[arm] = {**needed, **settings}
+        given, points = grid_arms(given, values) if grid else (given, {})
         if self.bound:
             given = together(given, {ARM: bound_settings(str(base.environment.world), chosen)})
-        compared = CompareConfig(run, given, self.seeds, self.preset, typed_command())
+        seeds = parse_seeds(self.seeds)
+        compared = CompareConfig(run, given, seeds, self.preset, typed_command(), points)
         for text in compared.require_read(chosen):
             print(f"Note: {text}")
         return compared.equal_cost() if self.equal_cost else compared
 
-    def main(self) -> int:
-        """Run, show, report."""
+    def main(self, grid: str = "") -> int:
+        """Run, show, report; with the `grid` of a sweep."""
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # runs have one thread
         from flowrl.io import disk_errors
         from flowrl.policies import device_of
@@ -188,12 +202,13 @@ class Compare:
 
         if self.resume is not None:
             refuse_others(self, "resume", ("workers", "trust", "changed_code", "trial"))
-        out = self.resume or self.out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
+        name = f"{'sweep' if grid else 'compare'}-{time.strftime('%Y%m%d-%H%M%S')}"
+        out = self.resume or self.out or Path("runs") / name
         if self.resume:
             loaded = load_compare(config_of("resume", out), self.trust)
             config = dataclasses.replace(loaded, run=self.base)
         else:
-            config = self.configuration()
+            config = self.configuration(grid)
         runs = config.jobs().values()
         for device in {run.policy.device for run in runs}:
             device_of(device)
@@ -205,7 +220,8 @@ class Compare:
             words = "".join({trust_option(run.flat()) for run in runs})
             if isinstance(self.workers, str):
                 words += f" --workers {shlex.quote(self.workers)}"
-            return f"flowrl compare --resume {shlex.quote(str(out))}{words}"
+            name = "sweep" if config.points else "compare"
+            return f"flowrl {name} --resume {shlex.quote(str(out))}{words}"
 
         display = Display(config, out)
         work = partial(
@@ -233,3 +249,33 @@ class Compare:
             resume = f"Paused; nothing is lost. Go on with: {again()}"
             display.say(resume if started else "Stopped before the first run; nothing was written.")
             return 130
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Train every arm at every point of a grid of settings, with every seed; write the report of a
+    comparison, the results as a table, a figure, and the best settings as YAML.
+
+    Example: flowrl sweep --world mixture --arm flow-grpo --grid "learning_rate=0.01,0.02
+    clip_range=0.03,0.06" --seeds 0-4
+    """
+
+    grid: str = ""
+    """Settings with their values, as in "learning_rate=1e-4,3e-4 clip_range=1e-4,1e-3"; all
+    combinations are trained.
+    """
+    compare: Annotated[Compare, tyro.conf.arg(name="")] = field(default_factory=Compare)
+
+    @staticmethod
+    def defaults(arguments: Sequence[str]) -> "Sweep":
+        """As for `Compare`, with the first method only."""
+        compare = Compare.defaults(arguments)
+        methods = compare.methods if named_file(arguments) else compare.methods[:1]
+        return Sweep(compare=dataclasses.replace(compare, methods=methods))
+
+    def main(self) -> int:
+        """Run, show, report."""
+        kept = self.compare.resume or self.compare.config
+        need = "left out with --resume and --config" if kept else "'setting=value,value,... ...'"
+        require(bool(self.grid) != bool(kept), "grid", self.grid, need)
+        return self.compare.main(self.grid)

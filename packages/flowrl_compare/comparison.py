@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ class CompareConfig:
         seeds: one or more seeds.
         preset: name of the preset, for the record.
         command: the command line, for the record.
+        points: of a sweep: by arm, the name of the arm that the grid varies ("arm") and the values
+            of the grid.
 
     Raises:
         ConfigError: there are no arms or seeds, a seed occurs twice, or an arm is not allowed
@@ -58,6 +60,7 @@ class CompareConfig:
     seeds: tuple[int, ...] = (0, 1, 2)
     preset: str = "default"
     command: str = ""
+    points: Arms = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(len(self.arms) >= 1, "arms", self.arms, "one or more")
@@ -163,6 +166,7 @@ class CompareConfig:
             "versions": versions(),
             "hardware": f"{machine}, Python {platform.python_version()}",
             "run": self.run.as_dict(),
+            **({"points": self.points} if self.points else {}),
         }
 
     @staticmethod
@@ -183,7 +187,8 @@ class CompareConfig:
             arm: {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()}
             for arm, settings in file.arms.items()
         }
-        return CompareConfig(run, arms, tuple(file.seeds), file.preset, file.command)
+        seeds = tuple(file.seeds)
+        return CompareConfig(run, arms, seeds, file.preset, file.command, file.points)
 
 
 def planned_cost(counts: Plan | None, config: RunConfig) -> float:

@@ -173,14 +173,19 @@ class Display:
         """Write the report and print the results table; returns the last line to print."""
         from flowrl_compare.report import collapse_text, print_table, write_report
         from flowrl_compare.results import load_comparison, summarise
+        from flowrl_compare.sweep import Sweep
 
         self.say("Writing the report ...")
         report = write_report(self.out)
         summaries = summarise(load_comparison(self.out))
         print_table(summaries, self.console)
-        if collapse_text(summaries):
+        if collapse_text(summaries) and not self.config.points:
             self.say(f"{collapse_text(summaries)}; try a lower --learning-rate")
         self.say(f"All columns: {self.out / 'table.txt'}")
+        if self.config.points:
+            for text in Sweep(load_comparison(self.out)).best_texts():
+                self.say(text)
+            self.say(f"Runs as a table: {self.out / 'sweep.csv'}; best settings: best-*.yaml")
         since = " since it was resumed" if self.resumed else ""
         return f"Finished in {clock(self.bars.tasks[-1].elapsed)}{since}. Report: {report}"
 

@@ -40,10 +40,13 @@ from flowrl_compare.results import (
     summary_values,
 )
 from flowrl_compare.style import colour, png
+from flowrl_compare.sweep import Sweep
 from flowrl_compare.weight_comparison import WeightComparison
 
 __all__ = ["write_report"]
 
+MOST_DRAWN = 24
+"""Arms up to which the figures with a row per arm are drawn."""
 Cells = dict[str, Callable[[ArmSummary], str]]
 
 
@@ -219,7 +222,8 @@ def _named(summary: ArmSummary) -> str:
 
 def write_report(folder: Path) -> Path:
     """Write summary.json, table.txt, the figures (PNG), report.html and the folder paper of the
-    comparison in `folder`; returns the page's path.
+    comparison in `folder`, and the files of a sweep (`flowrl_compare.sweep`); returns the page's
+    path.
     """
     comparison = load_comparison(folder)
     summaries, config = summarise(comparison), comparison.config
@@ -229,6 +233,10 @@ def write_report(folder: Path) -> Path:
     images = {name: png(figure) for name, figure in figures.items()}
     for name, image in images.items():
         write_bytes(folder / f"{name}.png", image)
+    best = list[str]()
+    if config.get("points"):
+        Sweep(comparison).write(folder)
+        best = Sweep(comparison).best_texts()
     write_json(folder / "summary.json", summary_values(summaries))
     write_bytes(folder / "table.txt", table_text(summaries).encode())
     names = ("arm", [summary.arm for summary in summaries])
@@ -261,6 +269,7 @@ def write_report(folder: Path) -> Path:
         every=shared["evaluation"]["eval_every"],
         many=len(summaries) > MOST_TOGETHER,
         images=images,
+        best=". ".join([*best, ""]),
         noticeable=NOTICEABLE,
         bound=bound_of(comparison),
     )
@@ -269,7 +278,11 @@ def write_report(folder: Path) -> Path:
 
 
 def _figures(comparison: Comparison) -> dict[str, Figure | None]:
+    sweep = Sweep(comparison).figure() if comparison.config.get("points") else None
+    if len(comparison.arms) > MOST_DRAWN:
+        return {"sweep": sweep}
     return {
+        "sweep": sweep,
         "curves": curves(comparison),
         "strict": curves(comparison, "strict"),
         "samples": samples(comparison),

@@ -50,6 +50,7 @@ class ComparisonFile:
     run: dict[str, Any]
     preset: str = "default"
     command: str = ""
+    points: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def without_groups(config: Mapping[str, Any]) -> dict[str, Any]:
