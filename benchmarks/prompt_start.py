@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10_000, help="number of prompts")
     prompts = [Prompt(f"{n} red circles") for n in range(parser.parse_args().count)]
     torch.set_num_threads(1)
-    with Distributed.join("cpu") as processes, TemporaryDirectory() as folder:
+    with Distributed.join() as processes, TemporaryDirectory() as folder:
         tiny_sd3().save_pretrained(folder)
         policy = load_policy(folder, TINY)
         started, used = time.perf_counter(), time.process_time()

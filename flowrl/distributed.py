@@ -2,13 +2,14 @@
 
 Every process runs the same program with the same random numbers. It rolls out some of the groups,
 and all processes receive all rewards. Every process therefore computes the same advantages, the
-same mini-batches and, from summed gradients, the same weights. A launcher (`accelerate launch` or
-torchrun) starts the processes, monitors them, and ends all of them if one fails.
+same mini-batches and, from summed gradients, the same weights. A launcher (`accelerate launch`,
+torchrun, srun) starts the processes, monitors them, and ends all of them if one fails. The main
+process alone reads and writes files of the run: the others may be on machines without them.
 """
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flowrl.core.errors import TrainingError, require
+from flowrl.workers import launch_rank
 
 T = TypeVar("T")
 
@@ -84,30 +86,43 @@ class Distributed:
     """
     reshard_after_forward: bool = True
     """Whether a block frees its gathered weights between its forward and its backward pass."""
+    replicas: int = 1
+    """Number of groups of processes that hold all shards: HSDP shards within a group and replicates
+    between groups. The processes of a group have consecutive ranks.
+    """
 
     @staticmethod
-    def join(device: str) -> "Distributed":
+    def join() -> "Distributed":
         """Connect to the processes that the launcher's environment variables describe (RANK,
-        WORLD_SIZE, ...).
+        WORLD_SIZE, ...; see `flowrl.workers.launch_rank`).
 
-        Object collectives use gloo. Tensors on GPUs use NCCL, and the GPU number
-        LOCAL_RANK becomes the current one. Raises `ConfigError` for a kind of training that is not
-        supported.
+        Object collectives use gloo. Tensors on GPUs use NCCL, and the GPU number LOCAL_RANK becomes
+        the current one. Raises `ConfigError` for a kind of
+        training that is not supported.
         """
-        if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        launch_rank()
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size <= 1:
             return Distributed()
         deepspeed, sharded = _flag("ACCELERATE_USE_DEEPSPEED"), _flag("ACCELERATE_USE_FSDP")
         require(not deepspeed, "DeepSpeed", True, "fsdp: zero2.yaml shards what ZeRO-2 does")
         version = os.environ.get("FSDP_VERSION", "2")
         require(not sharded or version == "2", "fsdp_version", version, "2, as in fsdp2.yaml")
-        backend, limit = "gloo", timedelta(minutes=_timeout_minutes())
-        if torch.device(device).type == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        prefix, replicas = "PARALLELISM_CONFIG_DP", 1
+        if sharded:
+            replicas = int(os.environ.get(f"{prefix}_REPLICATE_SIZE", "1"))
+            shards = int(os.environ.get(f"{prefix}_SHARD_SIZE", world_size // replicas))
+            allowed = f"a product of {world_size}, the number of processes"
+            name, given = "dp_replicate_size x dp_shard_size", f"{replicas} x {shards}"
+            require(replicas * shards == world_size, name, given, allowed)
+        backend = "gloo"
+        if torch.cuda.is_available():
+            # a launcher may show each process a GPU of its own only
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
             backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=limit)
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        dist.init_process_group(backend, timeout=timedelta(minutes=_timeout_minutes()))
         reshard = _flag("FSDP_RESHARD_AFTER_FORWARD", "true")
-        return Distributed(rank, world_size, sharded, reshard)
+        return Distributed(dist.get_rank(), world_size, sharded, reshard, replicas)
 
     @property
     def is_main(self) -> bool:
@@ -135,6 +150,15 @@ class Distributed:
         with self._connected():
             dist.all_gather_object(values, value)
         return values
+
+    def in_main(self, call: Callable[[], T]) -> T:
+        """The result of `call` in the main process, in all processes; its error ends all."""
+        with self.shared_errors():
+            results: list[Any] = [call() if self.is_main else None]
+        if self.world_size > 1:
+            with self._connected():
+                dist.broadcast_object_list(results)
+        return results[0]
 
     @contextmanager
     def shared_errors(self) -> Iterator[None]:
@@ -244,7 +268,8 @@ def shard(
     network: nn.Module, distributed: Distributed, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Shard the main process's weights of `network` over all processes in place (PyTorch's FSDP2):
-    each process keeps a part of every tensor. Buffers are the main process's too. The other
+    each process keeps a part of every tensor; with `replicas`, processes with the same part in each
+    of them (HSDP). Buffers are the main process's too. The other
     processes' weights may be on meta.
 
     A block (a module whose class the network names in `_no_split_modules`, as diffusers'
@@ -261,7 +286,12 @@ def shard(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(device.type, (distributed.world_size,))
+    replicas, count = distributed.replicas, distributed.world_size
+    mesh = init_device_mesh(
+        device.type, (replicas, count // replicas), mesh_dim_names=("replicate", "shard")
+    )
+    if replicas == 1:
+        mesh = mesh["shard"]
     # Autocast converts inputs: time steps need more digits than bfloat16 has.
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -290,6 +320,14 @@ def free_gathered_weights(network: nn.Module) -> None:
     for module in network.modules():
         if is_sharded_network(module):
             cast(Any, module).reshard()
+
+
+def sum_over_replicas(network: nn.Module, now: bool) -> None:
+    """Whether the next backward pass of a sharded `network` sums the gradients over replicas, those
+    of passes before included; needed once per step.
+    """
+    if is_sharded_network(network):
+        cast(Any, network).set_requires_all_reduce(now)
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -6,6 +6,7 @@ import gc
 import math
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -67,6 +68,49 @@ def worker_count(workers: int, jobs: int) -> int:
     """
     require(workers >= 0, "workers", workers, "1 or more, or 0 for one per core")
     return max(1, min(jobs, workers or min(usable_cores(), MOST_WORKERS)))
+
+
+LAUNCHERS = {
+    "SLURM_STEP_NUM_TASKS": ("SLURM_PROCID", "SLURM_LOCALID"),
+    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+}
+"""Variables of srun and of Open MPI's mpirun: the number of processes; the rank, and that on the
+node.
+"""
+
+
+def launch_rank() -> int:
+    """The rank of this process by torchrun's environment variables, which `accelerate launch` sets,
+    too; 0 without a launcher.
+
+    In a process of srun or mpirun they are set here from the launcher's own: WORLD_SIZE, RANK,
+    LOCAL_RANK, LOCAL_WORLD_SIZE, and for srun MASTER_ADDR and MASTER_PORT unless they are given:
+    the step's first node, and a port that depends on the job. A WORLD_SIZE that is given, such as
+    1, is kept.
+    """
+    values, given = os.environ, "WORLD_SIZE" in os.environ
+    for size, (rank, local_rank) in LAUNCHERS.items():
+        if given or int(values.get(size, "1")) <= 1:
+            continue
+        if size.startswith("SLURM"):
+            # such as gpu[03-04,09],big1 with 8(x2),4(x2) tasks
+            first = re.sub(r"\[(\w+)[^]]*\]", r"\1", values["SLURM_STEP_NODELIST"]).split(",")[0]
+            values.setdefault("MASTER_ADDR", first)
+            values.setdefault("MASTER_PORT", str(15000 + int(values["SLURM_JOB_ID"]) % 15000))
+            parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", values["SLURM_STEP_TASKS_PER_NODE"])
+            tasks = [count for count, nodes in parts for _ in range(int(nodes or 1))]
+            local_size = tasks[int(values["SLURM_NODEID"])]
+        else:
+            local_size = values["OMPI_COMM_WORLD_LOCAL_SIZE"]
+            need = "the host name of rank 0, as in mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500"
+            require("MASTER_ADDR" in values, "MASTER_ADDR", "", need)
+        values |= {
+            "WORLD_SIZE": values[size],
+            "RANK": values[rank],
+            "LOCAL_RANK": values[local_rank],
+            "LOCAL_WORLD_SIZE": local_size,
+        }
+    return int(values.get("RANK", "0"))
 
 
 def usable_cores(

@@ -155,9 +155,9 @@ class Presets:
     """
     yaml: bool = False
     """Print YAML that `flowrl train --config` and `--preset` take."""
-    accelerate: Literal["ddp", "fsdp2", "zero2"] | None = None
+    accelerate: Literal["ddp", "fsdp2", "zero2", "hsdp"] | None = None
     """Print the path of a file for `accelerate launch --config_file`: ddp (every process has all
-    weights), fsdp2 or zero2 (weights are sharded).
+    weights), fsdp2 or zero2 (weights are sharded), hsdp (sharded within each of several nodes).
     """
 
     def main(self) -> int:

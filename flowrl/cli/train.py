@@ -35,6 +35,7 @@ from flowrl.parts.trust import own_text, trust_option
 from flowrl.reading import read_text
 from flowrl.signals import ignore_stops, on_stop
 from flowrl.training.config import RunConfig, load_config
+from flowrl.workers import launch_rank
 
 if TYPE_CHECKING:
     from flowrl.distributed import Distributed
@@ -95,7 +96,7 @@ class Train:
     --guidance-scale 4.5
 
     On several GPUs: accelerate launch --config_file "$(flowrl presets --accelerate ddp)" -m flowrl
-    train ...
+    train ...; on several nodes of a SLURM cluster: srun flowrl train ...
     """
 
     preset: str = "default"
@@ -149,9 +150,11 @@ class Train:
     @staticmethod
     def defaults(arguments: Sequence[str]) -> "Train":
         """The options start from the settings of the chosen preset, world or model, or from those
-        of the run that is resumed or repeated.
+        of the run that is resumed or repeated. The main process alone reads their files.
         """
-        if file := named_file(arguments):
+        if launch_rank() > 0:
+            base = RunConfig()
+        elif file := named_file(arguments):
             trust, planned = "--trust" in arguments, "--plan" in arguments
             base = load_config(file, trust, planned).in_own_words(*typed_settings(arguments))
         else:
@@ -187,10 +190,10 @@ class Train:
         allowed = "given with --plan only; `accelerate launch` starts several"
         require(self.plan or not self.processes, "processes", self.processes, allowed)
         require(self.plan or self.launch == "ddp", "launch", self.launch, allowed)
+        if not self.plan:
+            return self._train()
         config = self.configuration()
         check(config)
-        if not self.plan:
-            return self._train(config)
         processes = self.processes or 1
         config = sized(config, self.card, processes, self.launch)
         counted = plan(config, processes, self.launch)
@@ -215,7 +218,17 @@ class Train:
             rows = [json.loads(row) for row in read_text(out / "metrics.jsonl").splitlines()]
             say(planned_and_measured(config, rows, card, size))
 
-    def _train(self, config: RunConfig) -> int:
+    def _start(self) -> tuple[RunConfig, Path]:
+        """The settings, checked, and the run's folder."""
+        from flowrl.training.build import check
+
+        config = self.configuration()
+        check(config)
+        name = run_name(config, self.base)
+        new = Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")
+        return config, self.resume or self.out or new
+
+    def _train(self) -> int:
         import torch
         from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -227,15 +240,13 @@ class Train:
         from flowrl.training.checkpoint import to_resume
         from flowrl.training.run import Run
 
-        name = run_name(config, self.base)
-        out = self.resume or self.out or Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")
-        device_of(config.policy.device)
-        if config.policy.device == "cpu":
-            torch.set_num_threads(1)
         with asked_to_stop() as asked:
-            with Distributed.join(config.policy.device) as distributed:
+            with Distributed.join() as distributed:
+                config, out = distributed.in_main(self._start)
+                device_of(config.policy.device)
+                if config.policy.device == "cpu":
+                    torch.set_num_threads(1)
                 say = partial(print, flush=True) if distributed.is_main else lambda text: None
-                out = distributed.gather(out)[0]  # the clock in its name may differ
                 algorithm, size = config.algorithm, distributed.world_size
                 rule = f" with credit {algorithm.credit}" if algorithm.credit else ""
                 subject = config.policy.model or config.environment.subject

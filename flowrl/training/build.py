@@ -44,7 +44,7 @@ from flowrl.worlds.base import ModelWorld, check_hash, check_policy, prompts_of,
 
 def make_world(config: RunConfig, distributed: Distributed = Distributed()) -> World:
     """The world that `world` names or is, or the world of a model, its prompts and its reward. Of
-    the processes that share a model's weights, the main one alone reads them.
+    all processes the main one alone reads the prompts, and a model's weights if they are sharded.
 
     Raises `ConfigError` for a task or a form that the world does not have.
     """
@@ -57,7 +57,7 @@ def make_world(config: RunConfig, distributed: Distributed = Distributed()) -> W
             options = replace(options, load_to="cpu" if distributed.is_main else "meta")
         spec, trust = environment.reward, config.trusts
         device = environment.reward_device
-        chosen = ModelWorld(model, *files, spec, options, trust(spec), device)
+        chosen = ModelWorld(model, *files, spec, options, trust(spec), device, distributed)
     else:
         chosen = world(environment.world, config.trusts(environment.world))
     for name, value, known in (

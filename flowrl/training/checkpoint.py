@@ -263,7 +263,7 @@ def restore_training_state(
     }
     order = {name: index for index, name in enumerate(parameters)}
     state: dict[int, dict[str, Any]] = {}
-    for entry, value in distributed.gather(described)[0].items():
+    for entry, value in distributed.in_main(lambda: described).items():
         key, _, name = entry.partition(".")
         if isinstance(value, tuple):
             shape, dtype = value

@@ -196,8 +196,7 @@ def find_sizes(trainer: Trainer) -> None:
     if not config.policy.model or resize is None or not wanted:
         return
     path = profile_path(trainer)
-    known = cached_profile(path) if trainer.distributed.is_main else {}
-    found = trainer.distributed.gather(known)[0]
+    found = trainer.distributed.in_main(lambda: cached_profile(path))
     if found.keys() == {*wanted} - {"max_batch"}:
         trainer.profile = f"sizes from {path}"
     else:
@@ -275,13 +274,13 @@ def compiling_pays(trainer: Trainer, batch: int, rate: float, deadline: float) -
 
 def profile_path(trainer: Trainer) -> Path:
     """The file of the profile for this model, device, number of processes and settings."""
-    config, device = trainer.config, trainer.policy.device
+    config, device, shared = trainer.config, trainer.policy.device, trainer.distributed
     network: Any = extras(trainer.policy, "velocity_network").velocity_network
     policy = {n: v for n, v in vars(config.policy).items() if n not in ("model", "prompt_cache")}
     given = {
         "network": [type(network).__name__, dict(getattr(network, "config", {}))],
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "processes": [trainer.distributed.world_size, trainer.distributed.sharded],
+        "processes": [shared.world_size, shared.sharded, shared.replicas],
         "policy": policy,
         "rollout": vars(config.rollout),
         "optim": vars(config.optim),

@@ -202,7 +202,7 @@ class Observers:
                 for other in others:
                     self._add(type(other).__name__, other)
         fields = {name for observer in self.named.values() for name in observer.fields}
-        self.recorded: set[str] = distributed.gather(fields & set(LARGER))[0]
+        self.recorded: set[str] = distributed.in_main(lambda: fields & set(LARGER))
 
     def _add(self, name: str, observer: Observer) -> None:
         fields, known = observer.fields, ", ".join(FIELDS)

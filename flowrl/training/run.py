@@ -122,8 +122,7 @@ class Run:
         self.config.allowed()
         full = disk_errors(self.folder, partial(to_resume, self.folder))
         with part_errors(), watched_calls(), full, out_of_memory(), ExitStack() as stack:
-            self._in_main(lambda: self._enter(stack, resume))
-            if resume and not start and (self.folder / "done.json").exists():
+            if self.distributed.in_main(lambda: self._enter(stack, resume)) and not start:
                 return True
             self._open(resume, start)
             while not self._ended:
@@ -139,16 +138,10 @@ class Run:
             self._journal.finish()
             return self._ended
 
-    def _in_main(self, call: Callable[[], Any]) -> Any:
-        """The result of a call in the main process, in all processes; its error ends all."""
-        with self.distributed.shared_errors():
-            result = call() if self.distributed.is_main else None
-        return self.distributed.gather(result)[0]
-
     # ----- Start
 
-    def _enter(self, stack: ExitStack, resume: bool) -> None:
-        """Try the user's parts and lock the folder."""
+    def _enter(self, stack: ExitStack, resume: bool) -> bool:
+        """Try the user's parts and lock the folder. Returns whether the run has ended already."""
         if self.trial and not self.parts_tried and (self.changed_code or not resume):
             for trial in trials():
                 trial.try_parts([self.config], self._warn_of_trial)
@@ -160,13 +153,14 @@ class Run:
             made, kept = partial(holds, entry="algorithm"), partial(has_progress, self.folder)
             lock = new_folder(self.folder, "run", made, kept)
         stack.enter_context(lock)
+        return resume and (self.folder / "done.json").exists()
 
     def _open(self, resume: bool, start: str) -> None:
         """Build the run, restore it if it is resumed, and evaluate the untrained model if it is
         new.
         """
         if resume:
-            self.config = self.config.replace(**self._in_main(self._measured_sizes))
+            self.config = self.config.replace(**self.distributed.in_main(self._measured_sizes))
         self._observers = Observers(self.config, self.folder, self.observers, self.distributed)
         self._world = make_world(self.config, self.distributed)
         self._heldout = make_heldout_metrics(self.config, self._world)
@@ -252,7 +246,7 @@ class Run:
                 self._count(lines)
             return rows
 
-        return self._in_main(rewind)
+        return self.distributed.in_main(rewind)
 
     def _rows_until(self, checkpoint: Checkpoint) -> list[Row]:
         """The rows at the time of `checkpoint`. Raises `CheckpointError` if metrics.jsonl has
@@ -413,7 +407,7 @@ class Run:
         after = self._evaluation or self._evaluate()
         shapes = {"images": (None,) * 4, "scores": (None,)}
         read = partial(read_tensors, self.folder / "before.safetensors", shapes)
-        before = self._in_main(read)
+        before = self.distributed.in_main(read)
         if self.distributed.is_main:
             images = save({"before": before["images"], "after": after.images})
             write_bytes(self.folder / "samples.safetensors", images)

@@ -14,10 +14,18 @@ from torch import Tensor
 
 from flowrl.core.errors import PartError
 from flowrl.core.experience import Credit, Decisions, Experience
-from flowrl.core.protocols import AnyReward, AnySampler, FlowPolicy, ForwardLoss, Sampler, Stateful
+from flowrl.core.protocols import (
+    AnyReward,
+    AnySampler,
+    FlowPolicy,
+    ForwardLoss,
+    Sampler,
+    Stateful,
+    extras,
+)
 from flowrl.core.types import Condition, Prompt, part_call, state_of
 from flowrl.credit import credit_of, read_columns, value_quality
-from flowrl.distributed import Distributed
+from flowrl.distributed import Distributed, sum_over_replicas
 from flowrl.methods import Method, check_one_advantage
 from flowrl.parts.prompts import PromptStream
 from flowrl.probes import ValueProbe, whole
@@ -197,11 +205,13 @@ class Trainer:
                 batches.prepare(minibatch)
                 train_nfe += all_rows.evaluations * batches.passes
                 share = all_rows.evaluated / all_rows.total
-                for micro in minibatch:
+                for number, micro in enumerate(minibatch, 1):
                     batch = batches.of(micro.sample, micro.column, micro.shared)
                     result = checked_loss(loss, batch)
                     steps = batches.evaluated_steps(micro)
                     metrics.add(micro.weight / len(rows), result, batch, steps, share)
+                    if extra := extras(self.policy, "velocity_network"):
+                        sum_over_replicas(extra.velocity_network, number == len(minibatch))
                     self.scaler.scale(result.loss * micro.weight).backward()
                 losses = metrics.take()
                 check.losses(losses, minibatch)
@@ -458,7 +468,7 @@ class Trainer:
         )
         saved = checkpoint.tensors.items()
         small = {name: tensor for name, tensor in saved if not name.startswith(PER_PARAMETER)}
-        tensors, values = self.distributed.gather((small, checkpoint.values))[0]
+        tensors, values = self.distributed.in_main(lambda: (small, checkpoint.values))
         self.copies.restore(checkpoint.tensors, values, self.distributed)
         for prefix, part in self.with_memory.items():
             with part_call(f"{type(part).__name__}.load_state_dict", PartError):

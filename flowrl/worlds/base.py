@@ -20,6 +20,7 @@ from flowrl.core.errors import CheckpointError, require
 from flowrl.core.options import Whole
 from flowrl.core.protocols import FlowPolicy, PolicyOptions, RewardModel, World
 from flowrl.core.types import Prompt
+from flowrl.distributed import Distributed
 from flowrl.parts.prompts import read_prompts
 from flowrl.parts.registry import build, check_part
 from flowrl.parts.specs import parse_spec
@@ -135,7 +136,7 @@ class ModelWorld:
     """The world of a run that trains a diffusers pipeline.
 
     Its only task is "prompts", its only form of the reward "reward". The prompt files are read
-    immediately. Reward and policy are loaded at first use.
+    immediately, by the main process. Reward and policy are loaded at first use.
 
     Args:
         model: folder of the pipeline, or its name on the Hub (see `load_policy`).
@@ -145,6 +146,7 @@ class ModelWorld:
         options: options of the policy.
         trust: whether the spec of the reward is in the user's own words (`RunConfig.trusts`).
         reward_device: device of the reward's network; empty: the policy's.
+        distributed: the processes.
 
     Raises:
         ConfigError: `prompts` or `reward` is empty, or a file of prompts cannot be read.
@@ -164,6 +166,7 @@ class ModelWorld:
         options: ModelOptions,
         trust: bool = False,
         reward_device: str = "",
+        distributed: Distributed = Distributed(),
     ) -> None:
         require(bool(prompts), "prompts", prompts, "a file of prompts, or hf(name=NAME)")
         allowed = "NAME of a reward or path/to/file.py:Class: a model has none of its own"
@@ -172,8 +175,10 @@ class ModelWorld:
         self._device = reward_device or options.device
         files = "a file or a list, which a resumed run reads again"
         require("-" not in (prompts, heldout_prompts), "prompts", "-", files)
-        self._training = read_prompts(prompts)
-        self._heldout = read_prompts(heldout_prompts) if heldout_prompts else self._training
+        self._training = distributed.in_main(lambda: read_prompts(prompts))
+        self._heldout = self._training
+        if heldout_prompts:
+            self._heldout = distributed.in_main(lambda: read_prompts(heldout_prompts))
 
     def prompts(self, task: str, part: str) -> list[Prompt]:
         """The prompts of the training or the held-out file."""

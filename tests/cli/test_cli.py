@@ -100,7 +100,7 @@ def test_lists_fit_the_terminal_and_a_part_is_described(capsys, monkeypatch):
     text = shown("parts clipped", capsys)
     assert "clipped: loss, --loss clipped" in text and "clipped: reward, --reward clipped" in text
     assert "  clip_range = 0.0001  c in (0, 1)" in text and "*mean* over" in text
-    for name in ("ddp", "fsdp2", "zero2"):
+    for name in ("ddp", "fsdp2", "zero2", "hsdp"):
         path = Path(shown(f"presets --accelerate {name}", capsys).strip())
         assert "distributed_type" in path.read_text()
     monkeypatch.setenv("COLUMNS", "200")

@@ -4,12 +4,16 @@ import json
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from family_cases import CASES as PIPELINES
@@ -22,6 +26,7 @@ from small_run import (
     free_port,
     launch,
     launch_file,
+    model_files,
     plain,
     rows_of,
     trainer_of,
@@ -31,17 +36,24 @@ from small_run import (
 from flowrl.core.errors import ConfigError, RewardError, TrainingError
 from flowrl.core.experience import Actions
 from flowrl.core.types import Prompt
-from flowrl.distributed import Distributed, OtherProcessError, full_tensors, is_sharded
+from flowrl.distributed import (
+    Distributed,
+    OtherProcessError,
+    full_tensors,
+    is_sharded,
+    processes_here,
+)
 from flowrl.io import write_json
 from flowrl.policies import load_policy
 from flowrl.rewards import FunctionReward
 from flowrl.training import memory
 from flowrl.training.build import make_method, make_world, policy_options, trained_policy
-from flowrl.training.checkpoint import Checkpoints
+from flowrl.training.checkpoint import Checkpoints, load_weights
 from flowrl.training.config import load_config, preset
 from flowrl.training.evaluation import evaluate
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
+from flowrl.workers import launch_rank
 
 PROCESSES = dict(micro_batch=7, iterations=2, learning_rate=3e-4)
 MIXTURE = BASE.replace(**PROCESSES, window="random(size=2)")
@@ -377,7 +389,7 @@ def live(rank, world_size, port, folder):
     torch.set_num_threads(1)
     reported = {}
     try:
-        with Distributed.join("cpu") as distributed:
+        with Distributed.join() as distributed:
             everything(distributed, reported.__setitem__, folder)
     except Exception as error:
         reported["end"] = f"{type(error).__name__}: {error}"
@@ -538,7 +550,115 @@ def test_a_killed_process_ends_the_run_by_name_and_the_run_resumes(tmp_path):
     trained_policy(tmp_path / "run", trust=True)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2"])
+WAITS = """
+import os, time
+from pathlib import Path
+
+class Waits:
+    \"\"\"Redness; it waits to be killed once the file LAST exists.\"\"\"
+
+    def score(self, images, prompts):
+        if Path(os.environ.get("LAST", "none")).exists():
+            Path("waits").touch()
+            time.sleep(600)
+        return 1.5 * (images[:, 0].mean((1, 2)) - images.mean((1, 2, 3)))
+"""
+NODES = dict(
+    preset="tiny",
+    model="model",
+    tuning="full",
+    prompts="prompts.txt",
+    reward="reward.py:Waits",
+    groups=3,
+    iterations=3,
+    micro_batch=2,
+    checkpoint_every=1,
+    learning_rate=3e-5,
+    resolution=16,
+    max_sequence_length=24,
+    device="cpu",
+)
+
+
+def kill(node):
+    """All processes of a node, as a loss of power would."""
+    for process in (*psutil.Process(node.pid).children(recursive=True), node):
+        process.kill()
+
+
+@contextmanager
+def nodes(folders, launcher, options, **environment):
+    """A launcher per folder, whose output is in the file `log`. `environment` is that of the last
+    one.
+    """
+    port, started = free_port(), []
+    for number, folder in enumerate(folders):
+        more = {"FLOWRL_CACHE": f"{folder}/cache", **environment} if number else {}
+        address = ("--node-rank", number, "--rdzv-endpoint", f"127.0.0.1:{port}")
+        if "accelerate" in launcher[0]:
+            address = "--machine_rank", number, "--main_process_ip", "127.0.0.1"
+            address += "--main_process_port", port
+        command = ["-m", *launcher, *address, "-m", "flowrl", "train", *options]
+        started.append(
+            subprocess.Popen(
+                [sys.executable, *map(str, command)],
+                cwd=folder,
+                stdout=(folder / "log").open("w"),
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **more},
+            )
+        )
+    try:
+        yield started
+    finally:
+        for node in started:
+            if node.poll() is None:
+                kill(node)
+            node.wait()
+
+
+@pytest.mark.satellite
+def test_nodes_train_what_one_process_does_and_resume_on_fewer(tmp_path, monkeypatch):
+    """The second node lacks the prompts, the transformer's weights and the run's folder. All its
+    processes are killed; the run is resumed on two nodes with fewer processes, and on one.
+    """
+    first, second = folders = tmp_path / "0", tmp_path / "1"
+    model_files(first)
+    (first / "reward.py").write_text(WAITS)
+    shutil.copytree(first, second)
+    for path in (second / "prompts.txt", *second.glob("model/transformer/*.safetensors")):
+        path.unlink()
+    log, last = first / "log", first / "run" / "checkpoints" / "000002.safetensors"
+    hybrid = ["accelerate.commands.launch", "--config_file", launch_file("hsdp")]
+    hybrid += ["--num_processes", 4, "--parallelism_config_dp_shard_size", 2]
+    options, until = words(**NODES, out="run"), time.monotonic() + 300
+    with nodes(folders, hybrid, options, LAST=str(last)) as (survivor, victim):
+        while not (second / "waits").exists() and victim.poll() is None:
+            assert time.monotonic() < until, log.read_text()[-3000:]
+            time.sleep(0.1)
+        kill(victim)
+        assert survivor.wait(60) and "4 processes" in log.read_text(), log.read_text()[-3000:]
+    assert "of 4 lost another process" in log.read_text()
+    assert Checkpoints(first / "run").names() == ["000002"]
+    shutil.copytree(first / "run", first / "alone")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    launcher = ["torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1]
+    with nodes(folders, launcher, ["--resume", "run", "--trust"]) as resumed:
+        assert [node.wait(300) for node in resumed] == [0, 0], log.read_text()[-3000:]
+    assert "2 processes" in log.read_text() and not (second / "run").exists()
+    monkeypatch.chdir(first)
+    config = load_config(Path("run/config.json"), trust=True)
+    Run(config, Path("alone")).execute(resume=True)
+    Run(config, Path("expected")).execute()
+    expected = load_weights(Path("expected/weights.safetensors"))
+    for name in ("run", "alone"):
+        rows = [rows_of(first / folder, WITHOUT) for folder in ("expected", name)]
+        assert largest_difference(*rows) < 5e-5
+        weights = load_weights(Path(name, "weights.safetensors"))
+        assert largest_difference(expected, weights) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2", "hsdp"])
 def test_config_files_are_accelerates(name):
     from accelerate.commands.config.config_args import load_config_from_file
 
@@ -547,7 +667,7 @@ def test_config_files_are_accelerates(name):
     if sharded:
         options = config.fsdp_config
         assert options["fsdp_version"] == 2
-        assert options["fsdp_reshard_after_forward"] == (name == "fsdp2")
+        assert options["fsdp_reshard_after_forward"] == (name != "zero2")
 
 
 @pytest.mark.parametrize(("world_size", "total"), [(1, 5), (2, 3), (2, 1), (4, 5), (3, 9), (8, 3)])
@@ -586,9 +706,58 @@ def test_a_full_gpu_is_no_lost_connection():
         raise RuntimeError("Connection closed by peer")
 
 
-@pytest.mark.parametrize("minutes", ["0", "soon"])
-def test_the_timeout_is_checked(monkeypatch, minutes):
-    monkeypatch.setenv("FLOWRL_TIMEOUT_MINUTES", minutes)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="FLOWRL_TIMEOUT_MINUTES"):
-        Distributed.join("cpu")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"FLOWRL_TIMEOUT_MINUTES": 0}, "FLOWRL_TIMEOUT_MINUTES"),
+        ({"FLOWRL_TIMEOUT_MINUTES": "soon"}, "FLOWRL_TIMEOUT_MINUTES"),
+        (dict(ACCELERATE_USE_FSDP="true", PARALLELISM_CONFIG_DP_REPLICATE_SIZE=3), "= '3 x 0'"),
+    ],
+)
+def test_settings_of_the_launcher_are_checked(monkeypatch, settings, message):
+    for name, value in {"WORLD_SIZE": 2, **settings}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ConfigError, match=message):
+        Distributed.join()
+
+
+SLURM = dict(
+    SLURM_PROCID=19,
+    SLURM_LOCALID=1,
+    SLURM_NODEID=3,
+    SLURM_STEP_NUM_TASKS=22,
+    SLURM_STEP_TASKS_PER_NODE="8(x2),2,4",
+    SLURM_STEP_NODELIST="gpu[03-04,09],big-1",
+    SLURM_JOB_ID=30007,
+)
+MPI = dict(zip(("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"), (22, 19, 1, 4), strict=True))
+MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in MPI.items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "rank", "here"),
+    [
+        ({}, 0, ()),
+        (SLURM, 19, ("1", 4, "gpu03", "15007")),
+        ({**SLURM, "MASTER_ADDR": "gpu04-ib"}, 19, ("1", 4, "gpu04-ib", "15007")),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": 1}, 0, ()),
+        ({**SLURM, "WORLD_SIZE": 1}, 0, ()),
+        ({**SLURM, "WORLD_SIZE": 2, "RANK": 1}, 1, ()),
+        ({**MPI, "MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"}, 19, ("1", 4, "gpu07", "29500")),
+        (MPI, None, ()),
+    ],
+)
+def test_variables_of_srun_and_mpirun_become_torchruns(monkeypatch, settings, rank, here):
+    launched = {name: str(value) for name, value in settings.items()}
+    monkeypatch.setattr(os, "environ", launched)
+    if rank is None:
+        with pytest.raises(ConfigError, match="mpirun -x MASTER_ADDR"):
+            launch_rank()
+        return
+    assert launch_rank() == rank
+    if here:
+        values = [launched[name] for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
+        assert launched["WORLD_SIZE"] == "22"
+        assert (values[0], processes_here(), *values[1:]) == here
+    else:
+        assert launched.keys() == settings.keys()
