@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -83,8 +83,16 @@ def test_a_pause_passes_on_results_and_withdraws_what_waits(dask):
     jobs = dict.fromkeys("abcd", ())
     assert not run_jobs(worker_jobs.until_stopped, jobs, dask.scheduler_address, **named)
     assert results == dict.fromkeys(started, "stopped") and len(started) == 2
-    named = dict(finished=results.__setitem__, seconds=0)
-    assert not run_jobs(worker_jobs.describe, {"e": (1,)}, dask.scheduler_address, **named)
+
+
+def test_jobs_that_wait_in_a_queue_are_withdrawn_when_the_time_is_up():
+    class Queue(Executor):
+        def submit(self, *call):
+            return Future()
+
+    results = {}
+    named = dict(finished=results.__setitem__, seconds=0.1)
+    assert not run_jobs(worker_jobs.describe, {"a": (1,)}, Queue(), **named) and results == {}
 
 
 def test_jobs_end_with_a_killed_parent(dask, tmp_path):
@@ -95,8 +103,8 @@ def test_jobs_end_with_a_killed_parent(dask, tmp_path):
         f"{tmp_path},{dask.scheduler_address}",
     ]
     parent = subprocess.Popen(command)
-    for name in ("started", "ended"):
-        deadline = time.monotonic() + 60
+    for name, seconds in (("started", 60), ("ended", 30)):  # the job would take 60 s
+        deadline = time.monotonic() + seconds
         while not (tmp_path / name).exists():
             assert time.monotonic() < deadline, name
             time.sleep(0.02)
@@ -165,8 +173,8 @@ def test_schedulers_that_are_refused(scheduler, message, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("versions_here", "threads", "began", "message"),
     [
-        ({"torch": "1.0"}, 1, time.time(), "has {'torch': .* install the same versions"),
-        ({}, 2, time.time(), "has 2 threads; start it with --nthreads 1"),
+        ({"torch": "1.0"}, 1, 1e12, "has {'torch': .* install the same versions"),
+        ({}, 2, 1e12, "has 2 threads; start it with --nthreads 1"),
         ({}, 1, 0.0, "has changed since the start of the Dask worker tcp://w"),
     ],
 )
