@@ -97,8 +97,7 @@ class Distributed:
         WORLD_SIZE, ...; see `flowrl.workers.launch_rank`).
 
         Object collectives use gloo. Tensors on GPUs use NCCL, and the GPU number LOCAL_RANK becomes
-        the current one. Raises `ConfigError` for a kind of
-        training that is not supported.
+        the current one. Raises `ConfigError` for a kind of training that is not supported.
         """
         launch_rank()
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -268,9 +267,8 @@ def shard(
     network: nn.Module, distributed: Distributed, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Shard the main process's weights of `network` over all processes in place (PyTorch's FSDP2):
-    each process keeps a part of every tensor; with `replicas`, processes with the same part in each
-    of them (HSDP). Buffers are the main process's too. The other
-    processes' weights may be on meta.
+    each process keeps a part of every tensor; with `replicas`, each of them has all parts (HSDP).
+    Buffers are the main process's too. The other processes' weights may be on meta.
 
     A block (a module whose class the network names in `_no_split_modules`, as diffusers'
     transformers do) is gathered while it computes. Gathered weights have `dtype`, in which the

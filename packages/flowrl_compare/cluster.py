@@ -74,7 +74,9 @@ class DaskExecutor(Executor):
 
 
 def _loads(event: tuple[float, bytes]) -> Any:
-    """The content of an event of Dask, which has a time and a message."""
+    """The content of an event of Dask, which has a time and a message. Whoever reaches the
+    scheduler can run code on its workers anyway.
+    """
     return pickle.loads(event[1])
 
 

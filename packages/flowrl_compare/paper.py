@@ -19,7 +19,7 @@ from flowrl.io import require_new_file, write_bytes
 from flowrl.methods import METHODS
 from flowrl.parts.registry import find_maker
 from flowrl.parts.specs import parse_spec
-from flowrl_compare.style import pdf, svg
+from flowrl_compare.style import VECTOR, vector
 
 FOLDER = "paper"
 MADE = "% made by flowrl"
@@ -70,8 +70,11 @@ def write_paper(
         ).encode(),
         folder / "results.csv": csv_text(results).encode(),
         folder / "references.bib": references(settings).encode(),
-        **{folder / f"{name}.pdf": pdf(figure) for name, figure in figures.items()},
-        **{folder / f"{name}.svg": svg(figure) for name, figure in figures.items()},
+        **{
+            folder / f"{name}.{suffix}": vector(figure, suffix)
+            for name, figure in figures.items()
+            for suffix in VECTOR
+        },
     }
     require_new_file(tex, lambda data: data.startswith(MADE.encode()), option)
     made = tex.exists()
@@ -85,10 +88,11 @@ def write_paper(
 def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows as CSV: a column per key, in the order of their first occurrence."""
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, dict.fromkeys(key for row in rows for key in row))
+    columns = dict.fromkeys(key for row in rows for key in row)
+    writer = csv.DictWriter(buffer, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return buffer.getvalue().replace("\r\n", "\n")
+    return buffer.getvalue()
 
 
 def booktabs(caption: str, columns: Columns) -> str:

@@ -176,14 +176,14 @@ class Display:
         from flowrl_compare.sweep import Sweep
 
         self.say("Writing the report ...")
-        report = write_report(self.out)
-        summaries = summarise(load_comparison(self.out))
+        report, comparison = write_report(self.out), load_comparison(self.out)
+        summaries = summarise(comparison)
         print_table(summaries, self.console)
         if collapse_text(summaries) and not self.config.points:
             self.say(f"{collapse_text(summaries)}; try a lower --learning-rate")
         self.say(f"All columns: {self.out / 'table.txt'}")
         if self.config.points:
-            for text in Sweep(load_comparison(self.out)).best_texts():
+            for text in Sweep(comparison).best_texts():
                 self.say(text)
             self.say(f"Runs as a table: {self.out / 'sweep.csv'}; best settings: best-*.yaml")
         since = " since it was resumed" if self.resumed else ""

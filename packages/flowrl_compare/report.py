@@ -228,15 +228,14 @@ def write_report(folder: Path) -> Path:
     comparison = load_comparison(folder)
     summaries, config = summarise(comparison), comparison.config
     shared, arms = comparison.shared, list(config["arms"])
-    drawn = _figures(comparison) if summaries else {}
+    sweep = Sweep(comparison) if config.get("points") else None
+    drawn = _figures(comparison, sweep) if summaries else {}
     figures = {name: figure for name, figure in drawn.items() if figure is not None}
     images = {name: png(figure) for name, figure in figures.items()}
     for name, image in images.items():
         write_bytes(folder / f"{name}.png", image)
-    best = list[str]()
-    if config.get("points"):
-        Sweep(comparison).write(folder)
-        best = Sweep(comparison).best_texts()
+    if sweep:
+        sweep.write(folder)
     write_json(folder / "summary.json", summary_values(summaries))
     write_bytes(folder / "table.txt", table_text(summaries).encode())
     names = ("arm", [summary.arm for summary in summaries])
@@ -269,7 +268,7 @@ def write_report(folder: Path) -> Path:
         every=shared["evaluation"]["eval_every"],
         many=len(summaries) > MOST_TOGETHER,
         images=images,
-        best=". ".join([*best, ""]),
+        best=". ".join([*sweep.best_texts(), ""]) if sweep else "",
         noticeable=NOTICEABLE,
         bound=bound_of(comparison),
     )
@@ -277,12 +276,11 @@ def write_report(folder: Path) -> Path:
     return folder / "report.html"
 
 
-def _figures(comparison: Comparison) -> dict[str, Figure | None]:
-    sweep = Sweep(comparison).figure() if comparison.config.get("points") else None
+def _figures(comparison: Comparison, sweep: Sweep | None) -> dict[str, Figure | None]:
+    drawn = {"sweep": sweep.figure() if sweep else None}
     if len(comparison.arms) > MOST_DRAWN:
-        return {"sweep": sweep}
-    return {
-        "sweep": sweep,
+        return drawn
+    return drawn | {
         "curves": curves(comparison),
         "strict": curves(comparison, "strict"),
         "samples": samples(comparison),

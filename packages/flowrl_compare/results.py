@@ -59,6 +59,16 @@ def without_groups(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for group in groups for name, value in group.items()}
 
 
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of the settings in which runs differ."""
+    names = dict.fromkeys(name for chosen in settings for name in chosen)
+    return [
+        name
+        for name in names
+        if any(chosen.get(name) != settings[0].get(name) for chosen in settings)
+    ]
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """One run: its `arm` (of a run by itself: its method) and `seed`, its `folder`, `rows` (one per
@@ -166,12 +176,7 @@ class Comparison:
     def differences(self) -> dict[str, dict[str, Any]]:
         """By arm, the settings in which the runs of the arms differ."""
         arms = {run.arm: run.settings for run in self.runs}
-        first = self.runs[0].settings if self.runs else {}
-        differ = [
-            name
-            for name in first
-            if any(settings.get(name) != first[name] for settings in arms.values())
-        ]
+        differ = differing(list(arms.values()))
         return {arm: {name: known.get(name) for name in differ} for arm, known in arms.items()}
 
     @property
@@ -498,12 +503,12 @@ def evaluation_rows(comparison: Comparison) -> list[dict[str, Any]]:
     return rows
 
 
-def paths(values: Mapping[str, Any]) -> dict[str, Any]:
+def paths(values: Mapping[str, Any], start: str = "") -> dict[str, Any]:
     """Nested values by their paths, joined with dots."""
     flat = {}
     for name, value in values.items():
-        inner = paths(value) if isinstance(value, dict) else {"": value}
-        flat |= {f"{name}.{path}".rstrip("."): leaf for path, leaf in inner.items()}
+        path = f"{start}{name}"
+        flat |= paths(value, f"{path}.") if isinstance(value, dict) else {path: value}
     return flat
 
 

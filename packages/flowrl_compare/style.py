@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -29,7 +30,11 @@ MARKERS = "osD^vP*X"
 """Markers of the methods in their order, so that curves differ in more than their colour."""
 MADE = {"Software": "flowrl"}
 """Metadata of the PNG files of this package."""
-MADE_PDF = {"Creator": "flowrl", "CreationDate": None}
+VECTOR: dict[str, dict[str, Any]] = {
+    "pdf": {"Creator": "flowrl", "CreationDate": None},
+    "svg": {"Date": None},
+}
+"""Metadata of vector graphics by format: no date, so that equal figures are equal files."""
 
 matplotlib.rcParams.update(
     {
@@ -108,17 +113,10 @@ def png(figure: Figure, dpi: int = 130) -> bytes:
     return buffer.getvalue()
 
 
-def pdf(figure: Figure) -> bytes:
-    """The figure as a PDF file on white, without a date, so that equal figures are equal files."""
+def vector(figure: Figure, suffix: str) -> bytes:
+    """The figure on white in a format of `VECTOR`; its text remains text."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="pdf", facecolor="white", metadata=MADE_PDF)
-    return buffer.getvalue()
-
-
-def svg(figure: Figure) -> bytes:
-    """The figure as an SVG file on white, without a date; its text remains text."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", facecolor="white", metadata={"Date": None})
+    figure.savefig(buffer, format=suffix, facecolor="white", metadata=VECTOR[suffix])
     return buffer.getvalue()
 
 

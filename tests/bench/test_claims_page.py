@@ -265,10 +265,13 @@ def test_tasks_alone_and_levels():
 def test_texts_of_a_page_are_escaped(tmp_path):
     page = Document("A title")
     page.text("Before <any> section, `code`, [a link](other.md#part).")
-    page.blocks.append(Table(("what",), [("a | b",)], ("what",)))
+    page.blocks += [Table(("what",), [("a | b",)], ("what",)), Table(("none", "yet"), [])]
     markdown, html = (path.read_text() for path in page.write(tmp_path, "page"))
     assert "| a / b |" in markdown and "&lt;any&gt;" in html and "<code>code</code>" in html
     assert '<a href="other.html#part">a link</a>' in html
+    page.for_paper(tmp_path / "paper", [], [], "flowrl bench 50%")
+    tex = (tmp_path / "paper" / "table.tex").read_text()
+    assert "% flowrl bench 50%\n" in tex and "a | b \\\\\n" in tex and "none & yet \\\\" in tex
 
 
 def test_a_page_replaces_its_own_files_only(tmp_path):

@@ -231,8 +231,9 @@ class Tune:
         command = shlex.join(["flowrl", *sys.argv[1:]])
         finished = self.show or tune(searches, self.out, command, self.workers, progress)
         print(choices(searches, self.out))
-        folder = self.out.with_name(f"{self.out.stem}-paper")
-        print(f"Wrote {', '.join(map(str, for_paper(searches, self.out, folder, command)))}")
+        if not self.show:
+            folder = self.out.with_name(f"{self.out.stem}-paper")
+            print(f"Wrote {', '.join(map(str, for_paper(searches, self.out, folder, command)))}")
         if self.save is not None:
             save(searches, self.out, self.save)
         return 0 if finished else _paused()
@@ -430,7 +431,7 @@ class Headroom:
 
     def main(self) -> int:
         """Search, run, write."""
-        from flowrl_bench.evidence import evaluation_rows
+        from flowrl_bench.evidence import evaluation_rows, labelled
         from flowrl_bench.headroom import IMAGES, QUICK, QUICK_SIZE, TASKS, HeadroomStudy, Size
         from flowrl_bench.headroom_page import TITLE, headroom_page, summary, table
         from flowrl_bench.page import require_page
@@ -457,7 +458,8 @@ class Headroom:
         if rows := study.rows():
             document = headroom_page(rows, size, command)
             written = document.write(folder, page, page)
-            evaluated, settings = evaluation_rows(study.labelled())
+            runs = labelled("task", study.runs(), study.results.read())
+            evaluated, settings = evaluation_rows(runs)
             written += document.for_paper(folder / f"{page}-paper", evaluated, settings, command)
             write_bytes(spreadsheet, table(rows).encode())
             print(f"{summary(rows)}\nWrote {', '.join(map(str, [*written, spreadsheet]))}")
@@ -481,7 +483,7 @@ class Verdict:
 
     def main(self) -> int:
         """Judge and write."""
-        from flowrl_bench.evidence import evaluation_rows
+        from flowrl_bench.evidence import evaluation_rows, labelled
         from flowrl_bench.page import require_page
         from flowrl_bench.verdict import CAMPAIGNS, Verdicts
         from flowrl_bench.verdict_page import TITLE, details, summary
@@ -510,7 +512,7 @@ class Verdict:
         rows, settings = evaluation_rows(
             ({"world": name, **labels}, line)
             for name, (_, study) in worlds.items()
-            for labels, line in study.labelled(any_code=True)
+            for labels, line in labelled("task", study.runs(), study.results.read(any_code=True))
         )
         written += page.for_paper(self.page / "details-paper", rows, settings, command)
         print(f"{summary(worlds)}\nWrote {', '.join(map(str, written))}")

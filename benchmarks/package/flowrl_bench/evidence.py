@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 from flowrl_compare.costs import COUNTS, STATED, STATED_NAME, prices_of
-from flowrl_compare.results import without_groups
+from flowrl_compare.results import differing, without_groups
 from flowrl_compare.statistics import Values, collapsed
 
 from flowrl.core.errors import ConfigError, FlowrlError
 from flowrl.training.config import RunConfig
 from flowrl.training.plan import plan
-from flowrl_bench.digest import OWN_RULES
+from flowrl_bench.digest import OWN_RULES, config_id
 from flowrl_bench.measurements import CURVE
 from flowrl_bench.statistics import (
     SMALLEST,
@@ -102,20 +102,28 @@ def spent(line: Line, axis: str) -> list[float]:
     return [unit * prices.parts(row).total for row in counts(line)]
 
 
+def labelled(
+    name: str,
+    runs: Iterable[tuple[tuple[str, str, int], RunConfig | None]],
+    lines: Mapping[str, Line],
+) -> Iterator[tuple[dict[str, str], Line]]:
+    """The lines of `runs`, given by a label `name`, an arm and a seed, with label and arm; without
+    those that are not made.
+    """
+    for (label, arm, _), run in runs:
+        if run is not None and (line := lines.get(config_id(run))):
+            yield {name: label, "arm": arm}, line
+
+
 def evaluation_rows(
-    labelled: Iterable[tuple[Mapping[str, str], Line]],
+    runs: Iterable[tuple[Mapping[str, str], Line]],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A row per evaluation of every line: its labels, the seed, the settings in which the lines
     differ, and the learning curve with its budgets; then the settings of every line.
     """
-    lines = list(labelled)
+    lines = list(runs)
     settings = [without_groups(line["config"]) for _, line in lines]
-    differ = [
-        name
-        for name in dict.fromkeys(name for chosen in settings for name in chosen)
-        if any(chosen.get(name) != settings[0].get(name) for chosen in settings)
-    ]
-    rows = []
+    differ, rows = differing(settings), list[dict[str, Any]]()
     for (labels, line), chosen in zip(lines, settings, strict=True):
         budgets = {axis: spent(line, axis) for axis in ("forwards", "stated seconds")}
         for number, values in enumerate(line["curve"]):

@@ -467,15 +467,6 @@ class HeadroomStudy:
         allowed = {**{line.get("id", ""): None for line in self.results.unchecked()}, **runs}
         return Suite(runs, self.results, allowed, command).execute(self.workers, finished)
 
-    def labelled(self, any_code: bool = False) -> list[tuple[dict[str, str], Line]]:
-        """The finished runs on fresh seeds with their task and arm."""
-        lines = self.results.read(any_code=any_code)
-        return [
-            ({"task": task, "arm": arm}, lines[key])
-            for (task, arm, _), run in self.runs()
-            if (key := config_id(run)) in lines
-        ]
-
     def rows(self) -> list[Row]:
         """The results of the tasks of which two or more seeds are complete."""
         values, complete = self.values(), list[Row]()

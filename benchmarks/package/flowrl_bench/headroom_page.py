@@ -1,11 +1,10 @@
 """The page of the headroom: the map, the table, and the table as CSV."""
 
-import csv
-import io
 import math
 from collections.abc import Sequence
 
 from flowrl_compare.costs import STATED, STATED_NAME
+from flowrl_compare.paper import csv_text
 from flowrl_compare.statistics import BELOW_START, COLLAPSE
 from flowrl_compare.style import COLOURS, INK, SOFT
 from matplotlib.figure import Figure
@@ -102,14 +101,13 @@ def _numbers(row: Row) -> list[float]:
 
 def table(rows: Sequence[Row]) -> str:
     """The results as CSV."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*COLUMNS, "seeds", "verdict", "values of the oracle"])
+    lines = []
     for row in rows:
-        kind = "exact" if row.task.is_exact else "best known, at least"
         numbers = [f"{number:.5g}" for number in _numbers(row)]
-        writer.writerow([row.name, *numbers, row.seeds, row.label, kind])
-    return text.getvalue()
+        kind = "exact" if row.task.is_exact else "best known, at least"
+        end = {"seeds": row.seeds, "verdict": row.label, "values of the oracle": kind}
+        lines.append(dict(zip(COLUMNS, [row.name, *numbers], strict=True)) | end)
+    return csv_text(lines)
 
 
 def methods(rows: Sequence[Row]) -> Table:

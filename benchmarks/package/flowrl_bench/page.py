@@ -168,7 +168,10 @@ class Document:
                 section = block.text
             elif isinstance(block, Table):
                 caption = f"{section} ({len(tables) + 1})"
-                tables[caption] = list(zip(block.head, zip(*block.rows, strict=True), strict=True))
+                tables[caption] = [
+                    (name, [row[place] for row in block.rows])
+                    for place, name in enumerate(block.head)
+                ]
         return write_paper(folder, results, tables, figures, settings, command, "page")
 
     def markdown(self, images: str = "") -> str:

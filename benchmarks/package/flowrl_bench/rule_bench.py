@@ -15,7 +15,7 @@ from flowrl.training.config import RunConfig
 from flowrl.workers import worker_count
 from flowrl_bench.arms import WORLDS, Arm, settings_of, tuned, world_label
 from flowrl_bench.digest import config_id
-from flowrl_bench.evidence import Evidence, Line, evaluation_rows
+from flowrl_bench.evidence import Evidence, evaluation_rows, labelled
 from flowrl_bench.page import Heading, require_page
 from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import ResultsFile
@@ -182,15 +182,6 @@ class Bench:
         allowed = {**{line.get("id", ""): None for line in self.results.unchecked()}, **runs}
         return Suite(runs, self.results, allowed, self.command).execute(self.workers, finished)
 
-    def labelled(self) -> list[tuple[dict[str, str], Line]]:
-        """The finished runs of the results with their world and arm."""
-        lines = self.results.read()
-        return [
-            ({"world": world, "arm": arm}, lines[key])
-            for (world, arm, _), run in self.runs()
-            if run is not None and (key := config_id(run)) in lines
-        ]
-
     def worlds(self) -> list[World]:
         """The worlds with two or more seeds that all arms have, judged."""
         lines, evaluated = self.results.read(), []
@@ -251,7 +242,7 @@ def bench_rule(
         page = rule_page(bench.name, bench.text, worlds, command)
         written = page.write(bench.folder, "rule")
         page.blocks = [Heading("Findings"), findings_table(worlds), *page.blocks]
-        rows, settings = evaluation_rows(bench.labelled())
+        rows, settings = evaluation_rows(labelled("world", bench.runs(), bench.results.read()))
         written += page.for_paper(bench.folder / "rule-paper", rows, settings, command)
         for world in worlds:
             for text in (sentence(bench.name, world), world.tells(bench.name)):
