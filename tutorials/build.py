@@ -8,12 +8,14 @@
 tutorials/source/NN_name.py (jupytext, percent format) is the source. tutorials/NN_name.ipynb has
 the solutions and stored outputs; tutorials/student/NN_name.ipynb has starting cells, and each hint
 and solution folded; tutorials/colab/NN_name.ipynb is the student's version with a first cell that
-installs flowrl. docs/writing-lessons.md describes the format.
+installs flowrl. tutorials/package/flowrl_course/solutions.json has the solutions by check, which
+replace missing answers. docs/writing-lessons.md describes the format.
 """
 
 import argparse
 import base64
 import io
+import json
 import os
 import re
 import sys
@@ -37,10 +39,10 @@ ROLES = ("exercise", "hint", "solution", "explanation", "expected")
 NUMBER = r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?"
 RANGE = rf"{NUMBER}\.\.{NUMBER}"
 NOTE = (
-    "> **How to work.** Replace the dots, then run the check below. If it fails, read its message,"
-    " then the folded hint, then the folded solution. Later cells may use your answer: an error"
-    " about `ellipsis` means that an exercise above is not answered. To continue without an answer,"
-    " copy the solution into the starting cell."
+    "> **How to work.** Replace the dots, then run the check below. If it fails, it says what is"
+    " wrong with the result; check again for the cause, and once more for the remedy. A hint and"
+    " the solution are folded below it. Until your answer is correct, later cells use the solution,"
+    " so you can skip an exercise."
 )
 SHARP = "--InlineBackend.figure_formats=retina"
 """Argument of the kernel: figures have two pixels per point, and the notebook stores the width in
@@ -74,10 +76,14 @@ def role(cell: Notebook) -> str | None:
 def read(source: Path) -> Notebook:
     """The source as a notebook.
 
-    The text of an `expected` cell becomes the metadata entry "expected" of the code cell before it.
+    The text of an `expected` cell becomes the metadata entry "expected" of the code cell before it;
+    a line ``{symbols: t; x_t}`` becomes the rows of docs/reference/notation.md for these symbols.
     """
     notebook, cells = jupytext.read(source), []
     for cell in notebook.cells:
+        cell.source = re.sub(
+            r"^\{symbols: (.*)\}$", lambda line: symbols(line[1]), cell.source, flags=re.MULTILINE
+        )
         if role(cell) != "expected":
             cells.append(cell)
         elif cells and cells[-1].cell_type == "code" and role(cells[-1]) is None:
@@ -88,6 +94,21 @@ def read(source: Path) -> Notebook:
             )
     notebook.cells = cells
     return notebook
+
+
+def symbols(names: str) -> str:
+    """The table of some symbols, separated by semicolons, from the page of the notation.
+
+    A name is what a row begins with, without dollar signs, up to the first equality sign.
+    """
+    head, line, *rows = re.findall(
+        r"^\|.*\|$", (HERE.parent / "docs/reference/notation.md").read_text(), re.MULTILINE
+    )
+    known = {re.split(r" \||,? *=", row[2:])[0].replace("$", "").strip(): row for row in rows}
+    chosen = [name.replace("$", "").strip() for name in names.split(";")]
+    if unknown := [name for name in chosen if name not in known]:
+        raise SystemExit(f"docs/reference/notation.md has no {unknown}; it has {list(known)}")
+    return "\n".join([head, line, *(known[name] for name in chosen)])
 
 
 def finish(notebook: Notebook, name: str) -> Notebook:
@@ -171,6 +192,27 @@ def student(source: Path) -> Notebook:
     return finish(notebook, source.stem)
 
 
+SOLUTIONS = HERE / "package/flowrl_course/solutions.json"
+
+
+def solutions(source: Path) -> dict[str, str]:
+    """The solution of each exercise of a lesson, by check, such as "lesson_03.check_kl"."""
+    found, held = {}, ""
+    for cell in read(source).cells:
+        if role(cell) == "solution":
+            held += cell.source + "\n"
+        elif held and (call := re.match(r"lesson\.(check_\w+)\(", cell.source)):
+            found[f"lesson_{source.name[:2]}.{call[1]}"] = held
+        elif role(cell) == "explanation":
+            held = ""
+    return found
+
+
+def stored_solutions() -> dict[str, str]:
+    """The solutions of all lessons, as stored for the checks."""
+    return json.loads(SOLUTIONS.read_text()) if SOLUTIONS.is_file() else {}
+
+
 def address() -> str:
     """The repository's address, from pyproject.toml."""
     return tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]["urls"][
@@ -189,18 +231,16 @@ BEGINNINGS = {"student": student, "colab": colab}
 """The versions without outputs, by folder."""
 
 
-def execute(notebook: Notebook, name: str) -> float:
-    """Run a notebook in place with strict checks; returns the CPU seconds of its process. Exits if
-    a cell fails.
+def execute(notebook: Notebook, name: str, checks: str = "strict") -> float:
+    """Run a notebook in place; returns the CPU seconds of its process. Exits if a cell fails; with
+    strict checks also if a check does.
     """
-    os.environ.update(
-        {
-            "FLOWRL_COURSE": "strict",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONHASHSEED": "0",
-        }
-    )
+    environment = os.environ | {
+        "FLOWRL_COURSE": checks,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONHASHSEED": "0",
+    }
     notebook.cells.append(nbformat.v4.new_code_cell("import time\nprint(time.process_time())"))
     options = {
         "timeout": 5 * LIMIT_SECONDS,
@@ -208,7 +248,7 @@ def execute(notebook: Notebook, name: str) -> float:
         "resources": {"metadata": {"path": str(HERE)}},
     }
     try:
-        NotebookClient(notebook, extra_arguments=[SHARP], **options).execute()
+        NotebookClient(notebook, extra_arguments=[SHARP], **options).execute(env=environment)
     except CellExecutionError as error:
         raise SystemExit(f"{name}: a cell failed\n{error}") from None
     seconds = float(notebook.cells.pop().outputs[0].text)
@@ -338,6 +378,15 @@ def stale(stored: Path, fresh: Notebook, expected: list[str | None]) -> list[str
     return outdated
 
 
+def write_solutions(lessons: list[Path]) -> None:
+    """Replace the solutions of some lessons among the stored ones."""
+    prefixes = tuple(f"lesson_{source.name[:2]}." for source in lessons)
+    kept = {key: code for key, code in stored_solutions().items() if not key.startswith(prefixes)}
+    for source in lessons:
+        kept |= solutions(source)
+    SOLUTIONS.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+
+
 def write_beginnings(source: Path) -> None:
     """Write the versions without outputs."""
     for folder, version in BEGINNINGS.items():
@@ -346,9 +395,13 @@ def write_beginnings(source: Path) -> None:
 
 
 def stale_beginnings(source: Path) -> list[str]:
-    """Which of the versions without outputs do not match the source."""
+    """Which of the versions without outputs, or solutions, do not match the source."""
+    differing = solutions(source).items() - stored_solutions().items()
     stored = {folder: HERE / folder / f"{source.stem}.ipynb" for folder in BEGINNINGS}
     return [
+        f"{SOLUTIONS.name} does not have the present solution of {key}"
+        for key, _ in sorted(differing)
+    ] + [
         f"{folder}/{path.name} was not built from the present source"
         for folder, path in stored.items()
         if not path.is_file() or path.read_text() != nbformat.writes(BEGINNINGS[folder](source))
@@ -394,6 +447,7 @@ def build(source: Path, check: bool) -> tuple[str, list[str]]:
         problems.append(f"{source.stem} has {exercises} exercises; at least 3 are needed")
     if check:
         problems += stale(target, notebook, expected) + stale_beginnings(source)
+        execute(student(source), f"{source.stem} without answers", checks="shown")
     else:
         target.write_text(nbformat.writes(notebook))
         write_beginnings(source)
@@ -433,15 +487,16 @@ def main() -> None:
         "--jobs", type=int, default=2, help="lessons executed at a time (one thread each)"
     )
     options = parser.parse_args()
+    lessons = sources(options.only)
+    if not options.check:
+        write_solutions(lessons)
     if options.students or options.text:
-        for source in sources(options.only):
+        for source in lessons:
             (retext if options.text else write_beginnings)(source)
         return
     problems: list[str] = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for line, wrong in pool.map(
-            lambda source: build(source, options.check), sources(options.only)
-        ):
+        for line, wrong in pool.map(lambda source: build(source, options.check), lessons):
             print(line, flush=True)
             problems += wrong
     for problem in problems:

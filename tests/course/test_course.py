@@ -37,7 +37,8 @@ def cells(source):
 @cache
 def exercises(lesson, role="solution"):
     """The answer cell of each check, and the variables before it: the lesson's imports and
-    definitions, and its answers so far. Nothing else of the lesson is executed.
+    definitions, its cells with the tag `setup`, and its answers so far. Nothing else of the lesson
+    is executed.
     """
     variables = {"__name__": lesson, "ring": GaussianMixture.ring()}
     answer, result = "", {}
@@ -50,6 +51,8 @@ def exercises(lesson, role="solution"):
             )
             exec(answer, variables)
             answer = ""
+        elif '"setup"' in tags:
+            exec(text, variables)
         elif not tags.strip() or "hide" in tags:
             definitions = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
             code = "\n".join(line for line in text.splitlines() if not line.startswith("%"))
@@ -123,21 +126,75 @@ def test_likely_mistakes_are_named(lesson, check, find, replace, message):
 
 @pytest.mark.parametrize("lesson", SOURCES)
 def test_lessons_have_their_parts(lesson):
-    """Three exercises or more, each with its starting cell, hint, explanation, check and likely
-    mistakes; and no import of a name that is gone.
+    """Symbols, a quiz, and exercises, three or more of which ask for a design, a prediction or the
+    cause of an error; each with its starting cell, hint, explanation, check and likely mistakes;
+    and no import of a name that is gone.
     """
-    text = SOURCES[lesson].read_text()
-    count = len(re.findall(r"^# ### Exercise \d+ · ", text, re.MULTILINE))
-    assert count >= 3
+    text, own = SOURCES[lesson].read_text(), own_checks(lesson)
+    numbers = re.findall(r"^# ### Exercise (\d+) · ", text, re.MULTILINE)
+    assert numbers == [str(number) for number in range(1, len(numbers) + 1)]
+    kinds = re.findall(
+        r"\*Difficulty: (?:easy|medium|harder|project) · kind: (\w+) · importance: "
+        r"(?:essential|useful|optional) · time: \d+ minutes\*",
+        text,
+    )
+    assert len(kinds) == len(numbers) and set(kinds) <= {
+        "formula",
+        "code",
+        "design",
+        "prediction",
+        "debugging",
+    }
+    assert sum(kind in ("design", "prediction", "debugging") for kind in kinds) >= 3
+    assert "{symbols: " in text and "check_quiz" in own
+    count = len(numbers) + 1
     assert {text.count(f'tags=["{tag}"]') for tag in ("exercise", "hint", "explanation")} == {count}
-    assert {check for name, check in CHECKS if name == lesson} == own_checks(lesson)
-    assert set(WRONG_ANSWERS[lesson]) == own_checks(lesson) and len(own_checks(lesson)) >= count
+    assert {check for name, check in CHECKS if name == lesson} == own and len(own) >= count
+    assert set(WRONG_ANSWERS[lesson]) == own - {"check_quiz"}
     for node in ast.walk(ast.parse(text)):  # a lesson is executed rarely
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flowrl"):
             module = importlib.import_module(str(node.module))
             for alias in node.names:
                 if not hasattr(module, alias.name):
                     importlib.import_module(f"{node.module}.{alias.name}")
+
+
+@pytest.mark.parametrize("lesson", SOURCES)
+def test_a_quiz_has_five_questions_with_a_reason_against_every_wrong_answer(lesson):
+    """The right answers are those of the lesson; the first failure names the questions only."""
+    exercise, check = exercises(lesson)["check_quiz"], lesson_check(lesson, "check_quiz")
+    right = eval(exercise.answer.removeprefix("quiz = "))
+    assert list(right) == [1, 2, 3, 4, 5] and check(right).passed
+    for number, letter in right.items():
+        question = re.search(
+            rf"^# {number}\. .*", SOURCES[lesson].read_text().rpartition("# ## Quiz")[2], re.M
+        )
+        assert question
+        offered = re.findall(r"\*\*([a-e])\*\*", question[0])
+        assert len(offered) >= 3 and offered == sorted(set(offered)) and letter in offered
+        for other in set(offered) - {letter}:
+            verdict = check({**right, number: other})
+            assert str(verdict.problem).startswith(f"{number}. "), (number, other)
+            assert f"not yet right: question {number}. Check again" in repr(verdict)
+
+
+def lesson_check(lesson, name):
+    return getattr(importlib.import_module(f"flowrl_course.{lesson}"), name)
+
+
+def test_a_failed_check_shows_symptom_then_cause_then_remedy():
+    """The notebook continues with the solution, which is not accepted as an answer."""
+    answer = "def interpolate(clean, noise, time):\n    return (1 - time[:, None]) * noise + time[:, None] * clean"
+    notebook = {"__name__": "__main__"}
+    exec("import torch\nfrom flowrl_course import lesson_01 as lesson\n" + answer, notebook)
+    call = exercises("lesson_01")["check_interpolate"].call
+    first, second, third = (
+        (repr(eval(call, notebook)), exec(answer, notebook))[0] for _ in range(3)
+    )
+    assert re.search(r"\d+ of \d+ values are wrong; at \[\d, \d\] you have .* instead of", first)
+    assert "swapped" in second and "swapped" not in first and "Check again" not in third
+    eval(call, notebook)
+    assert "this is the solution" in repr(eval(call, notebook))
 
 
 def test_a_failed_check_raises_where_lessons_are_built(monkeypatch):

@@ -16,9 +16,13 @@
 # **After this lesson you can** treat denoising as a decision process, derive the policy gradient and its baseline, write the log-probability, the group's advantage, the clipped loss and the KL penalty, and train a flow with them: first with plain
 # PyTorch in under 80 lines, then with the library in ten.
 #
-# **Time** 75 minutes, of which the computer needs less than one. **You need** the lesson on ODE and SDE.
+# **Time** 95 minutes, of which the computer needs less than one. **You need** the lesson on ODE and SDE.
 #
 # The data are the ring again, now with *prompts*: "towards 45 degrees" describes points at that angle, and the reward is $\exp(-d^2/2)$ for a point at distance $d$ from the target. The base model samples from the ring and ignores the prompt.
+#
+# **Symbols of this lesson**
+#
+# {symbols: $z_j$; step $i$; $\pi(z_{i+1} \mid z_i)$; $\mu$, std; $\rho$; $p$, $m$, $G$; $R$; $A$; $c$; $\beta$}
 
 # %% tags=["hide-input"]
 import math
@@ -58,21 +62,21 @@ opening()
 #
 # | reinforcement learning | here |
 # |---|---|
-# | state | the node $z_i$, its time $t_i$, and the prompt |
-# | action | the next node $z_{i+1}$ |
+# | state | $z_i$, its time $t_i$, and the prompt |
+# | action | the next state $z_{i+1}$ |
 # | policy | the Gaussian $\pi(z_{i+1} \mid z_i)$ of the lesson on ODE and SDE; its mean depends on the network, its standard deviation does not |
 # | episode | $T$ steps from noise to image |
 # | reward | one number $R$, for the finished image |
 #
-# To make an action more likely, the update needs its log-probability. For a Gaussian with mean $\mu$ and standard deviation $\sigma$ per element (here $\sigma$ is that of the whole step, the $\sigma_t\sqrt\Delta$ of the lesson on ODE and SDE),
+# To make an action more likely, the update needs its log-probability. For a Gaussian with mean $\mu$ and standard deviation $\mathrm{std}$ per element (that of the whole step, $\sigma_t\sqrt\Delta$ in the lesson on ODE and SDE),
 #
-# $$\log \pi(x) = -\frac{(x-\mu)^2}{2\sigma^2} - \log\sigma - \tfrac12\log 2\pi .$$
+# $$\log \pi(x) = -\frac{(x-\mu)^2}{2\,\mathrm{std}^2} - \log\mathrm{std} - \tfrac12\log 2\pi .$$
 #
 # A latent has many elements. The log-density of the whole latent is the sum over them; public code uses the **mean**, so that ratios of probabilities do not grow with the resolution (an image latent of SD3.5 has 65,536 elements). Clip ranges in this field are therefore as small as $10^{-4}$.
 #
 # ### Exercise 1 · log-probability
 #
-# *Difficulty: easy · importance: essential · time: 4 minutes*
+# *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
 #
 # `x` and `mean` are `[sample, dim]`, `std` is `[sample]`. Return `[sample]`, the mean over elements.
 
@@ -99,7 +103,7 @@ lesson.check_log_prob(log_prob)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** Only the first term depends on the network; the other terms cancel in every ratio. They stay because `log_prob` should return a log-density. Code that omits them *and* the factor
-# $1/(2\sigma^2)$ silently weighs the steps by $2\sigma^2$.
+# $1/(2\,\mathrm{std}^2)$ silently weighs the steps by $2\,\mathrm{std}^2$.
 
 # %% [markdown]
 # ## The policy gradient
@@ -120,9 +124,9 @@ lesson.check_log_prob(log_prob)
 #
 # ### Exercise 2 · the policy gradient
 #
-# *Difficulty: medium · importance: essential · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 6 minutes*
 #
-# Take one step and one dimension: actions `x` `[sample]` from $\mathcal N(\mu, \sigma^2)$ (`mean` and `std` are numbers) with `rewards` `[sample]`. Return every sample's estimate of $\mathrm dJ/\mathrm d\mu$ with the baseline `baseline` (a number or `[sample]`), `[sample]`.
+# Take one step and one dimension: actions `x` `[sample]` from $\mathcal N(\mu, \mathrm{std}^2)$ (`mean` and `std` are numbers) with `rewards` `[sample]`. Return every sample's estimate of $\mathrm dJ/\mathrm d\mu$ with the baseline `baseline` (a number or `[sample]`), `[sample]`.
 
 
 # %% tags=["exercise"]
@@ -132,7 +136,7 @@ def gradient_samples(x, mean, std, rewards, baseline):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Differentiate $-(x-\mu)^2/(2\sigma^2)$ by $\mu$, and multiply by the reward minus the baseline.
+# **Hint.** Differentiate $-(x-\mu)^2/(2\,\mathrm{std}^2)$ by $\mu$, and multiply by the reward minus the baseline.
 
 
 # %% tags=["solution"]
@@ -145,7 +149,7 @@ def gradient_samples(x, mean, std, rewards, baseline):
 lesson.check_gradient_samples(gradient_samples)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The derivative of $-(x-\mu)^2/(2\sigma^2)$ by $\mu$ is $(x-\mu)/\sigma^2$; the other terms of $\log\pi$ do not contain $\mu$. The baseline is subtracted from the reward. It must not be subtracted after the product.
+# **Why.** The derivative of $-(x-\mu)^2/(2\,\mathrm{std}^2)$ by $\mu$ is $(x-\mu)/\mathrm{std}^2$; the other terms of $\log\pi$ do not contain $\mu$. The baseline is subtracted from the reward. It must not be subtracted after the product.
 
 # %% [markdown]
 # For the reward $e^{-x^2/2}$ the exact gradient is known in closed form. The next cell compares estimates with different baselines, first for this reward, then for the same reward plus 5.
@@ -195,7 +199,7 @@ plt.show()
 #
 # ### Exercise 3 · group advantage
 #
-# *Difficulty: easy · importance: essential · time: 4 minutes*
+# *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
 #
 # `rewards` is `[prompt, member]`. Use the population standard deviation (divide by $G$).
 
@@ -246,7 +250,7 @@ lesson.check_group_advantage(group_advantage)
 #
 # ### Exercise 4 · the clipped loss
 #
-# *Difficulty: medium · importance: essential · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 6 minutes*
 #
 # All three inputs are `[pair]`: one entry for each (sample, step).
 
@@ -301,13 +305,13 @@ plt.show()
 #
 # A reward rarely measures everything that matters. A penalty on the distance from the base model preserves what the reward does not measure. In each step both policies are Gaussians with the same standard deviation, for which
 #
-# $$\mathrm{KL}(\pi \,\|\, \pi_\text{ref}) = \frac{\|\mu - \mu_\text{ref}\|^2}{2\sigma^2},$$
+# $$\mathrm{KL}(\pi \,\|\, \pi_\text{ref}) = \frac{\|\mu - \mu_\text{ref}\|^2}{2\,\mathrm{std}^2},$$
 #
 # again as a mean over elements, so with the mean of $(\mu - \mu_\text{ref})^2$ instead of its sum.
 #
 # ### Exercise 5 · KL
 #
-# *Difficulty: easy · importance: useful · time: 3 minutes*
+# *Difficulty: easy · kind: formula · importance: useful · time: 3 minutes*
 #
 # `mean` and `reference_mean` are `[sample, dim]`, `std` is `[sample]`. Return `[sample]`.
 
@@ -332,14 +336,14 @@ def kl(mean, reference_mean, std):
 lesson.check_kl(kl)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** With equal standard deviations the logarithms cancel. $\sigma$ is the standard deviation of the *transition*, $\sigma_t\sqrt\Delta$ for Flow-SDE; one public code base uses $\sigma_t$ without $\sqrt\Delta$, which weighs the steps differently.
+# **Why.** With equal standard deviations the logarithms cancel. $\mathrm{std}$ belongs to the *transition*, $\sigma_t\sqrt\Delta$ for Flow-SDE; one public code base uses $\sigma_t$ without $\sqrt\Delta$, which weighs the steps differently.
 
 # %% [markdown]
 # ## The whole loop, without the library
 #
 # The velocity is the exact velocity of the ring plus the output of a small network, which starts at zero and has the prompt as an input. The rest uses the functions above: roll out, score, compare within groups, update.
 
-# %%
+# %% tags=["setup"]
 STEPS, PROMPTS, MEMBERS, LEVEL = 10, 16, 12, 0.7
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(5, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
@@ -386,6 +390,57 @@ def directions(count, generator):
     return torch.stack([angle.cos(), angle.sin()], dim=1)
 
 
+# %% [markdown]
+# ### Exercise 6 · the training loop
+#
+# *Difficulty: harder · kind: design · importance: essential · time: 15 minutes*
+#
+# Write one iteration with the functions above. Without gradients: draw `PROMPTS` directions, repeat each for `MEMBERS` members (members of a prompt are adjacent), roll out, score the last node, compute the group advantages, and store the log-probability of every transition of the `STEPS - 1` random steps. Then shuffle all pairs (sample, step) with `torch.randperm`,
+# split them into `minibatches` chunks, and take one step of the optimizer per chunk. Take all random numbers from `generator`, in the order directions, rollout, permutation. `transition(x, step, direction)` accepts pairs: `x` `[pair, dim]`, `step` `[pair]`, `direction` `[pair, 2]`. Your `iteration` returns nothing: it changes the weights.
+
+
+# %% tags=["exercise"]
+def iteration(optimizer, generator, clip_range, minibatches):
+    """One iteration of GRPO: rollout, reward, credit, update."""
+    with torch.no_grad():
+        direction = directions(PROMPTS, generator)
+        ...  # repeat, roll out, score, compare, log-probabilities before the update
+    ...  # update
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** `torch.cartesian_prod(torch.arange(samples), torch.arange(STEPS - 1)).unbind(1)` lists all pairs as two tensors, `sample` and `step`. The states of the pairs are `nodes[step, sample]`, their successors `nodes[step + 1, sample]`, and their advantages `advantage[sample]`.
+
+
+# %% tags=["solution"]
+def iteration(optimizer, generator, clip_range, minibatches):
+    """One iteration of GRPO: rollout, reward, credit, update."""
+    with torch.no_grad():
+        direction = directions(PROMPTS, generator).repeat_interleave(MEMBERS, 0)
+        nodes = rollout(direction, generator)
+        advantage = group_advantage(reward_of(nodes[-1], direction).view(PROMPTS, MEMBERS)).flatten()
+        sample, step = torch.cartesian_prod(torch.arange(len(direction)), torch.arange(STEPS - 1)).unbind(1)
+        before = log_prob(nodes[step + 1, sample], *transition(nodes[step, sample], step, direction[sample]))
+    for part in torch.randperm(len(sample), generator=generator).chunk(minibatches):
+        chosen, i = sample[part], step[part]
+        after = log_prob(nodes[i + 1, chosen], *transition(nodes[i, chosen], i, direction[chosen]))
+        loss = clipped_loss(after, before[part], advantage[chosen], clip_range)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+# %%
+lesson.check_iteration(iteration, net)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The four parts of `flowrl` are visible here: sampler (`rollout`), reward, credit (`group_advantage`), and loss. Only the credit differs between the three papers. Without gradients the first half costs no memory for activations; the old log-probabilities must come from the weights that drew the trajectories, so they are computed before the first step of the optimizer.
+
+# %% [markdown]
+# With your iteration, training is a loop of a few lines. We evaluate with the ODE on prompts that are not used in training.
+
+
+# %%
 def train(iterations, seed=0, clip_range=2e-2, minibatches=4):
     """Mean reward of the ODE's samples, before and after every iteration."""
     generator = torch.Generator().manual_seed(seed)
@@ -395,18 +450,7 @@ def train(iterations, seed=0, clip_range=2e-2, minibatches=4):
         with torch.no_grad():
             held_out = directions(256, torch.Generator().manual_seed(99))
             curve.append(float(reward_of(rollout(held_out, torch.Generator().manual_seed(98), steps=0)[-1], held_out).mean()))
-            direction = directions(PROMPTS, generator).repeat_interleave(MEMBERS, 0)
-            nodes = rollout(direction, generator)
-            advantage = group_advantage(reward_of(nodes[-1], direction).view(PROMPTS, MEMBERS)).flatten()
-            sample, step = torch.cartesian_prod(torch.arange(len(direction)), torch.arange(STEPS - 1)).unbind(1)
-            before = log_prob(nodes[step + 1, sample], *transition(nodes[step, sample], step, direction[sample]))
-        for part in torch.randperm(len(sample), generator=generator).chunk(minibatches):
-            chosen, i = sample[part], step[part]
-            after = log_prob(nodes[i + 1, chosen], *transition(nodes[i, chosen], i, direction[chosen]))
-            loss = clipped_loss(after, before[part], advantage[chosen], clip_range)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        iteration(optimizer, generator, clip_range, minibatches)
     return curve
 
 
@@ -449,6 +493,36 @@ plt.show()
 # The reward rises, at the cost of diversity: for each prompt all 300 samples, from 300 different noises, end at nearly the same point. The reward is largest at one point, so a policy that only maximises it loses all diversity, here that of the whole
 # ring and even that within a blob. The KL penalty of exercise 5, which this loop omits, limits this loss.
 #
+# ## Before the next run: a prediction
+#
+# ### Exercise 7 · one mini-batch
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 3 minutes*
+#
+# The loop above makes four updates from each rollout. Suppose it made only one, with all pairs in one mini-batch. What fraction of the pairs would have a ratio outside $1 \pm c$ when the loss is computed?
+#
+# - **a** none, in every iteration
+# - **b** about the same fraction as with four mini-batches
+# - **c** more, because the one update uses four times as many pairs
+
+# %% tags=["exercise"]
+clipped_with_one_minibatch = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Which weights drew the trajectories, and which weights compute $\log\pi$ in the first mini-batch after the rollout?
+
+# %% tags=["solution"]
+clipped_with_one_minibatch = "a"
+
+# %%
+lesson.check_one_minibatch(clipped_with_one_minibatch)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** In the first mini-batch after a rollout the current policy is still the one that sampled, so $\rho = 1$ for every pair. The clip acts only from the second update on. With one update per rollout the loss is plain policy gradient, and the clip range has no effect.
+
+# %% [markdown]
+# The run with the library below prints the fraction of clipped pairs with four mini-batches; afterwards we print it with one.
+#
 # ## The same with the library
 #
 # `Trainer` composes four parts: a sampler, a credit rule (here `Uniform`: every step gets the group advantage of the final reward), a loss, and a reward. Two of its metrics to watch: the mean of the ratio should stay near 1, and some pairs, not most, should be clipped.
@@ -476,6 +550,14 @@ for row in history[::10] + history[-1:]:
 # iteration 11: training reward 0.31..0.37, clipped 6..12%, ratio 0.9950..1.0050
 # iteration 21: training reward 0.60..0.76, clipped 17..27%, ratio 0.9900..1.0100
 # iteration 30: training reward 0.82..0.93, clipped 17..27%, ratio 0.9900..1.0100
+
+# %%
+config = RunConfig.of(
+    world="mixture", task="direction", iterations=3, groups=16, group_size=12, learning_rate=3e-3, minibatches=1, seed=0
+)
+trainer = Trainer(mixture.policy(PolicyOptions()), method, mixture.reward("soft"), mixture.prompts("direction", "train"), config)
+for row in [trainer.iteration() for _ in range(config.iterations)]:
+    print(f"one mini-batch, iteration {row['iteration']}: clipped {row['clip_fraction']:.0%}, ratio {row['ratio_mean']:.4f}")
 
 # %% [markdown]
 # ## Mean or sum?
@@ -520,9 +602,9 @@ plt.show()
 # - A clip of $10^{-4}$ is not stricter than PPO's usual 0.2. For whole latents it allows ratios up to 700.
 # - With the mean, $\rho$ is no importance weight any more. Only at $\rho = 1$ is the gradient of the loss the policy gradient, times $1/d$. Adam is not sensitive to this constant factor.
 #
-# ### Exercise 6 · translate a clip range
+# ### Exercise 8 · translate a clip range
 #
-# *Difficulty: medium · importance: useful · time: 5 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 5 minutes*
 #
 # A paper uses `clip_range` with latents of `elements` elements. Your latents have `own_elements`. Return the clip range that the typical ratio reaches after the same change $\delta$ of every element.
 
@@ -561,9 +643,9 @@ for elements in (2, 128, 16384):
 # %% [markdown]
 # ## Failed runs
 #
-# ### Exercise 7 · read a run
+# ### Exercise 9 · read a run
 #
-# *Difficulty: medium · importance: useful · time: 8 minutes*
+# *Difficulty: medium · kind: debugging · importance: useful · time: 8 minutes*
 #
 # Three runs failed. Which settings explain which log? Answer with the letters.
 #
@@ -597,7 +679,63 @@ lesson.check_diagnosis(diagnosis)
 # reward, all advantages are 0: check the spread within groups first.
 
 # %% [markdown]
-# ## To keep
+# ### Exercise 10 · find the bug
+#
+# *Difficulty: medium · kind: debugging · importance: useful · time: 6 minutes*
+#
+# A colleague's iteration runs without an error, its ratio and its clip fraction look healthy, and the reward never rises. One line is wrong. Which one?
+#
+# ```python
+# direction = directions(PROMPTS, generator).repeat(MEMBERS, 1)                               # line 1
+# nodes = rollout(direction, generator)                                                       # line 2
+# reward = reward_of(nodes[-1], direction)                                                    # line 3
+# advantage = group_advantage(reward.view(PROMPTS, MEMBERS)).flatten()                        # line 4
+# sample, step = torch.cartesian_prod(torch.arange(len(reward)), torch.arange(STEPS - 1)).unbind(1)   # line 5
+# ```
+
+# %% tags=["exercise"]
+wrong_line = ...
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Write down which prompt each of the first `MEMBERS` entries of `direction` has, and which entries line 4 puts into the first row.
+
+# %% tags=["solution"]
+wrong_line = 1
+
+# %%
+lesson.check_wrong_line(wrong_line)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** `repeat` writes all prompts, then all prompts again, while `view(PROMPTS, MEMBERS)` reads `MEMBERS` adjacent entries as one group. So each "group" contains different prompts, and the advantage compares the difficulty of prompts instead of the quality of samples. `repeat_interleave` keeps the members of a prompt adjacent. In `flowrl` tensors have the axes `[prompt, member]`, which rules this bug out.
+
+# %% [markdown]
+# ## Quiz
+#
+# *Kind: quiz · time: 5 minutes*
+#
+# 1. Why does the update need no gradient of the reward? **a** The reward is constant. **b** The score function $\nabla\log\pi$ carries the dependence on the weights. **c** The reward is differentiated by finite differences.
+# 2. Adding 10 to all rewards changes the group advantage: **a** not at all, **b** by 10, **c** by $10/\mathrm{std}$.
+# 3. A pair has $A = -1$ and $\rho = 1.3$ with $c = 0.2$. Its gradient **a** is zero, **b** lowers $\rho$, **c** raises $\rho$.
+# 4. Without a KL penalty the trained policy loses **a** reward, **b** diversity, **c** its noise level.
+# 5. With the mean over elements, a clip range of $10^{-4}$ at 65,536 elements is **a** much stricter than 0.2 on the ratio of whole latents, **b** weaker, **c** the same.
+
+# %% tags=["exercise"]
+quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The answers are in the sections on the policy gradient, the group, the clip, the penalty, and mean or sum, in this order.
+
+# %% tags=["solution"]
+quiz = {1: "b", 2: "a", 3: "b", 4: "b", 5: "b"}
+
+# %%
+lesson.check_quiz(quiz)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 1: $\nabla p = p\,\nabla\log p$. 2: mean and reward shift together. 3: for $A < 0$ the clip stops the gradient only below $1 - c$; above it the pair must still become less likely. 4: the reward is largest at one point. 5: it allows ratios of whole latents up to 700.
+
+# %% [markdown]
+# ## Summary
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
@@ -605,7 +743,7 @@ lesson.check_diagnosis(diagnosis)
 # | $\mathbb E[(R - b)\sum_i\nabla\log\pi]$ | policy gradient, $b$ any baseline | `losses.PolicyGradientLoss` |
 # | $A = (R - \bar R)/(\mathrm{std} + 10^{-4})$ | group advantage | `credit.Uniform`, `credit.zscore` |
 # | $\max(-A\rho, -A\operatorname{clip}\rho)$ | clipped loss | `losses.ClippedLoss(clip_range)` |
-# | $\|\mu-\mu_\text{ref}\|^2/2\sigma^2$ | KL | `flow.kl`, `ClippedLoss(kl_weight=...)` |
+# | $\|\mu-\mu_\text{ref}\|^2/(2\,\mathrm{std}^2)$ | KL | `flow.kl`, `ClippedLoss(kl_weight=...)` |
 # | one iteration | rollout, score, credit, update | `Trainer.iteration` |
 #
 # ## Further reading

@@ -2,14 +2,20 @@
 
 A check is a function of the student's answer, decorated with `check`. It calls `expect` and
 `close`, each with the mistake that most likely explains a failure. In a notebook the result is one
-line, so that the rest of the notebook still runs. With ``FLOWRL_COURSE=strict`` in the environment,
-which the build of the lessons sets, a failed check raises `Unsolved`.
+line: at first the symptom, after another failed attempt the cause, then how to mend it. The
+notebook continues with the solution in place of the answer, so that *Run All* reaches its end. With
+``FLOWRL_COURSE=strict`` in the environment, which the build of the lessons sets, a failed check
+raises `Unsolved`.
 """
 
 import functools
 import html
+import json
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +23,16 @@ from torch import Tensor
 
 
 class Unsolved(AssertionError):
-    """An exercise's check did not pass; the message says what is likely wrong."""
+    """An exercise's check did not pass; the message says what is likely wrong.
+
+    `symptom` says how the value differs, without the cause. A message of the form "cause: remedy"
+    is shown in two steps.
+    """
+
+    def __init__(self, message: str, symptom: str = "") -> None:
+        super().__init__(message)
+        cause = message.partition(": ")[0]
+        self.steps = [step for step in (symptom, cause) if step not in ("", message)] + [message]
 
     def _render_traceback_(self) -> list[str]:
         """IPython shows the message alone."""
@@ -25,10 +40,13 @@ class Unsolved(AssertionError):
 
 
 class Verdict:
-    """The result of a check, shown as one line of text, coloured in a notebook."""
+    """The result of a check, shown as one line of text, coloured in a notebook.
 
-    def __init__(self, name: str, problem: str | None) -> None:
-        self.name, self.problem = name, problem
+    `problem` is the whole message, of which `shown` is displayed.
+    """
+
+    def __init__(self, name: str, problem: str | None, shown: str = "") -> None:
+        self.name, self.problem, self.shown = name, problem, shown or problem
 
     @property
     def passed(self) -> bool:
@@ -36,7 +54,7 @@ class Verdict:
         return self.problem is None
 
     def __repr__(self) -> str:
-        return f"✓ {self.name}: correct" if self.passed else f"✗ {self.name}: {self.problem}"
+        return f"✓ {self.name}: correct" if self.passed else f"✗ {self.name}: {self.shown}"
 
     def _repr_html_(self) -> str:
         colour, ground = ("#0b6b4f", "#e6f4ef") if self.passed else ("#9c2b00", "#fdeee6")
@@ -47,6 +65,13 @@ class Verdict:
         return f'<div style="{style}">{html.escape(repr(self))}</div>'
 
 
+_met: Counter[tuple[str, str]] = Counter()
+"""How often each problem of each check was met."""
+
+_given: dict[str, list[Any]] = {}
+"""What the solution of an exercise defined in the notebook, by check."""
+
+
 def check(name: str) -> Callable[[Callable[..., None]], Callable[..., Verdict]]:
     """Make a check of the decorated function; `name` is the name of the exercise in the verdict.
 
@@ -55,22 +80,85 @@ def check(name: str) -> Callable[[Callable[..., None]], Callable[..., Verdict]]:
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., Verdict]:
+        key = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+
         @functools.wraps(function)
         def run(*answer: Any) -> Verdict:
             try:
+                expect(
+                    not any(part is item for part in answer for item in _given.get(key, ())),
+                    "this is the solution; run the cell with your own answer first",
+                )
                 function(*answer)
                 return Verdict(name, None)
             except Unsolved as error:
-                problem, cause = str(error), error
+                problem, cause = error, error
             except Exception as error:
-                problem, cause = _explain(error, answer), error
+                problem, cause = Unsolved(_explain(error, answer)), error
             if os.environ.get("FLOWRL_COURSE") == "strict":
                 raise Unsolved(f"{name}: {problem}") from cause
-            return Verdict(name, problem)
+            steps = problem.steps if cause is problem else problem.steps[-1:]
+            step = min(_met[key, str(problem)], len(steps) - 1)
+            _met[key, str(problem)] += 1
+            shown = [steps[step].rstrip(".")]
+            if step < len(steps) - 1:
+                shown.append("Check again for more")
+            if use_solution(key, sys._getframe(1).f_globals):
+                shown.append("Until your answer is correct, the cells below use the solution")
+            return Verdict(name, str(problem), ". ".join(shown))
 
         return run
 
     return decorate
+
+
+@functools.cache
+def _solutions() -> dict[str, str]:
+    return json.loads(Path(__file__).with_name("solutions.json").read_text())
+
+
+def use_solution(key: str, namespace: dict[str, Any]) -> bool:
+    """Execute the solution of the exercise with check `key`, such as "lesson_03.check_kl", in a
+    notebook's `namespace`; False if it is no notebook or there is no solution.
+    """
+    if namespace.get("__name__") != "__main__" or key not in _solutions():
+        return False
+    before = dict(namespace)
+    exec(_solutions()[key], namespace)
+    _given[key] = [
+        value
+        for name, value in namespace.items()
+        if before.get(name) is not value and not isinstance(value, int | float | str | None)
+    ]
+    return True
+
+
+def quiz(
+    module: str, *questions: tuple[str, dict[str, str]]
+) -> Callable[[dict[int, str]], Verdict]:
+    """The check of a quiz: for each question the letter of its right answer, and for every wrong
+    letter the reason against it.
+    """
+
+    def check_quiz(answer: dict[int, str]) -> None:
+        numbers = range(1, len(questions) + 1)
+        expect(
+            isinstance(answer, dict) and list(answer) == list(numbers),
+            f"answer with a dict from the numbers 1 to {len(questions)} to letters",
+        )
+        wrong = []
+        for number, (right, reasons) in zip(numbers, questions, strict=True):
+            letter = choice(answer[number], "".join(sorted([right, *reasons])))
+            if letter != right:
+                wrong.append((number, reasons[letter]))
+        if wrong:
+            raise Unsolved(
+                "; ".join(f"{number}. {reason}" for number, reason in wrong),
+                f"not yet right: question {', '.join(str(number) for number, _ in wrong)}",
+            )
+
+    check_quiz.__module__ = module
+    return check("Quiz")(check_quiz)
 
 
 def _explain(error: Exception, answer: tuple[Any, ...]) -> str:
@@ -104,7 +192,7 @@ def expect(condition: object, mistake: str) -> None:
 
 def answered(value: Any, what: str = "the function") -> Any:
     """`value`, unless it is still the dots (or None) of the starting cell."""
-    expect(value is not ... and value is not None, f"no answer yet for {what}: replace the dots")
+    expect(value is not ... and value is not None, f"no answer yet for {what}; replace the dots")
     return value
 
 
@@ -125,6 +213,17 @@ def number(value: Any, what: str = "the answer") -> float:
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError):
         raise Unsolved(f"{what} is a {type(value).__name__}; it must be one number") from None
+
+
+def choice(value: Any, letters: str) -> str:
+    """`value` as one of `letters`, or `Unsolved`."""
+    letter = str(answered(value, "the question")).strip().lower()
+    expect(letter != "...", "no answer yet; replace the dots")
+    expect(
+        len(letter) == 1 and letter in letters,
+        f"answer with one of the letters {', '.join(letters)}",
+    )
+    return letter
 
 
 def same(got: Any, wanted: Any, tolerance: float = 1e-4) -> bool:
@@ -151,7 +250,25 @@ def close(
     """
     if same(got, wanted, tolerance):
         return
+    symptom = _symptom(torch.as_tensor(got).detach(), torch.as_tensor(wanted).detach(), tolerance)
     for message, value in (mistakes or {}).items():
         if same(got, value, tolerance):
-            raise Unsolved(message)
-    raise Unsolved(otherwise)
+            raise Unsolved(message, symptom)
+    raise Unsolved(otherwise, symptom)
+
+
+def _symptom(got: Tensor, wanted: Tensor, tolerance: float) -> str:
+    """How two tensors differ, in words: the number of wrong values, and the worst of them."""
+    if got.shape != wanted.shape:
+        return f"the result has shape {tuple(got.shape)} instead of {tuple(wanted.shape)}"
+    if not bool(torch.isfinite(got).all()):
+        return "the result contains nan or infinity"
+    if not wanted.ndim:
+        return f"the value is too {'large' if got > wanted else 'small'}"
+    off = (got.double() - wanted.double()).abs()
+    count = int((off > tolerance * max(1.0, float(wanted.abs().max()))).sum())
+    worst = tuple(int(place) for place in torch.unravel_index(off.argmax(), off.shape))
+    return (
+        f"{count} of {off.numel()} values are wrong; at {list(worst)} you have {got[worst]:.4g}"
+        f" instead of {wanted[worst]:.4g}"
+    )

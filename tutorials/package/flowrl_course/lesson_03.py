@@ -6,7 +6,17 @@ from typing import Any
 
 import torch
 
-from flowrl_course.checking import answered, check, close, expect, number, same, tensor
+from flowrl_course.checking import (
+    answered,
+    check,
+    choice,
+    close,
+    expect,
+    number,
+    quiz,
+    same,
+    tensor,
+)
 
 Answer = Callable[..., Any]
 
@@ -228,7 +238,7 @@ def check_kl(answer: Answer) -> None:
     )
 
 
-@check("Exercise 6")
+@check("Exercise 8")
 def check_translated_clip(answer: Answer) -> None:
     """`answer(clip_range, elements, own_elements)` is the clip range for the same change per
     element.
@@ -257,7 +267,7 @@ def check_translated_clip(answer: Answer) -> None:
         )
 
 
-@check("Exercise 7")
+@check("Exercise 9")
 def check_diagnosis(answer: dict[int, str]) -> None:
     """`answer` maps the logs 1, 2, 3 to the settings A, B, C."""
     expect(
@@ -278,3 +288,160 @@ def check_diagnosis(answer: dict[int, str]) -> None:
         given == {1: "B", 2: "C", 3: "A"},
         "look again at logs 2 and 3: which of them has advantages at all?",
     )
+
+
+@check("Exercise 6")
+def check_iteration(answer: Answer, net: torch.nn.Module) -> None:
+    """`answer(optimizer, generator, clip_range, minibatches)` trains `net` for one iteration."""
+    notebook = answer.__globals__
+    start = {name: value.clone() for name, value in net.state_dict().items()}
+
+    class Counted(torch.optim.SGD):
+        """Plain gradient descent that counts its steps and the gradients it was given."""
+
+        steps = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.steps += 1
+            return super().step(closure)
+
+    def trained(function: Answer, minibatches: int = 3) -> tuple[torch.Tensor, int]:
+        net.load_state_dict(start)
+        optimizer = Counted(net.parameters(), lr=1.0)
+        optimizer.zero_grad()
+        try:
+            function(optimizer, torch.Generator().manual_seed(5), 0.02, minibatches)
+            return torch.cat([value.detach().flatten() for value in net.parameters()]), (
+                optimizer.steps
+            )
+        finally:
+            net.load_state_dict(start)
+
+    got, steps = trained(answer)
+    untouched = torch.cat([value.flatten() for value in start.values()])
+    expect(steps > 0, "the optimizer took no step yet: loss.backward(), then optimizer.step()")
+    expect(
+        steps != 1, "all pairs are one mini-batch: split the permutation with chunk(minibatches)"
+    )
+    expect(steps == 3, f"the optimizer took {steps} steps instead of one per mini-batch")
+    expect(not same(got, untouched), "the weights did not change: does the loss depend on them?")
+    wrong = {
+        "gradients add up over the mini-batches: call optimizer.zero_grad() before backward": (
+            "add"
+        ),
+        "the old log-probability is computed anew in every mini-batch: the ratio is then always 1,"
+        " so compute it once before the first step": "recompute",
+        "members of a prompt are not adjacent: use repeat_interleave, not repeat": "repeat",
+        "the reward is used without comparison in its group: use group_advantage": "plain",
+        "the pairs are not shuffled: split torch.randperm(pairs), not the pairs in order": "order",
+    }
+    close(
+        got,
+        trained(_iteration(notebook))[0],
+        "the weights differ from those of an iteration as described: compare the order of the"
+        " random numbers (directions, rollout, permutation)",
+        {text: trained(_iteration(notebook, fault))[0] for text, fault in wrong.items()},
+        1e-4,
+    )
+
+
+def _iteration(notebook: dict[str, Any], fault: str = "") -> Answer:
+    """The iteration of the exercise with the lesson's functions, or with one fault."""
+    count, members, steps = (notebook[name] for name in ("PROMPTS", "MEMBERS", "STEPS"))
+    transition, log_prob = notebook["transition"], notebook["log_prob"]
+
+    def run(
+        optimizer: Any, generator: torch.Generator, clip_range: float, minibatches: int
+    ) -> None:
+        with torch.no_grad():
+            direction = notebook["directions"](count, generator)
+            direction = (
+                direction.repeat(members, 1)
+                if fault == "repeat"
+                else direction.repeat_interleave(members, 0)
+            )
+            nodes = notebook["rollout"](direction, generator)
+            rewards = notebook["reward_of"](nodes[-1], direction)
+            advantage = notebook["group_advantage"](rewards.view(count, members)).flatten()
+            advantage = rewards if fault == "plain" else advantage
+            pairs = torch.cartesian_prod(torch.arange(len(direction)), torch.arange(steps - 1))
+            order = torch.randperm(len(pairs), generator=generator)
+        sample, step = pairs[torch.arange(len(pairs)) if fault == "order" else order].unbind(1)
+
+        def log_probs(part: torch.Tensor) -> torch.Tensor:
+            i, chosen = step[part], sample[part]
+            gaussian = transition(nodes[i, chosen], i, direction[chosen])
+            return log_prob(nodes[i + 1, chosen], *gaussian)
+
+        with torch.no_grad():
+            before = log_probs(torch.arange(len(pairs)))
+        for part in torch.arange(len(pairs)).chunk(minibatches):
+            after = log_probs(part)
+            old = after.detach() if fault == "recompute" else before[part]
+            if fault != "add":
+                optimizer.zero_grad()
+            loss = notebook["clipped_loss"](after, old, advantage[sample[part]], clip_range)
+            loss.backward()
+            optimizer.step()
+
+    return run
+
+
+@check("Exercise 7")
+def check_one_minibatch(answer: str) -> None:
+    """`answer` is the predicted fraction of clipped pairs with one mini-batch."""
+    letter = choice(answer, "abc")
+    expect(letter != "c", "the size of the mini-batch plays no role: which policy drew the pairs?")
+    expect(
+        letter == "a",
+        "with four mini-batches the later ones see changed weights: how many are there with one?",
+    )
+
+
+@check("Exercise 10")
+def check_wrong_line(answer: int) -> None:
+    """`answer` is the number of the wrong line."""
+    line = int(number(answer, "the line"))
+    expect(1 <= line <= 5, "give the number of a line, 1 to 5")
+    expect(line != 4, "line 4 is right if the members of a prompt are adjacent: are they?")
+    expect(line == 1, "this line does what it says: follow the order of the prompts instead")
+
+
+check_quiz = quiz(
+    __name__,
+    (
+        "b",
+        {
+            "a": "the reward varies between samples, otherwise nothing could be learned",
+            "c": "no reward is evaluated at shifted images; samples and log-probabilities suffice",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "the group's mean grows by 10, too, and is subtracted",
+            "c": "the mean is subtracted before the division",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "the clip stops a pair with A < 0 only below 1 - c; here it must still shrink",
+            "c": "A is negative, so the pair must become less likely",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "the reward is what training raises; look at the figure of 300 samples",
+            "c": "the noise level is a setting of the sampler and is not trained",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "1e-4 limits the mean over elements; multiply the log-ratio by 65,536",
+            "c": "compute (1 + 1e-4) to the power 65,536",
+        },
+    ),
+)
