@@ -26,8 +26,11 @@ from flowrl_bench.suite import Suite
 from flowrl_bench.verdicts import ALIKE, BETTER, UNDECIDED, WORSE
 from flowrl_compare import bounds
 from flowrl_compare.bounds import Bound
+from loading import ROOT, load
 
 from flowrl.core.errors import ConfigError
+from flowrl.credit import StepwiseGain
+from flowrl.parts.registry import build
 
 
 @pytest.mark.parametrize(
@@ -322,3 +325,64 @@ class TestFolder:
         mine.write_text(mine.read_text() + "# changed\n")
         with pytest.raises(ConfigError, match=r"its file was changed: .* or delete tuning.jsonl"):
             self.bench("my.py:Mine")
+
+
+# The capstone of the course (tutorials/capstone/grade.py)
+
+grading = load("tutorials/capstone/grade.py")
+STARTER = ROOT / "tutorials/capstone"
+BETTER = {"updates": "better", "evaluations": "better", "difference": [0.05, 0.15]}
+
+
+def points(prediction, level, spread=0.01):
+    """The points earned by subject, of a rule whose reward is `level` against uniform credit's 0.4."""
+    (world,) = judged("mine", [world_of(spread, uniform=0.4, mine=level)])
+    return {row.subject: row.earned for row in grading.comparison("mine", world, prediction)}
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "lost"),
+    [
+        ({}, 0.5, set()),
+        ({"updates": "no difference"}, 0.5, {"verdict at equal updates"}),
+        ({"evaluations": "worse"}, 0.5, {"verdict at equal evaluations"}),
+        ({"difference": [0.11, 0.15]}, 0.5, {"size of the difference"}),
+        ({"difference": [-0.5, 0.5]}, 0.5, {"size of the difference"}),
+        (
+            {"updates": "worse", "evaluations": "worse", "difference": [-0.15, -0.05]},
+            0.3,
+            {"learning"},
+        ),
+    ],
+)
+def test_points_reward_the_prediction_then_the_result(change, level, lost):
+    earned = points({**BETTER, **change}, level)
+    assert {subject for subject, number in earned.items() if not number} == lost
+
+
+@pytest.mark.parametrize(("level", "spread"), [(0.4, 0.001), (0.41, 0.1)])
+def test_no_difference_and_undecided_are_one_prediction(level, spread):
+    for word in ("no difference", "undecided"):
+        earned = points({**BETTER, "updates": word, "evaluations": word}, level, spread)
+        assert earned["verdict at equal updates"] == earned["verdict at equal evaluations"] == 15
+
+
+def test_the_starter_rule_keeps_the_contract_and_is_not_original():
+    starter, gains = build("credit", f"{STARTER / 'my_rule.py'}:MyRule", trust=True), StepwiseGain()
+    assert [row.earned for row in grading.contract(starter)] == [15, 0]
+    assert [row.earned for row in grading.contract(gains)] == [15, 5]
+
+
+def test_an_empty_prediction_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="updates"):
+        grading.predicted(STARTER / "prediction.yaml")
+    text = "hypothesis: early\nupdates: better\nevaluations: worse\ndifference: [0.2, 0.1]\n"
+    (tmp_path / "prediction.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="the smaller first"):
+        grading.predicted(tmp_path / "prediction.yaml")
+
+
+def test_the_seeds_begin_at_the_first_seed():
+    part = replace(grading.Part("mixture", 0, 3), first_seed=123_456)
+    assert part.numbers == (123_456, 123_457, 123_458)
+    assert [run.seed for run in part.exact()] == list(part.numbers)

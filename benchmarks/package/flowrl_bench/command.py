@@ -277,6 +277,8 @@ class Rule:
     """Further settings of the model's runs, as in "resolution=512, guidance_scale=4.5"."""
     seeds: Annotated[int, Ge(0), Le(1000)] = 0
     """Seeds per arm and world; 0 = 20 in two dimensions and 8 elsewhere (--quick: 8 and 5)."""
+    first_seed: Annotated[int, Ge(0), Lt(2**31)] = 200
+    """The first seed of the comparison; seeds from 10000 on are in no published table."""
     budget: Annotated[int, Ge(-1), Le(200)] = -1
     """Runs of the search per world (0: none); -1 = 72 in two dimensions and 12 elsewhere (--quick:
     72, none for images, and 6 elsewhere).
@@ -305,7 +307,7 @@ class Rule:
         require(len(arms) == 1, "rule", names, "a credit rule, or one arm by --arm or --arms")
         worlds = chosen_worlds(self.world, self.model, self.prompts, self.reward, self.set)
         world = self.world if self.world == "all" and not self.model else worlds[0]
-        parts = make_parts(self.quick, world, self.seeds, self.budget, self.bound)
+        parts = make_parts(self.quick, world, self.seeds, self.budget, self.bound, self.first_seed)
         command = shlex.join(["flowrl", *sys.argv[1:]])
         return 0 if bench_rule(arms[0], parts, self.out, self.workers, command) else 130
 

@@ -34,8 +34,8 @@ Key = tuple[str, str, int]
 @dataclass(frozen=True)
 class Part:
     """What is made in a world: `budget` runs of the rule's search (0: none), and `seeds` runs of
-    the rule and each baseline. In a world of the user's, the baselines are searched, too. `bound`:
-    exact credit is run as well, unless its curves are shipped.
+    the rule and each baseline, from `first_seed` on. In a world of the user's, the baselines are
+    searched, too. `bound`: exact credit is run as well, unless its curves are shipped.
     """
 
     world: str
@@ -43,11 +43,12 @@ class Part:
     seeds: int
     baselines: tuple[str, ...] = BASELINES
     bound: bool = False
+    first_seed: int = FIRST_SEED
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The seeds of the results."""
-        return tuple(range(FIRST_SEED, FIRST_SEED + self.seeds))
+        return tuple(range(self.first_seed, self.first_seed + self.seeds))
 
     def search(self, rule: Arm) -> Search | None:
         """The search for the rule's settings."""
@@ -122,7 +123,12 @@ def usual(world: str, quick: bool) -> Part:
 
 
 def make_parts(
-    quick: bool = False, world: str = "all", seeds: int = 0, budget: int = -1, bound: bool = False
+    quick: bool = False,
+    world: str = "all",
+    seeds: int = 0,
+    budget: int = -1,
+    bound: bool = False,
+    first_seed: int = FIRST_SEED,
 ) -> list[Part]:
     """The parts of a comparison. `seeds`: of every world, 0 for the usual number; `budget`:
     likewise, -1 for the usual one; `bound`: with exact credit. Raises `ConfigError` for values
@@ -135,6 +141,12 @@ def make_parts(
     exact = any(part.exact() for part in parts)
     require(exact or not bound, "bound", bound, "for the 2-D world, which has exact values")
     return [
-        replace(p, budget=p.budget if budget < 0 else budget, seeds=seeds or p.seeds, bound=bound)
-        for p in parts
+        replace(
+            part,
+            budget=part.budget if budget < 0 else budget,
+            seeds=seeds or part.seeds,
+            bound=bound,
+            first_seed=first_seed,
+        )
+        for part in parts
     ]
