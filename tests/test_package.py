@@ -1,7 +1,9 @@
 """The package as a whole: what importing costs, the typed doors, static promises."""
 
 import ast
+import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -9,7 +11,8 @@ from importlib import import_module
 
 import pytest
 import yaml
-from loading import ROOT
+from flowrl_compare.paper import bibliography
+from loading import ROOT, load
 
 import flowrl
 
@@ -28,8 +31,34 @@ def test_the_version_and_the_address_are_written_once():
     assert project["tool"]["hatch"]["version"]["path"] == "flowrl/__init__.py"
     address = project["project"]["urls"]["Repository"]
     assert citation["version"] == flowrl.__version__
+    assert f"{{Version {flowrl.__version__}}}" in bibliography()["flowrl"]
     assert citation["repository-code"] == address
     assert f"({address})" in (ROOT / "README.md").read_text()
+
+
+def test_the_citation_has_the_papers_of_all_methods():
+    """`python .ci/citation.py` writes them."""
+    script = load(".ci/citation.py")
+    assert script.CITATION.read_text(encoding="utf-8") == script.citation()
+
+
+def test_containers_get_every_package_and_install_known_extras():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    sent = {line[1:] for line in ignored if line.startswith("!")}
+    needed = {"pyproject.toml", "constraints.txt", project["project"]["readme"]}
+    needed |= {*project["project"]["license-files"]}
+    needed |= {*project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]}
+    assert not {path for path in needed if not any((path + "/").startswith(f"{s}/") for s in sent)}
+    assert not {path for path in sent if not (ROOT / path).exists()}
+
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    workspace = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    extras = re.findall(r"^ARG EXTRAS=(.+)$", dockerfile, re.MULTILINE)
+    extras += re.findall(r"\[(.+)\]", workspace["postCreateCommand"])
+    assert len(extras) == 2
+    assert {*",".join(extras).split(",")} <= {*project["project"]["optional-dependencies"]}
+    assert f" AS {workspace['build']['target']}\n" in dockerfile
 
 
 def test_the_lowest_versions_are_the_lower_bounds():
