@@ -19,7 +19,7 @@ from flowrl_bench.headroom import (
     row_of,
     verdict,
 )
-from flowrl_bench.headroom_page import headroom_page, methods, sentence, table
+from flowrl_bench.headroom_page import headroom_page, methods, opening, sentence, table
 from flowrl_bench.worlds import CENTRES, SCALE, PlaneReward, Points, data
 from flowrl_compare.bounds import CREDIT
 from flowrl_compare.statistics import Estimate
@@ -118,6 +118,11 @@ def test_a_row_and_its_page(tmp_path):
     assert all(row.task.label in text and "or more" in text for text in written)
     assert (tmp_path / "headroom.png").read_bytes().startswith(b"\x89PNG")
     assert "best known, at least" in sentence(rows[1]) and "at least" not in sentence(row)
+    first, verdicts = opening([row, made("strict", [0.2, 0.3, 0.3], 0.01)]).split(". In ")
+    assert (
+        "can be gained in one task" in first and f"and 56% in another ({row.task.label})" in first
+    )
+    assert verdicts.startswith("0 of 2 tasks") and "in 1 it is too small, and in 1" in verdicts
     assert table(rows).splitlines()[1] == (
         "default,0.55,1,0.2,1,0.04,0.45,-0.18531,1.0853,2,unclear,exact"
     )

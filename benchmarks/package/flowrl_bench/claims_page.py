@@ -26,6 +26,13 @@ from flowrl_bench.verdicts import FEWEST, GAINS
 
 TITLE = "Tests of the papers' claims"
 DETAILS = "claims/details.md"
+INTRODUCTION = (
+    "The papers on credit per step say that their rules learn faster than uniform credit, which"
+    " gives all steps the credit of the finished image. We tested their claims with tuned settings"
+    " in two small worlds: samples in two dimensions, and images of shapes. *Better* and *worse* are"
+    " differences that matter, after a correction for the number of questions; the figures show"
+    " every method's lead with its interval."
+)
 LEGEND = (
     f"{', '.join(f'{symbol} {verdict}' for verdict, symbol in SYMBOLS.items())}. Matters: at least"
     " 5% of what can be gained in the world. Numbers are differences of mean reward (0 to 1) over"
@@ -131,6 +138,7 @@ def claims_page(inputs: Inputs) -> Document:
     """Answers, a figure, the tables, then method and provenance."""
     page, judged = Document(TITLE), inputs.judged
     worlds = {world: arms_of(judged, world) for world in WORLDS}
+    page.text(INTRODUCTION)
     page.items(answers(judged))
     for world, arms in worlds.items():
         if arms:

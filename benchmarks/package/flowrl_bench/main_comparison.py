@@ -136,8 +136,8 @@ def lead_table(arms: Mapping[str, Arm], world: str) -> Table:
 
 
 def answers(judged: Sequence[Judged]) -> list[str]:
-    """Four lines: the lead per evaluation and per update, the position of a turning point, and the
-    rule to use.
+    """Four lines in words: the lead per evaluation and per update, the position of a turning point,
+    and the rule to use.
     """
     worlds = {world: arms_of(judged, world) for world in WORLDS}
 
@@ -179,25 +179,23 @@ def _leads(arms: Mapping[str, Arm], measure: str) -> str:
     }
     if not valid:
         return MISSING
-    papers = [f"{name} {_said(valid[name])}" for name in STEPWISE if name in valid]
+    papers = [f"{name}: {_said(valid[name].verdict)}" for name in STEPWISE if name in valid]
     verdicts = [comparison.verdict for comparison in valid.values()]
     counts = [f"{verdicts.count(v)} {_said(v)}" for v in VERDICTS if v in verdicts]
     totals = f". Of {len(valid)} methods: {', '.join(counts)}" if len(valid) > len(papers) else ""
-    return f"{', '.join(papers)}{totals}"
+    return f"{'; '.join(papers)}{totals}"
 
 
-def _said(lead: Comparison | str) -> str:
-    """A verdict in words after its symbol; for a comparison, the words and the number."""
-    verdict = lead if isinstance(lead, str) else lead.verdict
-    words = BRIEF.get(verdict, verdict)
-    return f"{SYMBOLS[verdict]} {words}" if isinstance(lead, str) else f"{words} ({number(lead)})"
+def _said(verdict: str) -> str:
+    """A verdict in few words."""
+    return BRIEF.get(verdict, verdict)
 
 
 def _place(judged: Sequence[Judged], world: str) -> str:
     question = next((j for j in judged if j.claim.id == POSITION and j.world == world), None)
     if question is None or question.primary is None:
         return MISSING
-    return f"turning points at random steps minus real ones: {_said(question.primary)}"
+    return f"turning points at random steps minus real ones: {_said(question.primary.verdict)}"
 
 
 def choice(arms: Mapping[str, Arm]) -> Arm | None:
@@ -229,6 +227,6 @@ def _choice(arms: Mapping[str, Arm]) -> str:
         return "uniform credit, because no method leads it per evaluation without a loss elsewhere"
     lost = best.collapses
     return (
-        f"{best.name} ({number(best.lead(BUDGETS['per evaluation']))} per evaluation; collapsed"
-        f" runs: {lost[0]} of {lost[1]}, with uniform credit {uniform[0]} of {uniform[1]})"
+        f"{best.name}, which is better per evaluation and collapsed in {lost[0]} of {lost[1]} runs,"
+        f" uniform credit in {uniform[0]} of {uniform[1]}"
     )

@@ -38,16 +38,9 @@ def microscope_page(
 ) -> Document:
     """The page of the lines `rows` (by cell) of the file `results`."""
     lines, page = Lines(rows), Document(TITLE)
-    page.items(answers(lines))
-    page.blocks.append(
-        Image(
-            "correlations",
-            correlations(lines),
-            "Correlation of every rule's credit with the true advantage",
-        )
-    )
     page.text(
-        "The true advantage of a step is $V(x_{i+1}) - V(x_i)$: the expected final reward if the"
+        "How well does a rule's credit agree with what a step really contributed? The true advantage"
+        " of a step is $V(z_{i+1}) - V(z_i)$: the expected final reward if the"
         " stochastic sampler continues, after the step and before it. In the 2-D world"
         " $V$ is exact."
         " On images it is the best known: a mean of continuations, so a ceiling is at least the"
@@ -55,6 +48,14 @@ def microscope_page(
         " is applied to a table of $V$ instead of estimated rewards. Rules that read only the final"
         " reward are at their ceiling. Bars are 95% intervals over looks; a look is a seed of"
         " training, trajectories and continuations."
+    )
+    page.items(answers(lines))
+    page.blocks.append(
+        Image(
+            "correlations",
+            correlations(lines),
+            "Correlation of every rule's credit with the true advantage",
+        )
     )
     page.blocks.append(correlation_table(lines))
     page.text(
