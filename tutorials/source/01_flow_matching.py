@@ -14,11 +14,16 @@
 # # 1 · Flow matching from scratch
 #
 # **After this lesson you can** write the straight path between noise and data, train a network on its velocity, turn noise into
-# samples with an ODE, and estimate the finished sample from any state on the way.
+# samples with an ODE, estimate the finished sample from any state on the way, and recognise a broken sampler by its samples.
 #
-# **Time** 45 minutes, of which the computer needs less than one. **You need** PyTorch and the notion of an expectation.
+# **Time** 85 minutes, of which the computer needs less than one. **You need** PyTorch and the notion of an expectation.
 #
-# All examples are in two dimensions, where the exact solution is known in closed form and errors can be plotted.
+# All methods of this course fine-tune a flow model, so we build one first. We work in two dimensions, where the exact solution is known in closed form and every error can be plotted.
+# The animation shows where the lesson leads: random points become data.
+#
+# **Symbols of this lesson**
+#
+# {symbols: $t$; $T$; $\varepsilon$; $x_t$; $v$; $z_j$; $s$; $\hat x_0$; $\hat\varepsilon$; NFE}
 
 # %% tags=["hide-input"]
 from itertools import pairwise
@@ -58,18 +63,18 @@ opening()
 # %% [markdown]
 # ## The path
 #
-# Call a data point $x_0$ and a draw of standard Gaussian noise $\varepsilon$. Flow matching joins the two by a straight line,
+# To turn noise into data, a model needs a path between them. Let $x_0$ be a data point and $\varepsilon$ standard Gaussian noise. Flow matching joins the two by a straight line,
 #
 # $$x_t = (1 - t)\, x_0 + t\, \varepsilon, \qquad t \in [0, 1],$$
 #
-# with time running **from $t = 1$ (noise) to $t = 0$ (data)** during generation. Papers and public code of this field use this
-# direction, and so does `flowrl`. Other texts use the opposite direction, which is the most common source of wrong signs.
+# so $x_1$ is noise. During generation, time decreases **from $t = 1$ (noise) to $t = 0$ (data)**. The papers and the public code of this field use this
+# direction, and so does `flowrl`. Other texts use the opposite direction, which is the most common cause of wrong signs.
 #
-# The data are eight small Gaussian blobs on a circle (`GaussianMixture.ring()`).
+# Our data are eight small Gaussian blobs on a circle (`GaussianMixture.ring()`).
 #
 # ### Exercise 1 · interpolate
 #
-# *Difficulty: easy · importance: essential · time: 3 minutes*
+# *Difficulty: easy · kind: formula · importance: essential · time: 3 minutes*
 #
 # Write the path for a whole batch: `clean` and `noise` are `[sample, dim]`, and every sample has its own `time` `[sample]`.
 
@@ -95,8 +100,8 @@ def interpolate(clean, noise, time):
 lesson.check_interpolate(interpolate)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** `time[:, None]` broadcasts the time over the dimensions, so that sample $i$ uses its own $t_i$. Without the new axis,
-# `[sample]` against `[sample, dim]` either fails or, if the two sizes agree, silently mixes up samples and dimensions.
+# **Why.** `time[:, None]` broadcasts the time over the dimensions, so each sample uses its own time. Without the new axis,
+# `[sample]` and `[sample, dim]` either do not broadcast or, if the two sizes agree, samples and dimensions are silently mixed up.
 # In `flowrl` this function is `flowrl.flow.interpolate`; its shape annotations detect this error.
 
 # %% tags=["hide-input"]
@@ -112,13 +117,13 @@ plt.show()
 # %% [markdown]
 # ## The velocity
 #
-# Along one line, the velocity is constant: $\mathrm{d}x_t/\mathrm{d}t = \varepsilon - x_0$. During generation only the
-# point $x_t$ is known, neither $x_0$ nor $\varepsilon$, and many lines pass near every point. The field that moves the whole
-# *distribution* correctly is their average,
+# Along one line the velocity is constant: $\mathrm{d}x_t/\mathrm{d}t = \varepsilon - x_0$. During generation, however, we know only the
+# point $x_t$, neither $x_0$ nor $\varepsilon$, and many lines pass near every point. The field that moves the whole
+# *distribution* correctly is the average over these lines,
 #
 # $$v(x, t) = \mathbb{E}\left[\varepsilon - x_0 \mid x_t = x\right].$$
 #
-# The average is sufficient: the density at a point changes only by the net flow in and out. This flow is the density times
+# Why is the average sufficient? The density at a point changes only by the net flow in and out, and this flow is the density times
 # the *mean* velocity there. Least squares estimates this mean: a network trained to predict $\varepsilon - x_0$ from $(x_t, t)$ with a squared error
 # converges to $v$ (Lipman et al. 2022, arXiv 2210.02747, theorem 2; Liu et al. 2022, arXiv 2209.03003).
 #
@@ -135,7 +140,7 @@ plt.show()
 #
 # ### Exercise 2 · the training loss
 #
-# *Difficulty: medium · importance: essential · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 6 minutes*
 #
 # `network(x, t)` maps `[sample, dim]` and `[sample]` to `[sample, dim]`. Return the mean squared error over the batch and the dimensions.
 
@@ -165,8 +170,51 @@ lesson.check_loss(flow_matching_loss)
 # grows towards noise. With a sum instead of a mean, the learning rate would depend on the batch size and the resolution.
 
 # %% [markdown]
-# Training takes a few seconds. The target is noisy, so the loss does not fall to zero: the remainder is the
-# variance of $\varepsilon - x_0$ around its conditional mean, which no network can predict.
+# ### Exercise 3 · the training loop
+#
+# *Difficulty: medium · kind: code · importance: essential · time: 10 minutes*
+#
+# Training a flow needs no simulation of paths: every update sees points at random times. Write the loop. Each of the `updates` updates draws `size` new data points with `data.sample(size, generator)`,
+# new noise, and a new uniform time for every sample, in this order and all with `generator`. Then it computes the loss of exercise 2 and takes one step of the optimizer. Return the list of the losses as plain numbers.
+
+
+# %% tags=["exercise"]
+def train(velocity, optimizer, data, updates, generator, size=512):
+    """The loss of every update, after training the network inside `velocity`."""
+    losses = []
+    ...
+    return losses
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** One update has two halves: draw three tensors and compute the loss; then the three calls with which every PyTorch loop ends. The points have two dimensions: `torch.randn(size, 2, generator=generator)`.
+
+
+# %% tags=["solution"]
+def train(velocity, optimizer, data, updates, generator, size=512):
+    """The loss of every update, after training the network inside `velocity`."""
+    losses = []
+    for _ in range(updates):
+        clean = data.sample(size, generator)
+        noise = torch.randn(size, 2, generator=generator)
+        time = torch.rand(size, generator=generator)
+        loss = flow_matching_loss(velocity, clean, noise, time)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# %%
+lesson.check_train(train)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The loss is an expectation over data, noise and time, so each update needs a fresh sample of all three. With one time for the whole batch the expectation is the same, but the gradient is far noisier, because all samples ask about the same time.
+# `loss.item()` keeps the number without the graph; a list of loss tensors would keep the activations of every update in memory.
+
+# %% [markdown]
+# Now we train a network with your loop, which takes a few seconds. The learning rate decreases linearly to 0.
 
 # %%
 torch.manual_seed(0)
@@ -179,26 +227,52 @@ def learned(x, t):
 
 
 optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
-losses = []
-for update in range(4000):
-    clean_batch = ring.sample(512, generator)
-    noise_batch = torch.randn(512, 2, generator=generator)
-    time_batch = torch.rand(512, generator=generator)
-    loss = flow_matching_loss(learned, clean_batch, noise_batch, time_batch)
-    optimizer.param_groups[0]["lr"] = 2e-3 * (1 - update / 4000)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
+rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / 4000)
+optimizer.register_step_post_hook(lambda *_: rate.step())
+losses = train(learned, optimizer, ring, 4000, generator)
 print(f"loss: first 100 updates {sum(losses[:100]) / 100:.2f}, last 100 updates {sum(losses[-100:]) / 100:.2f}")
 
 # %% [markdown] tags=["expected"]
 # loss: first 100 updates 2.45..2.60, last 100 updates 1.95..2.07
 
 # %% [markdown]
-# For a Gaussian mixture the velocity can be written down: at time $t$ mode $k$ has become $\mathcal N((1-t)\,m_k,\; c_t I)$ with
-# $c_t = (1-t)^2 s^2 + t^2$ ($m_k$ is the blob's centre, $s$ its standard deviation). The posterior probability of each mode follows from Bayes' rule, and within a mode all estimates are linear.
-# `GaussianMixture.velocity` computes this field, so the error of the network can be measured at every point.
+# The loss stops at about 2. Is that bad? For this data we can find out, because the exact velocity can be written down. At time $t$ a blob has become a Gaussian whose centre is $1 - t$ times the blob's centre, and whose
+# variance is $(1-t)^2$ times that of the blob plus $t^2$. The posterior probability of each blob follows from Bayes' rule, and within a blob all estimates are linear.
+# `GaussianMixture.velocity` computes this field.
+#
+# ### Exercise 4 · the loss of the exact field
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 3 minutes*
+#
+# The next cell computes the same loss with the *exact* velocity of the ring in place of the network. What will it print?
+#
+# - **a** 0, up to rounding
+# - **b** about 1, half of the network's loss
+# - **c** about 2, like the network's loss
+
+# %% tags=["exercise"]
+exact_loss = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The target of a sample is $\varepsilon - x_0$, and the exact velocity is the *mean* of the targets at a point. How many different targets are there at one point?
+
+# %% tags=["solution"]
+exact_loss = "c"
+
+# %%
+lesson.check_exact_loss(exact_loss)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Many lines with different directions pass through one point, and every one of them is a target. Even the exact field predicts only their mean, so the loss keeps the variance of $\varepsilon - x_0$ around it.
+# The loss of a flow therefore says little about its quality; compare it with the loss of a better model, or look at samples.
+
+# %%
+many = ring.sample(20000, torch.Generator().manual_seed(2)), torch.randn(20000, 2, generator=torch.Generator().manual_seed(3))
+exact = flow_matching_loss(ring.velocity, *many, torch.rand(20000, generator=torch.Generator().manual_seed(4)))
+print(f"loss of the exact velocity: {float(exact):.2f}")
+
+# %% [markdown]
+# The network is close to the best possible loss. A direct comparison with the exact field shows where it is wrong.
 
 # %% tags=["hide-input"]
 figure, axes = panels(4, width=2.9, height=3.0)
@@ -224,21 +298,19 @@ clean(axes[3])
 plt.show()
 
 # %% [markdown]
-# The arrows show $-v$, the direction in which a sample travels. Near $t = 1$ all samples travel towards the centre, because the conditional mean of the data is
+# The arrows show $-v$, the direction in which a sample moves. Near $t = 1$ all samples move towards the centre, because the conditional mean of the data is
 # then nearly the overall mean. Later the field splits towards the eight blobs. The error of the network is largest at small $t$, where the true field changes fastest.
 #
 # ## From noise to data
 #
-# To generate, solve $\mathrm{d}x/\mathrm{d}t = v$ from $t_0 = 1$ along a grid $t_0 > t_1 > \dots > t_T = 0$. The simplest solver is
-# Euler's method: with $\Delta_i = t_i - t_{i+1} > 0$,
+# With the velocity we can generate samples: we solve $\mathrm{d}x/\mathrm{d}t = v$ along a grid of times $1 = t_0 > t_1 > \dots > t_T = 0$. We write $z_i$ for the state at $t_i$, so $z_0$ is noise and $z_T$ the sample.
+# In `flowrl` these states are called *nodes* ($T + 1$ of them), and step $i$ of the $T$ *steps* leads from node $i$ to node $i + 1$. The simplest solver is Euler's method: with the step length $\Delta = t_i - t_{i+1} > 0$,
 #
-# $$x_{i+1} = x_i - \Delta_i\, v(x_i, t_i).$$
+# $$z_{i+1} = z_i - \Delta\, v(z_i, t_i).$$
 #
-# In `flowrl`, states are *nodes* ($T + 1$ of them, node 0 is noise) and moves are *steps* ($T$ of them, step $i$ leads from node $i$ to node $i + 1$).
+# ### Exercise 5 · Euler's method
 #
-# ### Exercise 3 · Euler's method
-#
-# *Difficulty: medium · importance: essential · time: 6 minutes*
+# *Difficulty: medium · kind: code · importance: essential · time: 6 minutes*
 #
 # `velocity(x, t)` maps `[sample, dim]` and `[sample]` to `[sample, dim]`, like `network` above; `times` `[node]` are the $T + 1$ grid points. Return all nodes, `[node, sample, dim]`.
 
@@ -269,8 +341,37 @@ def euler(velocity, noise, times):
 lesson.check_euler(euler)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The sign is negative because $\Delta_i$ is positive and time decreases. The velocity is evaluated at the node where the step *starts*, at $t_i$;
-# the pair $(x_i, t_{i+1})$ is not a state of the flow.
+# **Why.** The sign is negative because $\Delta$ is positive and time decreases. The velocity is evaluated at the node where the step *starts*, at $t_i$;
+# at $t_{i+1}$ the state $z_i$ has too much noise for its time, and the network was never trained on such a pair.
+
+# %% [markdown]
+# How many steps does the sampler need? Let us begin with the extreme case.
+#
+# ### Exercise 6 · a single step
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 3 minutes*
+#
+# The next cell samples with 1, 2, 5 and 20 steps. The first figure uses **one** step from $t = 1$ to $t = 0$. Where will its 1500 samples be?
+#
+# - **a** on the eight blobs, but with too large a spread
+# - **b** close together near the centre of the ring
+# - **c** on the circle, also between the blobs
+# - **d** in a Gaussian cloud like the noise
+
+# %% tags=["exercise"]
+one_step = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** At $t = 1$ the state is pure noise and says nothing about $x_0$. Which value does $\mathbb E[\varepsilon - x_0 \mid x_1]$ then have, and where does a step of length 1 lead?
+
+# %% tags=["solution"]
+one_step = "b"
+
+# %%
+lesson.check_one_step(one_step)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** At $t = 1$ the noise is known and the data point is not, so $v(x, 1) = x - \mathbb E[x_0]$. One step of length 1 subtracts it and ends at $\mathbb E[x_0]$, the mean of the data, for every noise. More steps let the later velocities choose a blob.
 
 # %%
 noise = torch.randn(1500, 2, generator=torch.Generator().manual_seed(5))
@@ -285,21 +386,21 @@ axes[4].scatter(*ring.sample(1500, generator).T, s=2, color=DATA, alpha=0.5)
 plt.show()
 
 # %% [markdown]
-# One step ends at the mean of the data, where there is no data; ten to twenty steps are enough here. RL on image models trains
-# with about 10 steps and evaluates with 28 to 40, because sampling is the expensive part.
+# One step ends near the mean of the data, where there is no data, and 20 steps are enough here. Reinforcement learning on image models trains
+# with about 10 steps and evaluates with 28 to 40, because most of the cost is sampling.
 #
-# ## Estimates of the final sample
+# ## Estimates of the finished sample
 #
-# At every time the velocity gives estimates of both ends of the line. If $v = \varepsilon - x_0$ and $x_t = (1-t)x_0 + t\varepsilon$, then
+# Often we need to know early what a sample will become, for example to compute a reward for an unfinished image. At every time the velocity gives estimates of both ends of the line. If $v = \varepsilon - x_0$ and $x_t = (1-t)x_0 + t\varepsilon$, then
 #
-# $$\hat x_0 = x_t - t\,v, \qquad \hat\varepsilon = x_t + (1-t)\,v,$$
+# $$\hat x_0 = x_t - t\,v, \qquad \hat\varepsilon = x_t + (1-t)\,v .$$
 #
-# and if $v$ is the conditional mean, both are conditional means, since they are linear in $v$: $\hat x_0 = \mathbb E[x_0 \mid x_t]$. This is the **Tweedie estimate**. It is the cheapest way to score an
-# unfinished image, and stepwise credit is based on it (the lesson on Stepwise-Flow-GRPO).
+# Both are linear in $v$. So if $v$ is the conditional mean, they are conditional means too: $\hat x_0 = \mathbb E[x_0 \mid x_t]$. This is the **Tweedie estimate**. It is the cheapest estimate of a finished image,
+# and the lesson on Stepwise-Flow-GRPO computes rewards from it.
 #
-# ### Exercise 4 · the Tweedie estimate
+# ### Exercise 7 · the Tweedie estimate
 #
-# *Difficulty: easy · importance: essential · time: 3 minutes*
+# *Difficulty: easy · kind: formula · importance: essential · time: 3 minutes*
 #
 # Write $\hat x_0$ for a batch: `x` and `velocity` are `[sample, dim]`, `time` is `[sample]`.
 
@@ -311,7 +412,7 @@ def tweedie(x, velocity, time):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Solve the two equations above the exercise for $x_0$, or step along the line for the remaining time $t$.
+# **Hint.** Eliminate $\varepsilon$ from $v = \varepsilon - x_0$ and $x_t = (1-t)x_0 + t\varepsilon$, or step along the line for the remaining time.
 
 
 # %% tags=["solution"]
@@ -350,10 +451,10 @@ print(
 )
 
 # %% [markdown]
-# The estimate starts at the mean of all data, which is far from every blob: at first it is further from the final point than the state. It moves outwards fast; from $t = 0.7$ on it is nearer
+# The estimate starts at the mean of all data, which is far from every blob: at first it is further from the final point than the state. However, it moves outwards fast; from $t = 0.7$ on it is nearer
 # to the final point than the state, and by $t = 0.4$ much nearer. Its *direction* is right from the beginning: the ODE is
-# deterministic, so the noise alone determines the final point, and on this symmetric ring the angle of the noise determines the blob. An ODE therefore has no decisions
-# that reinforcement learning could credit, and the lesson on ODE and SDE adds randomness.
+# deterministic, so the noise alone determines the final point, and on this symmetric ring the angle of the noise determines the blob. An ODE therefore has no random steps
+# that reinforcement learning could credit, and the lesson on ODE and SDE adds them.
 #
 # ## The same with the library
 #
@@ -383,11 +484,13 @@ print("tweedie agrees:", torch.allclose(library_tweedie(x, ring.velocity(x, t), 
 # tweedie agrees: True
 
 # %% [markdown]
-# ### Exercise 5 · how many steps?
+# ## The error of the solver
 #
-# *Difficulty: harder · importance: useful · time: 10 minutes*
+# ### Exercise 8 · how many steps?
 #
-# The error of Euler's method decreases like $1/T$. Check this: return the root mean square distance, over samples, between the final points of `euler` with `steps` steps and those with
+# *Difficulty: harder · kind: code · importance: useful · time: 10 minutes*
+#
+# In theory, the error of Euler's method decreases like $1/T$. Let us check this. Return the root mean square distance, over samples, between the final points of `euler` with `steps` steps and those with
 # 640 steps, both with the exact field `ring.velocity` from the same `noise`. Use even grids.
 
 
@@ -428,7 +531,122 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# ## To keep
+# The measured error follows $1/T$: ten times the accuracy costs ten times the evaluations. A better solver makes more of each evaluation.
+#
+# ### Exercise 9 · a better solver
+#
+# *Difficulty: harder · kind: design · importance: optional · time: 12 minutes*
+#
+# Design a solver whose error is at most half of Euler's with the same budget. `velocity(x, t)` is as in exercise 5, and `evaluations` is the number of times that you may call it; it is even. Return the final points only.
+# The check uses 20 evaluations on the ring. There are several good answers.
+
+
+# %% tags=["exercise"]
+def better_ends(velocity, noise, evaluations):
+    """The points at t = 0, with at most `evaluations` calls of `velocity`."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Euler's method uses the velocity at the start of a step for the whole step. With half as many steps you have two evaluations for each. Where is the velocity more typical of the step?
+
+
+# %% tags=["solution"]
+def better_ends(velocity, noise, evaluations):
+    """The points at t = 0, with at most `evaluations` calls of `velocity`."""
+    x = noise
+    for t, s in pairwise(torch.linspace(1, 0, evaluations // 2 + 1)):
+        middle = x - (t - s) / 2 * velocity(x, t.expand(len(x)))
+        x = x - (t - s) * velocity(middle, ((t + s) / 2).expand(len(x)))
+    return x
+
+
+# %%
+lesson.check_better_ends(better_ends)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** This is the midpoint method: a half step of Euler's method finds the middle, and the velocity there is used for the whole step. In theory its error falls like $1/T^2$, so even half as many steps have a smaller error. Heun's method, which averages the velocities at both ends, and multistep methods, which reuse earlier velocities, are as good.
+# Samplers for reinforcement learning use Euler steps nevertheless. Their random steps (the lesson on ODE and SDE) have errors of their own, and the policy needs a Gaussian whose mean is linear in *one* velocity.
+
+# %%
+accurate = euler(ring.velocity, noise[:400], torch.linspace(1, 0, 641))[-1]
+for evaluations in (10, 20, 40):
+    gap = better_ends(ring.velocity, noise[:400], evaluations) - accurate
+    print(
+        f"{evaluations} evaluations: error {euler_error(noise[:400], evaluations):.4f} with Euler,"
+        f" {float(gap.square().sum(1).mean().sqrt()):.4f} with your solver"
+    )
+
+# %% [markdown]
+# ## Broken samplers
+#
+# A wrong sampler raises no error. It returns points, and only their distribution shows that something is wrong. The next cell draws samples from three broken samplers, each with 10 Euler steps and the exact velocity; the data are grey.
+
+# %% tags=["hide-input"]
+figure, axes = panels(3, width=2.9, height=3.0)
+for number, cell in enumerate(axes, 1):
+    plane(cell, f"sampler {number}")
+    cell.scatter(*ring.sample(800, torch.Generator().manual_seed(0)).T, s=3, color="#d5d8dd")
+    cell.scatter(*lesson.broken_samples(number, 600).T, s=4, color=ACCENT, alpha=0.6)
+plt.show()
+
+# %% [markdown]
+# ### Exercise 10 · name the bug
+#
+# *Difficulty: medium · kind: debugging · importance: useful · time: 6 minutes*
+#
+# Each sampler has one of these bugs. Which?
+#
+# | | bug |
+# |---|---|
+# | A | the velocity is evaluated at $t = 1$ in every step |
+# | B | the last step of the grid is missing |
+# | C | the noise is `torch.rand(600, 2)` |
+
+# %% tags=["exercise"]
+bugs = {1: ..., 2: ..., 3: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** For each bug ask what it changes: where the paths start, where they end, or in which direction they move. Then look for the figure with that change.
+
+# %% tags=["solution"]
+bugs = {1: "C", 2: "A", 3: "B"}
+
+# %%
+lesson.check_bugs(bugs)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** `torch.rand` is uniform on $[0, 1)$, so all noise has angles between 0 and 90 degrees, and only the blobs there are reached. At $t = 1$ the velocity points away from the mean of the data, so ten steps of it shrink the noise towards the mean and never choose a blob.
+# Without the last step the samples are states at $t = 0.1$: they still contain noise, and their blobs are at 0.9 of the radius.
+
+# %% [markdown]
+# ## Quiz
+#
+# *Kind: quiz · time: 5 minutes*
+#
+# 1. Two lines with different directions cross at a point $x$ at the same time $t$. The exact velocity there is **a** the direction of the nearer line, **b** a mean of the directions, weighted by how likely each line is, **c** undefined.
+# 2. The training loss of a flow has not fallen for 2,000 updates and is far above 0. This shows that **a** the network is too small, **b** the learning rate is too small, **c** nothing by itself.
+# 3. A colleague's code has $x_t = t\,x_0 + (1-t)\,\varepsilon$. In this notation the velocity, and the direction of time during generation, are **a** $x_0 - \varepsilon$, increasing, **b** $\varepsilon - x_0$, decreasing, **c** $\varepsilon - x_0$, increasing.
+# 4. At which time is the Tweedie estimate the same for every state? **a** at $t = 0$, **b** at $t = 1$, **c** at no time.
+# 5. Two samples of the ODE start from the same noise, with the same prompt. Their final points are **a** equal, **b** different, because each step adds noise, **c** in the same blob, but not equal.
+
+# %% tags=["exercise"]
+quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Questions 1 and 2 belong to the sections on the velocity and its training. For question 3 differentiate the path; for question 4 insert $v(x, 1)$ into the estimate; for question 5 look for a random number in Euler's method.
+
+# %% tags=["solution"]
+quiz = {1: "b", 2: "c", 3: "a", 4: "b", 5: "a"}
+
+# %%
+lesson.check_quiz(quiz)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 1: $v$ is the conditional mean of $\varepsilon - x_0$. 2: the exact field has a loss of about 2 here. 3: $\mathrm dx_t/\mathrm dt = x_0 - \varepsilon$, and $t = 1$ is data. 4: $v(x, 1) = x - \mathbb E[x_0]$, so $\hat x_0 = \mathbb E[x_0]$. 5: the ODE has no random numbers after the noise.
+
+# %% [markdown]
+# ## Summary
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
@@ -436,7 +654,7 @@ plt.show()
 # | $v = \mathbb E[\varepsilon - x_0 \mid x_t]$ | velocity | `FlowPolicy.velocity` |
 # | $t_0 = 1 > \dots > t_T = 0$ | grid | `Schedule.times` |
 # | $\hat x_0 = x_t - tv$ | Tweedie estimate | `flow.tweedie` |
-# | $x_{i+1} = x_i - \Delta_i v$ | Euler step | `samplers.ODE`, `rollout.solve` |
+# | $z_{i+1} = z_i - \Delta\,v(z_i, t_i)$ | Euler step | `samplers.ODE`, `rollout.solve` |
 #
 # ## Further reading
 #
@@ -445,4 +663,4 @@ plt.show()
 # - Lipman et al. 2024, *Flow matching guide and code* (arXiv 2412.06264): a textbook treatment with exercises in PyTorch.
 # - Esser et al. 2024, *SD3* (arXiv 2403.03206): flow matching at scale; section 5.3.2 explains the shift of the time grid.
 #
-# **Next:** [2 · From ODE to SDE](02_ode_to_sde.ipynb) makes the path random without changing where it ends.
+# **Next:** [2 · From ODE to SDE](02_ode_to_sde.ipynb) adds noise to the path and preserves the distribution of the samples.

@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 
 from flowrl.flow import GaussianMixture, interpolate, tweedie
-from flowrl_course.checking import Unsolved, answered, check, close, expect, number, same, tensor
+from flowrl_course.checking import (
+    Unsolved,
+    answered,
+    check,
+    choice,
+    close,
+    expect,
+    number,
+    quiz,
+    same,
+    tensor,
+)
 
 Answer = Callable[..., Any]
 
@@ -94,6 +105,83 @@ def check_loss(answer: Answer) -> None:
     )
 
 
+@check("Exercise 3")
+def check_train(answer: Answer) -> None:
+    """`answer(velocity, optimizer, data, updates, generator, size)` trains and returns losses."""
+    ring, updates, size = GaussianMixture.ring(), 3, 400
+    seen: list[tuple[Tensor, Tensor]] = []
+    drawn: list[Tensor] = []
+    weight = torch.nn.Parameter(torch.zeros(()))
+
+    class Data:
+        """The ring, which records what it gives out."""
+
+        def sample(self, count: int, generator: torch.Generator) -> Tensor:
+            drawn.append(ring.sample(count, generator))
+            return drawn[-1]
+
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        seen.append((x.detach().clone(), t.detach().clone()))
+        return weight * x
+
+    def train() -> tuple[Any, float]:
+        weight.data.zero_()
+        weight.grad = None
+        seen.clear()
+        drawn.clear()
+        optimizer = torch.optim.SGD([weight], lr=0.2)
+        generator = torch.Generator().manual_seed(4)
+        losses = answered(answer(velocity, optimizer, Data(), updates, generator, size), "train")
+        return losses, weight.item()
+
+    losses, trained = train()
+    expect(len(losses) > 0, "the list of losses is empty: append one number per update")
+    expect(
+        all(isinstance(loss, float) for loss in losses),
+        "the losses are tensors, which keep their graphs in memory: append loss.item()",
+    )
+    expect(
+        len(losses) == updates == len(seen),
+        f"{len(losses)} losses for {updates} updates: make one update per turn of the loop",
+    )
+    expect(len(drawn) == updates, "all updates see the same data: sample inside the loop")
+    expect(same(train()[1], trained), "two runs with equal generators differ: pass `generator`")
+    plain, summed, total = 0.0, 0.0, 0.0
+    for clean, (x, t) in zip(drawn, seen, strict=True):
+        expect(t.shape == (size,) == clean.shape[:1], "each of the `size` samples needs a time")
+        expect(t.std() > 0.01, "the whole batch has one time: draw torch.rand(size)")
+        uniform = t.min() >= 0 and t.max() <= 1 and abs(t.std() - 12**-0.5) < 0.05
+        expect(uniform, "the times are not uniform on [0, 1]: use torch.rand, not torch.randn")
+        noise = (x - (1 - t[:, None]) * clean) / t[:, None]
+        late = noise[t > 0.1]
+        standard = abs(late.mean()) < 0.2 and abs(late.std() - 1) < 0.2
+        expect(late.std(0).min() > 0.1, "the noise is equal for all samples: torch.randn(size, 2)")
+        expect(standard, "the noise is not standard normal: use torch.randn")
+        target = noise - clean
+        plain -= 0.2 * float((2 * x * (plain * x - target)).mean())
+        total += float((2 * x * (summed * x - target)).mean())
+        summed -= 0.2 * total
+    expect(
+        any(not same(seen[0][1], t) for _, t in seen[1:]),
+        "all updates use the same times: draw them inside the loop",
+    )
+    expect(trained != 0, "the weights did not change: loss.backward(), then optimizer.step()")
+    mistakes = {"gradients add up over the updates: call optimizer.zero_grad()": summed}
+    close(trained, plain, "the weights are not those of one step per update", mistakes, 1e-3)
+
+
+@check("Exercise 4")
+def check_exact_loss(answer: str) -> None:
+    """`answer` is the predicted loss of the exact velocity."""
+    letter = choice(answer, "abc")
+    expect(
+        letter != "a",
+        "the exact velocity is not the target: compare a single target with the mean of all"
+        " targets at the same point",
+    )
+    expect(letter == "c", "nothing halves the variance: compare it with the network's loss")
+
+
 def _field(x: Tensor, t: Tensor) -> Tensor:
     expect(
         t.shape == x.shape[:1],
@@ -115,7 +203,7 @@ def _path(noise: Tensor, times: Tensor, sign: float = -1.0, ahead: int = 0) -> T
     return torch.stack(nodes)
 
 
-@check("Exercise 3")
+@check("Exercise 5")
 def check_euler(answer: Answer) -> None:
     """`answer(velocity, noise, times)` gives all nodes of Euler's path."""
     noise, times = _batch()[1], torch.tensor([1.0, 0.7, 0.3, 0.0])
@@ -164,7 +252,19 @@ def check_euler(answer: Answer) -> None:
     )
 
 
-@check("Exercise 4")
+@check("Exercise 6")
+def check_one_step(answer: str) -> None:
+    """`answer` is where a single Euler step ends."""
+    reasons = {
+        "a": "to reach a blob the velocity must know which one: what does pure noise say about it?",
+        "c": "the radius of the samples is not that of the data: compute v(x, 1)",
+        "d": "the noise does not remain: a step of length 1 subtracts v(x, 1) = x - E[x_0]",
+    }
+    letter = choice(answer, "abcd")
+    expect(letter == "b", reasons.get(letter, ""))
+
+
+@check("Exercise 7")
 def check_tweedie(answer: Answer) -> None:
     """`answer(x, velocity, time)` is the clean estimate."""
     x, velocity, time = _batch()
@@ -179,7 +279,7 @@ def check_tweedie(answer: Answer) -> None:
     close(got, tweedie(x, velocity, time), "this is not x_t - t v", mistakes)
 
 
-@check("Exercise 5")
+@check("Exercise 8")
 def check_euler_error(answer: Answer) -> None:
     """`answer(noise, steps)` is the error of Euler's method with that many steps."""
     ring = GaussianMixture.ring()
@@ -217,3 +317,102 @@ def check_euler_error(answer: Answer) -> None:
         mistakes,
         1e-3,
     )
+
+
+@check("Exercise 9")
+def check_better_ends(answer: Answer) -> None:
+    """`answer(velocity, noise, evaluations)` has at most half of Euler's error."""
+    ring, evaluations = GaussianMixture.ring(), 20
+    noise = torch.randn(100, 2, generator=torch.Generator().manual_seed(2))
+    calls: list[Tensor] = []
+
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        expect(t.shape == x.shape[:1], "velocity needs one time per sample: t.expand(len(x))")
+        calls.append(t)
+        return ring.velocity(x, t)
+
+    def euler(steps: int) -> Tensor:
+        x = noise
+        for t, s in pairwise(torch.linspace(1, 0, steps + 1)):
+            x = x - (t - s) * ring.velocity(x, t.expand(len(x)))
+        return x
+
+    got = tensor(answer(velocity, noise.clone(), evaluations), (100, 2), "the final points")
+    expect(
+        len(calls) <= evaluations,
+        f"{len(calls)} evaluations exceed the budget: with two per step, halve the steps",
+    )
+    error, limit = (float((end - euler(640)).norm()) for end in (got, euler(evaluations)))
+    expect(
+        error <= limit / 2,
+        f"the error is {error / limit:.2f} times Euler's: correct the velocity within a step by a"
+        " second evaluation",
+    )
+
+
+def broken_samples(number: int, count: int) -> Tensor:
+    """Final points [sample, 2] of one of the three samplers of exercise 10."""
+    ring, times = GaussianMixture.ring(), torch.linspace(1, 0, 11)
+    generator = torch.Generator().manual_seed(5)
+    draw = torch.rand if number == 1 else torch.randn
+    x = draw(count, 2, generator=generator)
+    for t, s in pairwise(times[:-1] if number == 3 else times):
+        x = x - (t - s) * ring.velocity(x, (times[0] if number == 2 else t).expand(count))
+    return x
+
+
+@check("Exercise 10")
+def check_bugs(answer: dict[int, str]) -> None:
+    """`answer` maps the samplers 1, 2, 3 to the bugs A, B, C."""
+    expect(isinstance(answer, dict) and set(answer) == {1, 2, 3}, "give a dict with keys 1, 2, 3")
+    given = {number: choice(letter, "abc") for number, letter in answer.items()}
+    expect(len(set(given.values())) == 3, "use each of the letters A, B and C once")
+    expect(
+        given[3] != "a",
+        "sampler 3 finds all eight blobs: with one velocity for all times none would be chosen",
+    )
+    expect(given[2] != "b", "sampler 2 reaches no blob: one missing step cannot cause this")
+    expect(
+        given == {1: "c", 2: "a", 3: "b"},
+        "some blobs are never reached by sampler 1: the angle of the noise determines the blob",
+    )
+
+
+check_quiz = quiz(
+    __name__,
+    (
+        "b",
+        {
+            "a": "the nearer line is unknown: only x and t are, and both lines pass through x",
+            "c": "a conditional mean exists for every x that has a density",
+        },
+    ),
+    (
+        "c",
+        {
+            "a": "the exact field has a large loss too: see exercise 4",
+            "b": "the loss of the exact field does not fall either: see exercise 4",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "differentiate the path by t; at t = 1 it is x_0",
+            "c": "differentiate the path by t: the sign is the other one",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "at t = 0 the estimate is the state itself",
+            "c": "insert v(x, 1) = x - E[x_0] into x - t v",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "Euler's method for the ODE draws nothing after the first noise",
+            "c": "the final point is a function of the noise, so equal noise gives equal points",
+        },
+    ),
+)
