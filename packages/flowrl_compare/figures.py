@@ -28,9 +28,9 @@ from flowrl_compare.style import INK, PALE, SOFT, clean, colour, marker
 from flowrl_compare.weight_comparison import WeightComparison
 
 X_LABELS = {
-    "iteration": "iteration",
-    "forwards": "forward equivalents",
-    "seconds_total": "training seconds",
+    "iteration": "updates (iterations)",
+    "forwards": "network evaluations (forward equivalents)",
+    "seconds_total": "training time (seconds)",
 }
 MOST_TOGETHER = 4
 """Arms that share an axis; if there are more, each has a row of panels of its own."""
@@ -61,25 +61,25 @@ def _measured(runs: Runs, path: tuple[str, ...]) -> bool:
     return any(run.curve("iteration", *path)[1] for seeds in runs.values() for run in seeds)
 
 
-def curves(comparison: Comparison, metric: str = "reward") -> Figure | None:
+def curves(comparison: Comparison, metric: str = "reward", narrow: bool = False) -> Figure | None:
     """An evaluation metric against iterations, forward equivalents and seconds; None if no run
     contains it.
 
     Args:
         comparison: the comparison.
         metric: name of the metric.
+        narrow: one panel below the other. None, too, if there are many arms.
 
     Returns:
         The figure.
     """
     runs = {arm: comparison.of(arm) for arm in comparison.arms if arm != ARM}
     path = comparison.metric if metric == "reward" else (metric,)
-    if not _measured(runs, path):
+    if not _measured(runs, path) or (narrow and len(runs) > MOST_TOGETHER):
         return None
-    label = f"held-out {short(path[-1])}"
-    level = mean_curve(comparison.of(comparison.baseline), "iteration", *path)[1][-1:]
+    panels = [Panel(x, path, f"held-out {short(path[-1])}") for x in X_LABELS]
     bound = bound_of(comparison) if metric == "reward" else None
-    return _line_figure(runs, [Panel(x, path, label) for x in X_LABELS], level, bound)
+    return _line_figure(runs, panels, comparison.baseline, bound, narrow)
 
 
 def proxy_and_heldout(runs: Runs) -> Figure | None:
@@ -101,24 +101,31 @@ def proxy_and_heldout(runs: Runs) -> Figure | None:
 
 
 def _line_figure(
-    runs: Runs, panels: Sequence[Panel], level: Sequence[float] = (), bound: Bound | None = None
+    runs: Runs,
+    panels: Sequence[Panel],
+    baseline: str = "",
+    bound: Bound | None = None,
+    narrow: bool = False,
 ) -> Figure:
-    """A row of panels, or with many arms one per arm, in which the other arms are grey. `level`:
-    the height of a dashed line, if any. `bound`: dotted over iterations, elsewhere its final value,
-    because its cost has no counterpart.
+    """A row of panels, or with many arms one per arm, in which the other arms are grey. `baseline`:
+    the arm whose final value and cost are dashed lines, if any. `bound`: dotted over iterations,
+    elsewhere its final value, because its cost has no counterpart. `narrow`: a column of panels.
     """
     arms = list(runs)
     together = len(arms) <= MOST_TOGETHER
     rows = [arms] if together else [[arm] for arm in arms]
-    size = 4.1 * len(panels), (3.6 if together else 2.4) * len(rows) + 0.5
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(len(rows), len(panels), squeeze=False)
+    size = 4.1 * len(panels), (3.3 if together else 2.4) * len(rows) + 0.5
+    figure = Figure(figsize=(4.1, 8.5) if narrow else size, layout="constrained")
+    grid = figure.subplots(*(len(panels), 1) if narrow else (len(rows), len(panels)), squeeze=False)
+    grid = grid.T if narrow else grid
     for cells, shown in zip(grid, rows, strict=True):
         for axes, panel in zip(cells, panels, strict=True):
             for arm in sorted(arms, key=shown.__contains__):  # grey curves lie below
                 _draw(axes, runs, arm, panel, arm in shown)
-            for height in level:
-                axes.axhline(height, color="#8a8f98", linestyle="--", linewidth=1)
+            spent, level = mean_curve(runs.get(baseline, ()), panel.x, *panel.y)
+            for line, end in ((axes.axvline, spent[-1:]), (axes.axhline, level[-1:])):
+                if end and (line, panel.x) != (axes.axvline, "iteration"):
+                    line(*end, color="#8a8f98", linestyle="--", linewidth=1)
             if bound and panel.x == "iteration":
                 axes.plot(bound.iterations, bound.rewards, ":", color=INK, label=ARM)
             elif bound:
@@ -131,7 +138,8 @@ def _line_figure(
             clean(axes)
     if together:
         handles = grid[0, 0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside upper left", ncols=5, frameon=False)
+        columns = 1 if narrow else 5
+        figure.legend(*handles, loc="outside upper left", ncols=columns, frameon=False)
     return figure
 
 

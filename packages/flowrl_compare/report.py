@@ -1,7 +1,6 @@
 """The results table, and self-contained HTML reports of comparisons and of evaluated weights."""
 
 import io
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,8 @@ from rich.table import Table
 
 from flowrl.io import write_bytes, write_json
 from flowrl.training.presets import MODEL_ONLY
-from flowrl.training.results import short
 from flowrl_compare.bounds import bound_of
+from flowrl_compare.conclusion import VERDICTS, cannot_show, shows, untuned, verdict
 from flowrl_compare.costs import RATE, STATED, STATED_NAME, Parts
 from flowrl_compare.figures import (
     MOST_TOGETHER,
@@ -96,22 +95,7 @@ BLOCKS: dict[str, Cells] = {
 """Columns of the results tables: the label, and the cell of an arm."""
 PRINTED = ("final reward", "minus the baseline", "collapsed seeds", "NFE to baseline")
 """Columns that are printed; the last one only if the terminal is wide enough."""
-VERDICTS = {
-    "▲": "above the baseline",
-    "▼": "below it",
-    "○": "undecided: the 95% interval contains 0",
-}
-"""Symbols of a lead: of its interval, not of its mean."""
 INTERVALS = "±: half of the 95% interval over seeds (Student's t)"
-
-
-def verdict(lead: Mean) -> str:
-    """The symbol of `VERDICTS` for a difference from the baseline, "" without an interval or for
-    the baseline itself.
-    """
-    if math.isnan(lead.half) or lead == Mean(0, 0):
-        return ""
-    return "▲" if lead.mean > lead.half else "▼" if lead.mean < -lead.half else "○"
 
 
 def _lead(lead: Mean) -> str:
@@ -184,42 +168,6 @@ def collapse_text(summaries: Sequence[ArmSummary]) -> str:
     return f"Collapsed: {', '.join(arms)}" if arms else ""
 
 
-def headline(comparison: Comparison, summaries: Sequence[ArmSummary]) -> str:
-    """The result in a few sentences: every arm's difference in final reward from the baseline, and
-    its interval.
-
-    Args:
-        comparison: the comparison.
-        summaries: the arms' results.
-
-    Returns:
-        The text.
-    """
-    if not summaries:
-        return "No run has been evaluated yet."
-    base = next((s for s in summaries if s.arm == comparison.baseline), summaries[0])
-    what = "The held-out reward"
-    if comparison.metric != ("reward",):
-        metric = short(comparison.metric[-1])
-        what = f"The arms are trained on different rewards. The held-out {metric}"
-    texts = [f"{what} of {_named(base)} changes from {base.base.mean:.3f} to {base.final.text()}"]
-    for summary in summaries:
-        gap, half = summary.lead.mean, summary.lead.half
-        if summary is base:
-            continue
-        text = f"{_named(summary)} ends {abs(gap):.3f} {'above' if gap >= 0 else 'below'} it"
-        interval = f" (95% interval {gap - half:+.3f} to {gap + half:+.3f})"
-        texts.append(text if math.isnan(half) else text + interval)
-    single = min(summary.seeds for summary in summaries) == 1
-    seeds = "With one seed, the interval is unknown." if single else f"{base.seeds} seeds."
-    return f"{'; '.join(texts)}. {seeds}"
-
-
-def _named(summary: ArmSummary) -> str:
-    """The name of an arm with the settings in which it differs."""
-    return f"{summary.arm} ({summary.difference})" if summary.difference else summary.arm
-
-
 def write_report(folder: Path) -> Path:
     """Write summary.json, table.txt, the figures (PNG), report.html and the folder paper of the
     comparison in `folder`, and the files of a sweep (`flowrl_compare.sweep`); returns the page's
@@ -232,6 +180,7 @@ def write_report(folder: Path) -> Path:
     drawn = _figures(comparison, sweep) if summaries else {}
     figures = {name: figure for name, figure in drawn.items() if figure is not None}
     images = {name: png(figure) for name, figure in figures.items()}
+    narrow = "curves" in images and curves(comparison, narrow=True)
     for name, image in images.items():
         write_bytes(folder / f"{name}.png", image)
     if sweep:
@@ -252,7 +201,9 @@ def write_report(folder: Path) -> Path:
         "report.html.j2",
         comparison=comparison,
         run=shared,
-        headline=headline(comparison, summaries),
+        shows=shows(comparison, summaries),
+        cannot_show=cannot_show(comparison, summaries),
+        untuned=untuned(comparison),
         unfinished=len(arms) * len(config["seeds"]) - finished,
         colours={summary.arm: colour(summary.arm, arms) for summary in summaries},
         blocks=result_blocks(summaries) if summaries else {},
@@ -268,6 +219,7 @@ def write_report(folder: Path) -> Path:
         every=shared["evaluation"]["eval_every"],
         many=len(summaries) > MOST_TOGETHER,
         images=images,
+        narrow=png(narrow) if narrow else b"",
         best=". ".join([*sweep.best_texts(), ""]) if sweep else "",
         noticeable=NOTICEABLE,
         bound=bound_of(comparison),

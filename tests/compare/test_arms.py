@@ -8,8 +8,9 @@ import pytest
 from flowrl_compare.arms import arm_run, credit_arms, load_arms, parse_arm, together
 from flowrl_compare.bounds import bound_settings, shipped_bound
 from flowrl_compare.comparison import CompareConfig, load_compare
+from flowrl_compare.conclusion import shows
 from flowrl_compare.progress import Display
-from flowrl_compare.report import headline, table_text, write_report
+from flowrl_compare.report import table_text, write_report
 from flowrl_compare.results import load_comparison, summarise, summary_values
 from flowrl_compare.tuned import tuned, tuned_arms
 from rich.console import Console
@@ -189,11 +190,11 @@ def test_reports_name_the_parts_in_which_arms_differ(tmp_path, capsys):
     summaries = summarise(comparison)
     assert json.loads((out / "summary.json").read_text()) == summary_values(summaries)
     assert f"uniform: {words}" in table_text(summaries)
-    assert f"uniform ({words}) ends " in headline(comparison, summaries)
+    assert "uniform ends " in shows(comparison, summaries)
     page = write_report(out).read_text()
-    table = page.split("The settings in which the arms differ")[1]
+    table = page.split("Settings in which the arms differ")[1]
     row = table.split("<tr><td>uniform</td>")[1].split("</tr>")[0]
-    assert re.findall("<td>(.*?)</td>", row) == [str(value) for value in settings.values()]
+    assert re.findall("<td>(.*?)</td>", row) == [*map(str, settings.values()), "no"]
     shared = page.split("<h2>Settings</h2>")[1]
     assert "<span>group_size</span>" not in shared
     assert "<span>groups</span><span>2</span>" in shared
@@ -228,8 +229,10 @@ def test_arms_with_different_rewards_are_compared_by_the_first_held_out_one(tmp_
     comparison = load_comparison(tmp_path)
     _, graded = summarise(comparison)
     assert graded.lead.mean == pytest.approx(0.2) and graded.base.mean == pytest.approx(0.5)
-    shown = headline(comparison, summarise(comparison))
-    assert "trained on different rewards. The held-out strict of soft" in shown
+    shown = shows(comparison, summarise(comparison))
+    assert shown.startswith(
+        "In held-out strict (the arms are trained on different rewards), graded"
+    )
     file = io.StringIO()
     Display(config, tmp_path / "new", Console(file=file, width=200)).start()
     assert "(soft and graded rewards)" in file.getvalue()

@@ -14,15 +14,14 @@ import pytest
 import torch
 from flowrl_compare.arms import method_arms
 from flowrl_compare.comparison import CompareConfig
+from flowrl_compare.conclusion import cannot_show, shows, untuned, verdict
 from flowrl_compare.figures import curves, image_grid, proxy_and_heldout, trajectory
 from flowrl_compare.pages import inline, markdown_code, render
 from flowrl_compare.paper import ARXIV, bibliography, references
 from flowrl_compare.report import (
     collapse_text,
-    headline,
     table_rows,
     table_text,
-    verdict,
     write_evaluation,
     write_report,
 )
@@ -37,6 +36,7 @@ from flowrl_compare.results import (
     summarise,
 )
 from flowrl_compare.style import PALE, colour, marker, save, spread_labels
+from flowrl_compare.tuned import tuned, tuned_arms
 from flowrl_compare.weight_comparison import (
     SamplingSettings,
     ScoredImages,
@@ -52,7 +52,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.io import write_json
 from flowrl.methods import METHODS
 from flowrl.training.config import preset
-from flowrl.training.presets import MODEL_ONLY
+from flowrl.training.presets import MODEL_ONLY, method_overrides
 
 EVIL = '<script>alert("1")</script>'
 REMOTE = re.compile(r"""(src|href|url)\s*[=(]\s*["']?(http|//|file)""")
@@ -118,22 +118,116 @@ def test_means_over_seeds_use_the_iterations_of_all_runs():
     assert ("held out: ocr", ["1.500 to 4.000 ± 12.706"]) in rows
 
 
-def test_the_headline_and_table_have_every_lead_with_its_interval():
-    base, fast = [[0.1, 0.5], [0.1, 0.6]], [[0.1, 0.9], [0.1, 0.98]]
-    runs = comparison(low=[[0.1, 0.2]] * 2, base=base, fast=fast)
-    runs.config["arms"] = {"base": {}, "fast": {}, "low": {}}
-    text = headline(runs, summarise(runs))
-    assert "base changes from 0.100 to 0.550 ± 0.635; fast ends 0.390 above it" in text
-    assert "(95% interval +0.263 to +0.517); low ends 0.350 below it" in text
-    assert text.endswith(" 2 seeds.")
-    single = comparison(base=base[:1], fast=fast[:1])
-    text = headline(single, summarise(single))
-    assert text.endswith("fast ends 0.400 above it. With one seed, the interval is unknown.")
-    summaries = summarise(comparison(base=base, fast=fast))
+BASE = [[0.1, 0.5], [0.1, 0.6]]
+LEAD = [[0.1, 0.9], [0.1, 0.98]]
+
+
+@pytest.mark.parametrize(
+    ("arms", "shown", "open_questions"),
+    [
+        (
+            {"base": BASE, "low": [[0.1, 0.2]] * 2, "fast": LEAD},
+            "fast ends 0.390 above base (95% interval +0.263 to +0.517); low cannot be told apart"
+            " from it; base goes from 0.100 to 0.550 ± 0.635.",
+            "which of base and low is ahead (2 seeds leave differences of up to 0.985 possible)"
+            " or how far the arms would get at tuned settings.",
+        ),
+        (
+            {"base": BASE, "fast": LEAD},
+            "fast ends 0.390 above base (95% interval +0.263 to +0.517); base goes from 0.100 to"
+            " 0.550 ± 0.635.",
+            "how far the arms would get at tuned settings.",
+        ),
+        (
+            {"base": BASE, "other": BASE[::-1], "third": BASE[::-1]},
+            "other and third cannot be told apart from base; base goes from 0.100 to 0.550 ± 0.635.",
+            "which of base, other and third is ahead (2 seeds leave differences of up to 1.271"
+            " possible) or how far",
+        ),
+        (
+            {"base": BASE[:1], "fast": LEAD[:1]},
+            "fast ends 0.400 above base; base goes from 0.100 to 0.500.",
+            "whether a difference is chance (one seed) or how far",
+        ),
+        (
+            {"base": BASE, "fast": [[0.1, 0.9, 0.2], [0.1, 0.9, 0.9]]},
+            "fast cannot be told apart from base; base goes from 0.100 to 0.550 ± 0.635 and fast"
+            " collapsed in 1 of 2 seeds.",
+            "which of base and fast is ahead (2 seeds leave differences of up to 3.812 possible),"
+            " how often runs collapse (1 of 4 did), the order at equal cost (fast has 2.0 times the"
+            " network evaluations of base) or how far",
+        ),
+        ({"base": BASE}, "base goes from 0.100 to 0.550 ± 0.635.", "how far the arms would get"),
+        (
+            {"base": BASE} | {f"fast{n}": [[0.1, 0.9 + n], [0.1, 1.0 + n]] for n in range(5)},
+            "fast4 ends 4.400 above base (95% interval +4.400 to +4.400), fast3 ends 3.400 above it"
+            " (95% interval +3.400 to +3.400), fast2 ends 2.400 above it (95% interval +2.400 to"
+            " +2.400) and 2 more; base goes",
+            "how far the arms",
+        ),
+    ],
+)
+def test_the_two_sentences_are_those_of_the_results(arms, shown, open_questions):
+    runs = comparison(**arms)
+    assert shows(runs, summarise(runs)).startswith(f"In held-out reward, {shown}")
+    assert cannot_show(runs, summarise(runs)).startswith(f"It cannot show {open_questions}")
+
+
+def test_equal_costs_with_unequal_updates_leave_the_order_after_updates_open():
+    runs = comparison(base=[[0.1, 0.3, 0.5], [0.1, 0.3, 0.6]], fast=LEAD)
+    for run in runs.of("fast"):
+        for row in run.rows:
+            row.update(nfe=200, train_nfe=80)
+    text = cannot_show(runs, summarise(runs))
+    assert "the order after equal updates (base has 2.0 times the updates of fast)" in text
+
+
+def test_every_tuned_method_counts_as_tuned_and_a_part_or_number_of_its_own_does_not(tmp_path):
+    for world, arms in tuned().items():
+        run, methods = preset("default").apply(world=world), [a["method"] for a in arms.values()]
+        given = method_arms([*filter(None, dict.fromkeys(methods))])
+        given |= {"other loss": {"loss": "gspo"}, "larger": {"group_size": 24}}
+        given |= {"slow": {"learning_rate": 0.001}, "rsm untuned": {"method": "dance-grpo"}}
+        changed, _ = tuned_arms(run, given, {})
+        for arm, settings in changed.items():
+            method = settings.get("method", "flow-grpo")
+            needed = method_overrides("default", world, method) if "method" in settings else {}
+            changed[arm] = {**needed, **settings}
+        runs = []
+        for arm, config in CompareConfig(run, changed, (0,)).examples().items():
+            rows = record(arm, 0, [0.1, 0.5]).rows
+            runs.append(RunRecord(arm, 0, tmp_path, rows, True, json_values(config.as_dict())))
+        compared = Comparison(tmp_path, {"arms": changed, "run": {}}, tuple(runs))
+        assert untuned(compared) == ["other loss", "larger", "slow", "rsm untuned"]
+
+
+def json_values(values):
+    return json.loads(json.dumps(values))
+
+
+def test_the_table_has_every_lead_with_its_interval():
+    summaries = summarise(comparison(base=BASE, fast=LEAD))
     lines = table_text(summaries).splitlines()
     (row,) = (line for line in lines if line.startswith(" fast "))
     assert all(cells[1] in row for _, cells in table_rows(summaries))
     assert lines[-2] == "▲ above the baseline" and "○" not in "".join(lines)
+
+
+def test_dashed_lines_are_the_baselines_end_and_narrow_panels_form_a_column():
+    runs = comparison(base=[[0.1, 0.5]], fast=[[0.1, 0.9, 0.9]])
+    for figure in (curves(runs), curves(runs, narrow=True)):
+        dashed = [
+            [line.get_xydata()[0] for line in axes.lines if line.get_linestyle() == "--"]
+            for axes in figure.axes
+        ]
+        assert [len(lines) for lines in dashed] == [1, 2, 2]
+        assert [(a[0], b[1]) for a, b in dashed[1:]] == [(220, 0.5), (2.0, 0.5)]
+        assert all("(" in axes.get_xlabel() for axes in figure.axes)
+    across, down = (
+        [axes.get_subplotspec().colspan.start for axes in curves(runs, narrow=n).axes]
+        for n in (False, True)
+    )
+    assert (across, down) == ([0, 1, 2], [0, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -201,6 +295,10 @@ def test_the_report_contains_every_run_escapes_every_value_and_loads_nothing(tmp
         state = "stopped by budget: &lt;script&gt;" if number == 1 else "finished</td>"
         assert f"<td>{0.5 + number / 100:.3f}</td>" in row and f"<td>{state}" in row
     assert page.count('src="data:image/png;base64,') == len(FIGURES)
+    assert page.count('srcset="data:image/png;base64,') == 1
+    first = page.split("</section>")[0]
+    assert "<b>In held-out reward, " in first and "</b> It cannot show " in first
+    assert first.index("<figure") < first.index("minus the baseline") < first.index("tuned here")
     assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in FIGURES)
     paper = tmp_path / "paper"
     rows = list(csv.DictReader((paper / "results.csv").open()))
