@@ -1,7 +1,11 @@
 """The main comparison: outcomes at equal budgets in closed form, and its verdicts."""
 
+from types import SimpleNamespace
+
 import pytest
 from bench_lines import fake_line
+from flowrl_bench import verdict
+from flowrl_bench.command import Verdict
 from flowrl_bench.verdict import (
     CAMPAIGNS,
     EXACT,
@@ -14,6 +18,8 @@ from flowrl_bench.verdict import (
 )
 from flowrl_bench.verdict_page import leads_figure
 from flowrl_bench.verdicts import BETTER, FEWEST, UNDECIDED, WORSE
+
+from flowrl.core.errors import ConfigError
 
 LINE = [i / 20 for i in range(11)]
 
@@ -79,3 +85,14 @@ def test_campaigns_have_the_arms_of_the_questions(name):
     arms = next(iter(campaign.tasks.values())).arms(campaign.size)
     asked = {arm for question in QUESTIONS for arm in (question.arm, question.than)}
     assert asked - set(arms) == ({EXACT} if name == "images" else set())
+
+
+def test_a_world_with_missing_runs_has_no_verdict(tmp_path, monkeypatch, capsys):
+    pairs, path = {"one": [{}] * 4, "two": [{}] * 6}, tmp_path / "images.jsonl"
+    study = SimpleNamespace(size=SimpleNamespace(seeds=6), pairs=lambda any_code: pairs)
+    campaign = SimpleNamespace(label="image world", study=lambda path: study)
+    monkeypatch.setattr(verdict, "CAMPAIGNS", {"images": campaign})
+    path.touch()
+    with pytest.raises(ConfigError, match="all runs of a world"):
+        Verdict(tmp_path / "none.jsonl", path, tmp_path / "page").main()
+    assert "image world: left out, since 10 of 12 seeds have all" in capsys.readouterr().out
