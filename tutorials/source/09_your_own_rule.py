@@ -15,9 +15,13 @@
 #
 # **After this lesson you can** turn an idea about credit into a class, test the class against the contract that the trainer relies on, give it a memory that survives checkpoints, and use it in the trainer and on the command line.
 #
-# **Time** 45 minutes and two projects of 20 and 45 minutes; the computer needs less than half a minute. **You need** the lessons from GRPO on a flow to TP-GRPO.
+# **Time** 55 minutes and two projects of 20 and 45 minutes; the computer needs less than half a minute. **You need** the lessons from GRPO on a flow to TP-GRPO.
 #
-# A credit rule maps a table of values to a table of advantages. The figure shows the table of one group on the left (rewards of ODE completions, and of the finished samples in the last column), and the credit that three rules compute from it (red is positive, blue negative).
+# A credit rule maps a table of values to a table of advantages. On the left, the figure shows the table of one group: rewards of ODE completions, and those of the finished samples in the last column. The other three panels show the credit that three rules compute from this table (red is positive, blue negative).
+#
+# **Symbols of this lesson**
+#
+# {symbols: decision $k$; $D$; $V_k$; $V^*_k$; $R$; $g_k$; $R - V_k$; $A$; $w$; $Z$}
 
 # %% tags=["hide-input"]
 import tempfile
@@ -75,13 +79,14 @@ opening()
 # %% [markdown]
 # ## The idea
 #
-# A **decision** is a transition that was drawn (the lesson on Stepwise-Flow-GRPO). Here steps 0 to 8 are the decisions $k = 0, \dots, 8$, so $D = 9$; the last step follows the ODE. Let $V_k$ be the expected reward if the *stochastic* sampler continues from the state before decision $k$, and $V_D = R$ the reward of the finished sample. Decision $k$ changes this expectation by
+# We begin with the quantity that a rule should estimate. A **decision** is a transition that was drawn (the lesson on Stepwise-Flow-GRPO). Here steps 0 to 8 are the decisions $k = 0, \dots, 8$, so $D = 9$; the last step follows the ODE.
+# Let $V^*_k$ be the expected reward if the *stochastic* sampler continues from the state before decision $k$, and $V^*_D = R$ the reward of the finished sample. Decision $k$ changes this expectation by
 #
-# $$A^*_k = V_{k+1} - V_k,$$
+# $$A^*_k = V^*_{k+1} - V^*_k,$$
 #
-# the **true advantage** of the decision. The sum over the decisions is $R - V_0$. A credit rule estimates $A^*$ from a table of values $R_k$, and the rules of the last lessons differ in these estimates of $V_k$:
+# the **true advantage** of the decision. The sum over the decisions is $R - V^*_0$. We cannot compute $V^*$ for images, so a credit rule estimates $A^*$ from a table of values $V_k$. The rules of the last lessons differ in where these values come from:
 #
-# | rule | estimate of $V_k$ | network evaluations per trajectory |
+# | rule | value $V_k$ | network evaluations per trajectory |
 # |---|---|---|
 # | Flow-GRPO | none; every decision gets $R$ minus the group's mean | 10 |
 # | Stepwise-Flow-GRPO | reward of 5 Euler substeps | 46 |
@@ -89,19 +94,19 @@ opening()
 #
 # (Slightly fewer if a group shares its first node.)
 #
-# The idea of this lesson is a cheap rule. The one-step estimate $\hat x_0 = x - t v$ from a state $x$ at time $t$ needs only the velocity that the rollout has computed already, so it costs no further network evaluation.
-# If its reward is a good estimate of $V$, step-wise credit costs no more than Flow-GRPO. This lesson builds the rule; the lesson Test your own rule tests whether the estimate is good enough.
+# Our idea is a cheaper rule. The one-step estimate $\hat x_0 = x_t - t v$ needs only the velocity that the rollout has computed already, so it costs no further network evaluation.
+# If its reward is close to $V^*$, step-wise credit costs no more than Flow-GRPO. In this lesson we build the rule. In the lesson Test your own rule we test whether the estimate is good enough.
 #
 # ## From the idea to a class
 #
 # A rule is any object with two members:
 #
-# - `probe`, the way in which unfinished states are scored: `NoProbe()`, `Tweedie()` (short for `Substeps(1)`), `Substeps(n)`, `Completion()`;
+# - `probe`, which says how unfinished states get a value: `NoProbe()`, `Tweedie()` (short for `Substeps(1)`), `Substeps(n)`, `Completion()`;
 # - `assign(values, decisions)`, which maps values `[prompt, member, decision+1]` to advantages `[prompt, member, decision]`. Column $k < D$ is the value of the state before decision $k$, the last column the reward of the finished sample. `decisions` describes the axis: `step`, `time`, `delta`, `std` `[decision]`, and `mask` `[prompt, member, decision]`.
 #
-# The mask is true for the entries that count. False are transitions that were not drawn for this member, that are not trained, and samples that the reward could not judge. The trainer sets their advantages to 0. A rule must leave them out of every mean, standard deviation and count; `zscore(..., mask=decisions.mask)` does.
+# The mask is true for the entries that count. It is false for transitions that were not drawn for this member or are not trained, and for samples without a valid reward. The trainer sets the advantages of these entries to 0. However, a rule must also leave them out of every mean, standard deviation and count, as `zscore(..., mask=decisions.mask)` does.
 #
-# With an attribute `shared_noise = True` the members of a group start from the same noise. A rule needs no base class and no registration. The first draft below computes gains of the one-step estimate, normalised over members and steps as in Stepwise.
+# If a rule has the attribute `shared_noise = True`, the members of a group start from the same noise. A rule needs no base class and no registration. Our first draft computes gains of the one-step estimate, normalised over members and decisions as in Stepwise-Flow-GRPO.
 
 
 # %%
@@ -118,19 +123,19 @@ class Draft:
 
 
 # %% [markdown]
-# The trainer, `flowrl compare` and the checkpoints rely on the promises in the protocol's docstring. `flowrl_testing` checks all of them with difficult tables: groups of equal values, a group of one, values of $10^6$, permuted members, invalid samples, transitions that were not drawn.
+# The trainer, `flowrl compare` and the checkpoints rely on the promises in the protocol's docstring. `flowrl_testing` checks all of them on difficult tables: groups of equal values, a group of one, values of $10^6$, permuted members, invalid samples, transitions that were not drawn. Let us see what it says about the draft.
 
 # %%
 print(*[line for line in str(check_credit(Draft())).splitlines() if "not tried, because" not in line], sep="\n")
 
 # %% [markdown]
-# One fault hides the others: the remaining promises are not checked as long as the rule changes its input.
+# The first fault hides the others: `check_credit` does not try the remaining promises as long as the rule changes its input.
 #
 # ### Exercise 1 · repair the draft
 #
-# *Difficulty: easy · importance: essential · time: 10 minutes*
+# *Difficulty: easy · kind: debugging · importance: essential · time: 10 minutes*
 #
-# The draft has four faults. Repair one, run `check_credit` again, and repeat; a rule that changes its input breaks other promises too, so repair that first. `zscore(gains(values), over=("member", "decision"), mask=decisions.mask)` from `flowrl.credit` normalises over the entries that count and handles the special cases. You can also write the normalisation yourself.
+# The draft has four faults. Repair one, run `check_credit` again, and repeat. Begin with the fault that the report names. `zscore(gains(values), over=("member", "decision"), mask=decisions.mask)` from `flowrl.credit` normalises over the entries that count and handles the special cases. You can also write the normalisation yourself.
 
 
 # %% tags=["exercise"]
@@ -147,7 +152,7 @@ class EstimateGain:
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compare four points with the protocol: which columns does the probe score, does `assign` change its argument, which entries are in the mean and the standard deviation, and what does the last line compute for a group whose values are all equal?
+# **Hint.** Compare four points with the protocol: which columns does the probe fill, does `assign` change its argument, which entries are in the mean and the standard deviation, and what does the last line compute for a group whose values are all equal?
 
 
 # %% tags=["solution"]
@@ -166,16 +171,16 @@ class EstimateGain:
 lesson.check_mended(EstimateGain)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** With `NoProbe()` the rollout scores the finished sample only. All other columns are `nan`, so that a rule that reads them fails at once. `-=` writes into the caller's table, which the trainer still needs for its metrics.
-# A group of equal values has a standard deviation of 0. The division gives `nan`, which the optimizer would write into all weights. `zscore` adds $10^{-4}$ and subtracts
-# one of the values before the mean, so that equal values give exactly 0. Without the mask, the values of an invalid sample (`nan`) would reach the credit of its whole group, and transitions outside the mask would change the scale of the others. (The subtraction of the first column was not a fault, but it has no effect on gains.)
+# **Why.** With `NoProbe()` only the finished sample has a reward. All other columns are `nan`, so that a rule that reads them fails at once. `-=` writes into the caller's table, which the trainer still needs for its metrics.
+# A group of equal values has a standard deviation of 0. The division then gives `nan`, which the optimizer would write into all weights. `zscore` adds $10^{-4}$ and subtracts
+# one of the values before the mean, so that equal values give exactly 0. Without the mask, the `nan` of an invalid sample would reach the credit of its whole group, and transitions outside the mask would change the scale of the others. (The subtraction of the first column has no effect on gains; the fault was to do it in place.)
 
 # %%
 findings = check_credit(EstimateGain())
 print(findings.ok, f"{sum(finding.ok for finding in findings)} of {len(findings)} promises kept")
 
 # %% [markdown]
-# In a test file the same suite takes two lines, with one pytest case per promise:
+# In a test file, two lines run the same suite with one pytest case per promise:
 #
 # ```python
 # from flowrl_testing import credit_contract
@@ -184,13 +189,13 @@ print(findings.ok, f"{sum(finding.ok for finding in findings)} of {len(findings)
 #
 # ## A second rule: reward-to-go
 #
-# The gain $R_{k+1} - R_k$ depends on two estimates. An alternative is the reward-to-go of the lesson on Stepwise-Flow-GRPO, the total gain from decision $k$ to the *finished* sample, $R - R_k$. Its first term is the reward itself, not an estimate.
+# The gain $g_k = V_{k+1} - V_k$ depends on two estimates. The lesson on Stepwise-Flow-GRPO had an alternative, the reward-to-go $R - V_k$: the total gain from decision $k$ to the *finished* sample. Its first term is the reward itself, not an estimate.
 #
 # ### Exercise 2 · reward-to-go
 #
-# *Difficulty: medium · importance: essential · time: 10 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 10 minutes*
 #
-# The credit of decision $k$ is $R - R_k$. Normalise with the mean over members at each decision, and one standard deviation for the whole group: `zscore(y, over=("member",), std_over=("member", "decision"), mask=decisions.mask)`.
+# The credit of decision $k$ is $R - V_k$. Normalise with the mean over members at each decision, and one standard deviation for the whole group: `zscore(y, over=("member",), std_over=("member", "decision"), mask=decisions.mask)`.
 # (The standard deviation is that of $y$ itself, before the mean is subtracted.)
 
 
@@ -226,8 +231,8 @@ class EstimateToGo:
 lesson.check_to_go(EstimateToGo)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $R - R_k$ is the sum of the gains from decision $k$ to the end: a decision is credited with those that follow it. This adds noise. In return, an error of the estimate $R_k$ enters one credit only. With gains it enters two: that of decision $k$, and with the opposite sign that of decision $k - 1$.
-# The mean is taken decision by decision because $R - R_k$ decreases along a trajectory: a mean over the decisions would give early ones positive credit for being early.
+# **Why.** $R - V_k$ is the sum of the gains from decision $k$ to the end, so a decision is also credited with the gains that follow it. This adds noise. In return, an error of $V_k$ enters one credit only. With gains it enters two: that of decision $k$ and, with the opposite sign, that of decision $k - 1$.
+# The mean is taken decision by decision because $R - V_k$ shrinks along a trajectory. A mean over all decisions would therefore give early decisions credit for being early.
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=2.9, sharey=True)
@@ -243,9 +248,46 @@ plt.show()
 # %% [markdown]
 # The lines of the gains cross often: the credit of a decision says little about the next one. Reward-to-go changes slowly along a trajectory, since neighbouring decisions share most of their terms.
 #
+# ### Exercise 3 · a biased estimate
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 5 minutes*
+#
+# Suppose the one-step estimate is too optimistic at one node: for all members of all groups, $V_5$ is too high by 0.2. For which of our two rules does the *sign* of some credit change?
+#
+# - **a** for both
+# - **b** for `EstimateGain` only
+# - **c** for `EstimateToGo` only
+# - **d** for neither, because all members have the same error
+
+# %% tags=["exercise"]
+changed_by_bias = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Write down which gains and which rewards-to-go contain $V_5$. Over which entries does each rule take the mean that it subtracts?
+
+# %% tags=["solution"]
+changed_by_bias = "b"
+
+# %%
+lesson.check_bias(changed_by_bias)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The error adds 0.2 to $g_4$ and $-0.2$ to $g_5$. The mean over members *and* decisions contains both, so they cancel in it, and the error stays in the credit. `EstimateToGo` subtracts the mean of each decision, which contains the error of this decision. Only the standard deviation changes a little, and with it the size of the credit.
+
+# %%
+biased = tables["one-step estimate"].clone()
+biased[..., 5] += 0.2
+for name, rule in (("EstimateGain", EstimateGain()), ("EstimateToGo", EstimateToGo())):
+    changed = rule.assign(biased, decisions).sign() != rule.assign(tables["one-step estimate"], decisions).sign()
+    rates = changed.double().mean((0, 1))
+    print(f"{name:<13} fraction of changed signs by decision:", " ".join(f"{float(rate):.2f}" for rate in rates))
+
+# %% [markdown]
+# A common error of all members does no harm to reward-to-go. With gains, it decides the sign of many credits at the two decisions around the node.
+#
 # ## The rule in the trainer
 #
-# `start` and `learn` (in `flowrl_course.runs`) pass a rule to the trainer of the lesson on Flow-GRPO. The trainer reads `probe` and `shared_noise`, scores the columns, and calls `assign` once per iteration.
+# `start` and `learn` (in `flowrl_course.runs`) pass a rule to the trainer of the lesson on Flow-GRPO. The trainer reads `probe` and `shared_noise`, fills the columns of the table, and calls `assign` once per iteration.
 
 # %%
 for name, rule in (("EstimateGain", EstimateGain), ("EstimateToGo", EstimateToGo)):
@@ -261,7 +303,7 @@ for name, rule in (("EstimateGain", EstimateGain), ("EstimateToGo", EstimateToGo
 # EstimateToGo  9.1 network evaluations per trajectory; reward 0.21 -> 0.60..0.99 (mean of two seeds)
 
 # %% [markdown]
-# Both rules run, and the reward rises; they cost less than the 10 evaluations of Flow-GRPO, because a group shares its first node. That is all that two short runs show. Whether a rule is better than another one, and whether it stays good, is the subject of the lesson Test your own rule.
+# Both rules run, and the reward rises. They cost less than the 10 evaluations of Flow-GRPO, because a group shares its first node. Two short runs show no more than this. Whether a rule is better than another one, and whether it stays good, is the subject of the lesson Test your own rule.
 #
 # On the command line a rule is a class in a file. `build` reads the same text as `flowrl compare --credit`:
 
@@ -298,20 +340,35 @@ print(f"clamp {loaded.clamp}, probe {loaded.probe};", "contract kept" if check_c
 #
 # ## Projects
 #
-# The projects are two rules with problems of their own. Each has a check, a reference solution and a measurement of its effect.
+# The projects are two rules of your own. Each has a check, a reference solution and a measurement of its effect.
 #
-# ### Exercise 3 · ranks instead of rewards
+# ### Exercise 4 · your own rule for a reward that fails
 #
-# *Difficulty: project · importance: useful · time: 20 minutes*
+# *Difficulty: project · kind: design · importance: useful · time: 20 minutes*
 #
-# A reward model that sometimes fails (a score of 5 instead of 0 to 1) distorts a group: the mean and the standard deviation follow the outlier, and all other members get nearly equal advantages. Ranks are robust against outliers.
-# Write a rule with the same credit at every decision: the z-score, over the members of a group, of the *ranks* of $R$ within the group. Equal rewards share their mean rank: the ranks of the rewards .2, .5, .5, .9 are 0, 1.5, 1.5, 3. An invalid sample has the reward `nan`, and every comparison with `nan` is false: it gets no rank and changes none.
+# A reward model sometimes fails and returns 5 too much, for rewards between 0 and 1. One such failure distorts its whole group: the mean and the standard deviation follow the outlier, and all other members get nearly equal advantages. The next cell simulates this reward.
+
+
+# %%
+def broken(table, fraction):
+    """The table with 5 added to a fraction of the final rewards."""
+    chance = torch.Generator().manual_seed(5)
+    return table + 5.0 * (torch.rand(table[..., -1:].shape, generator=chance) < fraction)
+
+
+# %% [markdown]
+# Design a rule that tolerates such failures. The check requires four properties:
+#
+# - it keeps the contract, also for invalid samples (their reward is `nan`) and for equal rewards;
+# - it needs no network evaluations besides the rollout, and gives all decisions of a trajectory the same credit;
+# - without failures, its credit has a correlation of at least 0.8 with uniform credit;
+# - if a fifth of the rewards fail, the correlation with uniform credit on the *correct* rewards is still at least 0.55.
 
 
 # %% tags=["exercise"]
 @dataclass(frozen=True)
-class RankCredit:
-    """Every decision gets the z-score of the rank of the finished sample's reward."""
+class RobustCredit:
+    """The same credit at every decision, for a reward that sometimes fails."""
 
     probe: Probe = NoProbe()
 
@@ -320,12 +377,12 @@ class RankCredit:
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compare every member with every other one: `final[:, :, None] > final[:, None, :]` is `[prompt, member, member]`. A row's sum is the number of members that it exceeds. Which number must be added for ties?
+# **Hint.** Replace the reward by a statistic that does not depend on the *size* of an outlier, such as the rank within the group. `final[:, :, None] > final[:, None, :]` is `[prompt, member, member]` and compares every member with every other one. How do you treat equal rewards?
 
 
 # %% tags=["solution"]
 @dataclass(frozen=True)
-class RankCredit:
+class RobustCredit:
     """Every decision gets the z-score of the rank of the finished sample's reward."""
 
     probe: Probe = NoProbe()
@@ -339,52 +396,46 @@ class RankCredit:
 
 
 # %%
-lesson.check_rank(RankCredit)
+lesson.check_robust(RobustCredit)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The comparison table `[prompt, member, member]` counts for each member how many members it exceeds, and gives ties their mean rank. Two `argsort`s would give equal rewards different ranks, in the order of the group.
+# **Why.** A rank has a bounded size, so a failure moves one member to the top and leaves the order of the others unchanged. The comparison table `[prompt, member, member]` counts how many members each one exceeds, and gives ties their mean rank: the ranks of .2, .5, .5, .9 are 0, 1.5, 1.5, 3. Every comparison with `nan` is false, so an invalid sample changes no rank. Two `argsort`s would give equal rewards different ranks.
+# Other designs pass as well, for example deviations from the median in units of the median deviation, with a limit.
 
 # %% [markdown]
-# The next cell adds 5 to a fraction of the scores. It prints the correlation of each rule's credit with uniform credit on the *correct* scores.
-
+# The next cell compares the reference solution (or your own rule, if you wrote one) with uniform credit on the table of this lesson. It prints the correlation with uniform credit on the *correct* rewards.
 
 # %%
-def broken(table, fraction):
-    """The table with 5 added to a fraction of the final rewards."""
-    chance = torch.Generator().manual_seed(5)
-    return table + 5.0 * (torch.rand(table[..., -1:].shape, generator=chance) < fraction)
-
-
 table = tables["ODE completion"]
 correct = Uniform().assign(table, decisions).flatten()
-print("correlation with uniform credit on correct scores")
+print("correlation with uniform credit on correct rewards")
 for fraction in (0.0, 0.05, 0.2):
     means = [
         torch.corrcoef(torch.stack([rule.assign(broken(table, fraction), decisions).flatten(), correct]))[0, 1]
-        for rule in (Uniform(), RankCredit())
+        for rule in (Uniform(), RobustCredit())
     ]
-    print(f"{fraction:4.0%} of the scores broken: rewards {float(means[0]):.2f}   ranks {float(means[1]):.2f}")
+    print(f"{fraction:4.0%} of the rewards fail: uniform credit {float(means[0]):.2f}   robust credit {float(means[1]):.2f}")
 
 # %% [markdown]
-# Ranks ignore the *size* of a difference, so their correlation is below 1 with correct scores. With broken scores it is higher than that of the rewards.
+# Ranks ignore the *size* of a difference, so their correlation is below 1 with correct rewards. As soon as some rewards fail, it is higher than that of uniform credit.
 #
-# ### Exercise 4 · a rule with memory
+# ### Exercise 5 · a rule with memory
 #
-# *Difficulty: project · importance: useful · time: 45 minutes*
+# *Difficulty: project · kind: code · importance: useful · time: 45 minutes*
 #
-# All rules so far scale each group by its own standard deviation. A group of nearly equal rewards then gets advantages of the same size as a group with large differences. Use **one scale** for all groups instead, and keep it across iterations.
-# With the centred values $y = (R - R_k) - \operatorname{mean}_{\text{members}}(R - R_k)$, at each decision,
+# All rules so far scale each group by its own standard deviation. A group of nearly equal rewards then gets advantages of the same size as a group with large differences. Let us use **one scale** for all groups instead, and keep it across iterations.
+# Let $y_k$ be $R - V_k$ minus its mean over members, at each decision, and $\langle y^2\rangle$ the mean over the whole table. With the memory $m$,
 #
-# $$m \leftarrow 0.9\, m + 0.1\, \langle y^2 \rangle, \qquad A = \operatorname{clamp}\!\left(\frac{y}{\sqrt m + 10^{-4}},\, \pm 5\right),$$
+# $$m \leftarrow 0.9\, m + 0.1\, \langle y^2 \rangle, \qquad A = \operatorname{clamp}\!\left(\frac{y}{\sqrt m + 10^{-4}},\, \pm 5\right).$$
 #
-# where $\langle\cdot\rangle$ is the mean over the whole table; all means are over the entries of `decisions.mask`. For the first table $m = \langle y^2\rangle$. Update $m$ with the present table before you use it. The memory of a rule must be part of checkpoints:
-# `state_dict()` returns the memory as named tensors (empty before the first table), `load_state_dict(state)` restores it, also the empty memory.
+# All means are over the entries of `decisions.mask`. For the first table $m = \langle y^2\rangle$. Update $m$ with the present table before you use it. The memory must be part of checkpoints:
+# `state_dict()` returns it as named tensors (empty before the first table), and `load_state_dict(state)` restores it, including the empty memory.
 
 
 # %% tags=["exercise"]
 @dataclass
 class OneScale:
-    """R - R_k, divided by a running root mean square."""
+    """R - V_k, divided by a running root mean square."""
 
     decay: float = 0.9
     probe: Probe = Tweedie()
@@ -401,13 +452,13 @@ class OneScale:
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Start with `state_dict` and `load_state_dict` for `self.squares`, including the empty state. In `assign`, compute the centred values, then the new `self.squares`, then divide. `zscore` is of no use here, since it has no memory. Set the entries outside the mask to `nan` with `masked_fill`, and take means with `nanmean`, which leaves them out; the trainer sets these advantages to 0.
+# **Hint.** Start with `state_dict` and `load_state_dict` for `self.squares`, including the empty state. In `assign`, compute the centred values, then the new `self.squares`, then divide. `zscore` does not help, since it has no memory. Set the entries outside the mask to `nan` with `masked_fill`, and take means with `nanmean`, which leaves them out.
 
 
 # %% tags=["solution"]
 @dataclass
 class OneScale:
-    """R - R_k, divided by a running root mean square."""
+    """R - V_k, divided by a running root mean square."""
 
     decay: float = 0.9
     probe: Probe = Tweedie()
@@ -432,8 +483,8 @@ class OneScale:
 lesson.check_remembers(OneScale)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The squares are averaged and the root is taken last; a mean of roots would underestimate the scale. The present table is added first, so that the first table has a scale too. `clone` separates the checkpoint from the memory in use.
-# The contract suite gives the rule several tables, saves its state, loads it into a new copy, and requires bitwise equal results, on which a resumed training run depends.
+# **Why.** The squares are averaged and the root is taken last, because a mean of roots would underestimate the scale. The present table is added first, so that the first table has a scale too. `clone` separates the checkpoint from the memory in use.
+# The contract suite gives the rule several tables, saves its state and loads it into a new copy. It requires bitwise equal results, since a resumed training run depends on them.
 
 # %%
 shown = tables["one-step estimate"]
@@ -444,15 +495,15 @@ for name, rule in (("one scale", OneScale()), ("a std per group", EstimateToGo()
     print(f"{name:<16} mean |credit| of a group: {line}; of the second table {float(smaller):.2f}")
 
 # %% [markdown]
-# With one scale, groups with small differences get smaller credit than others, and a table of smaller differences gets smaller credit than the table before it. Both effects are intended. Whether they help training is open until it is tested.
-# Leave out a part of a rule that has no measured effect.
+# With one scale, groups with small differences get smaller credit than others, and a table with smaller differences gets smaller credit than the table before it. We wanted both effects. Whether they help training is open until we test them.
+# If a test shows no effect of a part of your rule, leave this part out.
 #
 # ## Rules that read more than values
 #
-# A rule may need more than the table: the states, the log-probabilities, the values of the components of a composite reward, or the prompts. Then it has `credit(experience)` instead of `assign`. The record `experience` of type `Experience` has `values` and `decisions` as above, and `prompts`, `parts`, `trajectories`, `log_probs` and `condition`;
-# `reads_fields` lists which of the last three the rule needs, so that no others are gathered. The result is a `Credit`: advantages, and optionally *weights* in $[0, 1]$, both `[prompt, member, decision]`. An advantage is the credit of a decision. A weight is its share in the loss, which is a weighted mean, so only ratios of weights matter.
+# A rule may need more than the table: the states, the log-probabilities, the parts of a composite reward, or the prompts. Such a rule has `credit(experience)` instead of `assign`. The record `experience` has `values` and `decisions` as above, and `prompts`, `parts`, `trajectories`, `log_probs` and `condition`;
+# `reads_fields` lists which of the last three the rule needs, so that no others are gathered. The result is a `Credit`: advantages $A$, and optionally *weights* $w$ in $[0, 1]$, both `[prompt, member, decision]`. An advantage is the credit of a decision. A weight is the share of the decision in the loss, which is a weighted mean, so only ratios of weights matter.
 #
-# The following rule has the credit of `EstimateToGo`, and gives a smaller weight to decisions that drew much noise: $\log \pi$ of the drawn transition, the mean over elements, is lower if the draw is far from the transition's mean.
+# For example, the following rule has the credit of `EstimateToGo`, and gives a smaller weight to decisions with unusually large noise: $\log \pi$ of the drawn transition is lower if the draw is far from the transition's mean.
 
 
 # %%
@@ -479,20 +530,46 @@ print("mean weight by decision:", " ".join(f"{weight:.2f}" for weight in credit.
 print(f"{sum(finding.ok for finding in check_credit(LikelyDraws()))} of {len(check_credit(LikelyDraws()))} promises kept")
 
 # %% [markdown]
-# `credit_of` is what the trainer calls. It accepts both forms, checks the result, and sets everything outside the mask to 0. (The effect of this rule on training has not been measured. A loss with unequal weights has another optimum than one with equal weights.)
+# The trainer calls `credit_of`, which accepts both forms, checks the result, and sets everything outside the mask to 0. (We have not measured the effect of this rule on training. A loss with unequal weights has another optimum than one with equal weights.)
 #
-# ## To keep
+# ## Quiz
+#
+# *Kind: quiz · time: 5 minutes*
+#
+# 1. A rule has `probe = NoProbe()` and reads column 3 of the table. What happens? **a** The column contains 0, so the credit is too small. **b** The column contains `nan`, and the contract check fails. **c** The trainer computes the column when it is read.
+# 2. The trainer sets advantages outside the mask to 0. Why must a rule use the mask as well? **a** It need not; the mask only saves time. **b** Otherwise the optimizer updates on invalid samples. **c** Otherwise excluded entries change the mean and the scale of the others.
+# 3. The estimate $V_5$ of *one* member is too high. Which of its credits are wrong if the rule uses gains? **a** Those of decisions 4 and 5, with opposite signs. **b** That of decision 5 only. **c** Those of all decisions from 5 on.
+# 4. Two short runs end at 0.97 with `EstimateGain` and at 0.93 with `EstimateToGo`. What follows? **a** `EstimateGain` is the better rule. **b** The two rules are equally good. **c** Both rules run, and more is not known.
+# 5. During training the differences between the rewards shrink to half in all groups. The advantages of uniform credit, Z within each group, **a** shrink to half, **b** stay as large as before, **c** double.
+
+# %% tags=["exercise"]
+quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The answers are in the explanation of exercise 1 (for two questions), in that of exercise 2, after the training runs, and in the last project, in this order.
+
+# %% tags=["solution"]
+quiz = {1: "b", 2: "c", 3: "a", 4: "c", 5: "b"}
+
+# %%
+lesson.check_quiz(quiz)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 1: columns that the probe does not fill are `nan`, so that the mistake shows at once. 2: statistics are computed before the trainer applies the mask. 3: $V_5$ is in $g_4$ with a plus and in $g_5$ with a minus. 4: two seeds and one setting cannot tell two rules apart. 5: the differences are divided by their own standard deviation, which shrinks by the same factor.
+
+# %% [markdown]
+# ## Summary
 #
 # | step | what | where |
 # |---|---|---|
-# | idea | $A^*_k = V_{k+1} - V_k$ of decision $k$; what is the estimate of $V$, and what does it cost? | `probes.Tweedie`, `Substeps`, `Completion`, `NoProbe` |
+# | idea | $A^*_k = V^*_{k+1} - V^*_k$ of decision $k$; how is $V^*$ estimated, and at what cost? | `probes.Tweedie`, `Substeps`, `Completion`, `NoProbe` |
 # | class | `probe`, `assign(values, decisions)`; `shared_noise`; `state_dict` for a memory | `protocols.CreditAssigner`, `Stateful` |
 # | mask | entries outside `decisions.mask` are left out of all statistics | `zscore(..., mask=decisions.mask)` |
 # | more than values | `credit(experience)` returns advantages and weights | `protocols.ExperienceCredit`, `experience.Experience`, `Credit` |
-# | contract | does the rule keep the promises that the trainer relies on? | `testing.check_credit`, `testing.credit_contract` |
+# | contract | does the rule keep the promises on which the trainer relies? | `flowrl_testing.check_credit`, `credit_contract` |
 # | file | a class in a file, with options in brackets | `flowrl compare --credit "my_rules.py:MyRule(clamp=2.0)"` |
 #
-# The rules of this lesson also run in the image world. Their performance on images has not been measured.
+# The rules of this lesson also run in the image world. We have not measured how well they train images.
 #
 # ## Further reading
 #

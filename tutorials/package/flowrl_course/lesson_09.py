@@ -1,5 +1,5 @@
-"""Checks of the lesson Your own credit rule: a repaired rule, reward to go, ranks, a rule with
-memory.
+"""Checks of the lesson Your own credit rule: a repaired rule, reward to go, a biased
+estimate, a robust rule, a rule with memory.
 """
 
 import copy
@@ -13,7 +13,7 @@ from torch import Tensor
 from flowrl.credit import gains, reward_to_go
 from flowrl.probes import NoProbe
 from flowrl_course import rule_checks as rules
-from flowrl_course.checking import Unsolved, check, close, expect, same
+from flowrl_course.checking import Unsolved, check, choice, close, expect, quiz, same
 from flowrl_course.rule_checks import (
     SILENT,
     by_step,
@@ -32,7 +32,7 @@ def check_mended(rule: Any) -> None:
     hints = {
         "declares_a_probe": "`probe` is a function, not a probe: write Tweedie(), with brackets",
         "reads_only_what_its_probe_fills": (
-            "NoProbe() scores the finished sample only; the rule reads all columns: use Tweedie()"
+            "NoProbe() fills the last column only, and the rule reads all columns: use Tweedie()"
         ),
         "leaves_its_input_alone": (
             "the value table is changed: -= works in place. Other code reads the same table"
@@ -59,7 +59,7 @@ def check_mended(rule: Any) -> None:
         "the mean and the std run over the prompts too; a group is compared with itself only": (
             lambda g: scaled(g, g.std(unbiased=False))
         ),
-        "the sign is wrong: the credit of a decision is R_{k+1} - R_k": lambda g: joint(-g),
+        "the sign is wrong: the credit of a decision is V_{k+1} - V_k": lambda g: joint(-g),
         "the std divides by n - 1; use the population's, unbiased=False": lambda g: scaled(
             g, g.std((1, 2), keepdim=True), (1, 2)
         ),
@@ -67,7 +67,7 @@ def check_mended(rule: Any) -> None:
     rules.check_advantages(
         made,
         lambda table: joint(gains(table)),
-        "the advantages are not the z-score over members and decisions of the gains R_{k+1} - R_k",
+        "the advantages are not the z-score over members and decisions of the gains V_{k+1} - V_k",
         {
             message: lambda table, wrong=wrong: wrong(gains(table))
             for message, wrong in mistakes.items()
@@ -82,15 +82,15 @@ def _std_of_centred(values: Tensor) -> Tensor:
 
 @check("Exercise 2")
 def check_to_go(rule: Any) -> None:
-    """`rule` gives R - R_k, centred decision by decision, scaled by one std for the group."""
+    """`rule` gives R - V_k, centred decision by decision, scaled by one std for the group."""
     made = rules.make_rule(rule)
     rules.check_contract(made, {"gives_a_silent_group_zero": SILENT, **rules.MASKED})
     rules.check_one_step_probe(made)
     mistakes = {
-        "this is R - R_{k+1}, what comes after the decision; its own gain belongs to it: R - R_k": (
+        "this is R - V_{k+1}, what comes after the decision; its own gain belongs to it: R - V_k": (
             lambda table: centred_by_step(table[..., -1:] - table[..., 1:])
         ),
-        "these are the gains again; the credit of a decision runs to the end: R - R_k": (
+        "these are the gains again; the credit of a decision runs to the end: R - V_k": (
             lambda table: centred_by_step(gains(table))
         ),
         "the std is each decision's own, which inflates late ones: std_over=('member', "
@@ -99,20 +99,29 @@ def check_to_go(rule: Any) -> None:
         "early: over=('member',)": lambda table: joint(reward_to_go(table)),
         "the std is taken after the mean was subtracted; use that of the values themselves, "
         "as zscore does": lambda table: _std_of_centred(reward_to_go(table)),
-        "the sign is wrong: R - R_k": lambda table: -centred_to_go(table),
+        "the sign is wrong: R - V_k": lambda table: -centred_to_go(table),
     }
     otherwise = (
-        "the advantages are not the z-scores of R - R_k with the mean over members and the std over"
+        "the advantages are not the z-scores of R - V_k with the mean over members and the std over"
         " members and decisions"
     )
     rules.check_advantages(made, centred_to_go, otherwise, mistakes)
 
 
-def _ranks(final: Tensor) -> Tensor:
-    """Mid-ranks over the members, [prompt, member]."""
-    above = (final[:, :, None] > final[:, None]).to(final).sum(-1)
-    ties = (final[:, :, None] == final[:, None]).to(final).sum(-1)
-    return above + (ties - 1) / 2
+@check("Exercise 3")
+def check_bias(answer: str) -> None:
+    """`answer` names the rules whose signs a common error of one column changes."""
+    letter = choice(answer, "abcd")
+    expect(
+        letter != "d",
+        "an error that all members share cancels only in a mean over members: does every rule take"
+        " that mean decision by decision?",
+    )
+    expect(
+        letter == "b",
+        "the reward-to-go of decision 5 has the same error for all members: subtract the mean of"
+        " the decision",
+    )
 
 
 def _every_decision(values: Tensor, table: Tensor) -> Tensor:
@@ -120,71 +129,49 @@ def _every_decision(values: Tensor, table: Tensor) -> Tensor:
     return values[..., None].repeat(1, 1, table.shape[-1] - 1)
 
 
-def _rank_credit(table: Tensor) -> Tensor:
-    return by_step(_every_decision(_ranks(table[..., -1]), table))
-
-
-def _refuse_wrong_ranks(rule: Any, sorting: str) -> None:
-    """Raise `Unsolved` if the rule returns the ranks themselves, or sorts once."""
-    table = rules.value_tables(1)[0]
-    try:
-        advantages = rules.advantages_of(copy.deepcopy(rule), table)
-    except Exception:  # `check_contract` gives the reason
-        return
-    raw = any(
-        same(advantages, _every_decision(_ranks(table[..., -1]) + first, table), 2e-3)
-        for first in (0.0, 1.0)
-    )
-    expect(not raw, "the ranks are right but not normalised: take the z-score over the members")
-    once = by_step(_every_decision(table[..., -1].argsort(1).to(table), table))
-    expect(not same(advantages, once, 2e-3), sorting)
-
-
-@check("Exercise 3")
-def check_rank(rule: Any) -> None:
-    """`rule` is Z over the members of the ranks of R, ties sharing their mean rank, the same at
-    every decision.
+@check("Exercise 4")
+def check_robust(rule: Any) -> None:
+    """`rule` has the same credit at every decision, and agrees with uniform credit on the correct
+    rewards although some rewards fail.
     """
     made = rules.make_rule(rule)
     ties = (
-        "a group of equal rewards is not 0: equal rewards share their mean rank (sorting gives them"
-        " different ones)"
+        "a group of equal rewards is not 0: equal rewards need equal credit (sorting gives them"
+        " different ranks)"
     )
-    sorting = (
-        "one argsort gives the first, the second, ...; the rank of a member is the argsort of that"
-        " argsort"
-    )
-    _refuse_wrong_ranks(made, sorting)
-    last = "with NoProbe() all columns but the last are NaN: rank values[..., -1]"
-    upside_down = "the best member has the lowest rank here; higher rewards are better"
     hints = {
         "gives_a_silent_group_zero": ties,
-        "pays_the_better_member": upside_down,
-        "reads_only_what_its_probe_fills": last,
-        "treats_members_alike": sorting,
+        "treats_members_alike": ties,
+        "pays_the_better_member": "the best member gets the lowest credit: reverse the sign",
+        "reads_only_what_its_probe_fills": (
+            "with NoProbe() all columns but the last are NaN: read values[..., -1]"
+        ),
         **rules.MASKED,
     }
     rules.check_contract(made, hints)
     expect(
         isinstance(made.probe, NoProbe),
-        "the probe costs network evaluations that a rank of R does not need: NoProbe()",
+        "the probe costs network evaluations that no value of this rule needs: NoProbe()",
     )
-    mistakes = {
-        upside_down: lambda table: -_rank_credit(table),
-        "the ranks are centred but not normalised: take the z-score over the members": (
-            lambda table: _every_decision(_ranks(table[..., -1]) - 2.0, table)
-        ),
-        "the ranks run over all prompts; rank within each prompt's group": lambda table: by_step(
-            _every_decision(_ranks(table[..., -1].reshape(1, -1)).view_as(table[..., -1]), table)
-        ),
-        "these are the rewards' own z-scores (Uniform); take ranks first": lambda table: by_step(
-            _every_decision(table[..., -1], table)
-        ),
-    }
-    rules.check_advantages(made, _rank_credit, "these are not the z-scores of the ranks", mistakes)
-    tied = rules.value_tables(1)[0]
-    tied[:, 1] = tied[:, 0]
-    close(rules.advantages_of(made, tied), _rank_credit(tied), ties, None, 2e-3)
+    generator = torch.Generator().manual_seed(3)
+    rewards = torch.rand(60, 12, generator=generator)
+    failed = 5.0 * (torch.rand(60, 12, generator=generator) < 0.2)
+    table = rewards[..., None].repeat(1, 1, rules.COUNT + 1)
+    correct = by_step(_every_decision(rewards, table))
+    for rewarded, wanted, situation in ((rewards, 0.8, "no"), (rewards + failed, 0.55, "a fifth")):
+        table[..., -1] = rewarded
+        got = rules.advantages_of(made, table)
+        expect(
+            same(got, got[..., :1].expand_as(got)),
+            "the credit differs between decisions: repeat one number per sample",
+        )
+        found = float(torch.corrcoef(torch.stack([got.flatten(), correct.flatten()]))[0, 1])
+        expect(
+            found >= wanted,
+            f"with {situation} failures the correlation is {found:.2f} instead of {wanted} or more:"
+            " the size of an outlier must not enter the mean, the scale or the credit of the"
+            " others, and their order must be kept",
+        )
 
 
 def _one_ruler(
@@ -223,9 +210,9 @@ def _without_root(tables: list[Tensor]) -> Tensor:
     return (values / (memory + 1e-4)).clamp(-5, 5) if memory is not None else values
 
 
-@check("Exercise 4")
+@check("Exercise 5")
 def check_remembers(rule: Any) -> None:
-    """`rule` scales R - R_k by a running root mean square, and its memory survives a checkpoint."""
+    """`rule` scales R - V_k by a running root mean square, and its memory survives a checkpoint."""
     first = rules.make_rule(rule)
     stateful = hasattr(first, "state_dict") and hasattr(first, "load_state_dict")
     expect(stateful, "a rule with memory has state_dict and load_state_dict")
@@ -287,7 +274,7 @@ def check_remembers(rule: Any) -> None:
         "this is one std for each group (exercise 2), without memory": centred_to_go(tables[-1]),
     }
     otherwise = (
-        "the third table's advantages are not (R - R_k - mean) / (running root mean square + 1e-4)"
+        "the third table's advantages are not (R - V_k - mean) / (running root mean square + 1e-4)"
     )
     close(got, _one_ruler(tables, 0.9), otherwise, mistakes, 2e-3)
     outlier = tables[0].clone()
@@ -337,3 +324,43 @@ def _check_memory_options(rule: Any, tables: list[Tensor]) -> None:
             " rule?"
         )
         expect(same(got, _one_ruler(tables, 0.0), 2e-3), fixed)
+
+
+check_quiz = quiz(
+    __name__,
+    (
+        "b",
+        {
+            "a": "a silent 0 would hide the mistake; columns that no probe fills have no number",
+            "c": "the table is complete before assign is called; only the probe decides",
+        },
+    ),
+    (
+        "c",
+        {
+            "a": "the mask changes numbers: compute a mean with and without an invalid sample",
+            "b": "advantages of 0 already prevent that; look at the rule's own statistics",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "a gain contains two values, so each value is part of two gains",
+            "c": "later gains do not contain this value; they are differences of later values",
+        },
+    ),
+    (
+        "c",
+        {
+            "a": "two seeds and one setting: the difference may be chance or the setting",
+            "b": "no evidence of a difference is not evidence of equality",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "this holds with one scale for all tables; Z divides by the group's own scale",
+            "c": "the numerator and the scale shrink by the same factor",
+        },
+    ),
+)

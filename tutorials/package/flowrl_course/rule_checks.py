@@ -47,7 +47,7 @@ def centred(table: Tensor) -> Tensor:
 
 
 def centred_to_go(table: Tensor) -> Tensor:
-    """R - R_k, scaled as by `centred_by_step`."""
+    """R - V_k, scaled as by `centred_by_step`."""
     return centred_by_step(reward_to_go(table))
 
 
