@@ -367,6 +367,6 @@ def test_a_run_that_goes_on_keeps_its_settings(mode, command, option, named, beg
 
 def test_a_comparison_that_goes_on_keeps_its_arms(begun, capsys):
     for option in ("--arm a:", "--seeds 3", "--credit uniform"):
-        assert "left out with --resume, which has it" in error_of(
+        assert "left out with --resume, which sets it" in error_of(
             f"compare --resume {begun['compare']} {option}", capsys
         )

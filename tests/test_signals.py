@@ -136,7 +136,7 @@ def test_a_closed_output_is_no_error_but_another_broken_pipe_is(tmp_path, capsys
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for error, line in (
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), "unexpected error: BrokenPipeError"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 GB"), "error: memory ran out"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 GB"), "error: out of memory"),
     ):
         monkeypatch.setattr("flowrl.cli.main.run_command", Mock(side_effect=error))
         assert main(["parts"]) == 1 and capsys.readouterr().err.startswith(f"flowrl: {line}")
@@ -216,7 +216,7 @@ def test_a_training_pauses_until_its_last_iteration_and_then_ends_as_usual(
     code, lines = shown_with(text, number, "train", *OPTIONS, "--out", str(out))
     if text in ("iteration   1", "Paused"):
         command = f"flowrl train --resume {out}"
-        assert (code, lines[-1]) == (130, f"Paused; nothing is lost. Go on with: {command}")
+        assert (code, lines[-1]) == (130, f"Paused; nothing is lost. Continue with: {command}")
     else:
         assert code == 0 and (out / "done.json").exists()
         assert lines[-1].startswith("Done. Weights and metrics in")

@@ -53,7 +53,7 @@ MORE_PACKAGES = ("accelerate", "safetensors", "jaxtyping", "tyro", "pydantic", "
 
 @dataclass(frozen=True)
 class Parts:
-    """List the parts of every kind, plug-ins too, or describe one with its options.
+    """List all parts by kind, including plug-ins, or describe one with its options.
 
     Examples: flowrl parts
 
@@ -61,12 +61,12 @@ class Parts:
     """
 
     name: tyro.conf.Positional[str] = ""
-    """A part to describe: its documentation, and its options with their defaults. Left out: list
-    all, a line each.
+    """The part to describe: prints its documentation, and its options with their defaults. If
+    omitted, all parts are listed, one per line.
     """
     kind: str = ""
-    """credit, probe, sampler, window, loss, reward, features, observer, times, world or all: list
-    only these, with their options.
+    """List only parts of this kind, with their options: credit, probe, sampler, window, loss,
+    reward, features, observer, times, world, or all.
     """
 
     def main(self) -> int:
@@ -74,7 +74,7 @@ class Parts:
         known = ("", "all", *KINDS)
         require(self.kind in known, "kind", self.kind, f"one of {', '.join(KINDS)}, all")
         fits = not self.name or self.kind != "all"
-        require(fits, "kind", self.kind, "left out with a name, which is looked up in all kinds")
+        require(fits, "kind", self.kind, "left out with a name: it is looked up in all kinds")
         kinds = (self.kind,) if self.kind in KINDS else tuple(KINDS)
         lines = described(self.name, kinds) if self.name else self._list(kinds)
         print("\n".join(lines))
@@ -95,7 +95,7 @@ class Parts:
                     values = ", ".join(f"{n}={_shown(v)}" for n, v in options.items())
                     yield fitted(f"      {values}", 6)
         yield from (f"\nWarning: {text}" for text in shadowed())
-        yield "\nA part with its options: flowrl parts NAME"
+        yield "\nTo describe a part with its options: flowrl parts NAME"
 
 
 def described(name: str, kinds: tuple[str, ...]) -> Iterator[str]:
@@ -136,8 +136,8 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Presets:
-    """List the presets, print one next to the published values or as YAML, or find Accelerate's
-    configurations.
+    """List the presets, compare one with the published values, print it as YAML, or locate a
+    configuration file for Accelerate.
 
     Examples: flowrl presets
 
@@ -150,20 +150,20 @@ class Presets:
     """
 
     name: tyro.conf.Positional[str] = ""
-    """A preset: one name, or a model, a method and a task separated by commas, and `exact`. Left
-    out: list all.
+    """A preset: one name, or a model, a method and a task separated by commas, optionally with
+    `exact`. If omitted, all presets are listed.
     """
     yaml: bool = False
-    """Print YAML that `flowrl train --config` and `--preset` take."""
+    """Print the preset as YAML for `flowrl train --config` or `--preset`."""
     accelerate: Literal["ddp", "fsdp2", "zero2", "hsdp"] | None = None
-    """Print the path of a file for `accelerate launch --config_file`: ddp (every process has all
-    weights), fsdp2 or zero2 (weights are sharded), hsdp (sharded within each of several nodes).
+    """Print the path of a file for `accelerate launch --config_file`: ddp (every process holds all
+    weights), fsdp2 or zero2 (weights are sharded), or hsdp (weights are sharded within each node).
     """
 
     def main(self) -> int:
         """Print."""
         only = not self.accelerate or not (self.yaml or self.name)
-        require(only, "accelerate", self.accelerate, "given alone: it prints a path, no YAML")
+        require(only, "accelerate", self.accelerate, "used alone: it prints a path, not a preset")
         if self.accelerate:
             print(resources.files("flowrl") / "data" / "launch" / f"{self.accelerate}.yaml")
         elif not self.name:
@@ -195,13 +195,13 @@ def preset_list() -> Iterator[str]:
             yield from (fitted(f"      {line}", 6) for line in _about(piece))
     names = combinations()
     yield fitted(
-        f"\nA model, a method and a task combine, separated by commas, to {len(names)} presets for"
-        f" `flowrl train --preset`, as in {names[0]} or {names[-1]}. Each also exists with"
-        " `,exact`, in flowrl's own definitions."
+        f"\nA model, a method and a task, separated by commas, form one of {len(names)} presets for"
+        f" `flowrl train --preset`, for example {names[0]} or {names[-1]}. Append `,exact` for"
+        " flowrl's own definitions."
     )
     yield fitted(
-        "\n`flowrl presets NAME` prints the settings of one next to the published values, with"
-        " --yaml as a file for --preset."
+        "\n`flowrl presets NAME` compares the settings of a preset with the published values;"
+        " with --yaml it prints a file for --preset."
     )
 
 
@@ -250,7 +250,7 @@ def preset_lines(combined: Combined) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Make a file of prompts for `flowrl train --model`, or check one.
+    """Generate a prompt file for `flowrl train --model`, or check one.
 
     Examples: flowrl prompts compositional --count 500 --file prompts.jsonl
 
@@ -258,17 +258,17 @@ class Prompts:
     """
 
     kind: tyro.conf.Positional[Literal["compositional", "text", "images", "check"]]
-    """compositional (GenEval's requests), text (texts in quotation marks, for OCR), images (general
-    prompts) or check (summarise a file).
+    """compositional (prompts in the style of GenEval), text (prompts with quoted text, for OCR),
+    images (general prompts), or check (summarise a file).
     """
     file: Path = Path("prompts.jsonl")
-    """The file to write, or to check: .jsonl, text with a prompt a line, or a dataset,
-    as in hf(name=NAME, split=..., column=...).
+    """The .jsonl file to write, or the prompts to check: a .jsonl file, a text file with one prompt
+    per line, or a dataset, as in hf(name=NAME, split=..., column=...).
     """
     count: Annotated[int, Ge(1), Le(10**6)] = 500
-    """How many prompts to make."""
+    """Number of prompts to generate."""
     seed: Seed = 0
-    """Other seeds give other prompts."""
+    """Seed of the generated prompts."""
 
     def main(self) -> int:
         """Write or check."""
@@ -278,7 +278,7 @@ class Prompts:
             write_prompts(self.file, GENERATORS[self.kind](self.count, self.seed))
         else:
             given, usual = (self.count, self.seed), (Prompts.count, Prompts.seed)
-            require(given == usual, "count, seed", given, "left out: a check makes no prompts")
+            require(given == usual, "count, seed", given, "left out: a check generates no prompts")
         with warnings.catch_warnings(record=True) as remarks:
             warnings.simplefilter("always")
             prompts = read_prompts(self.file)
@@ -292,10 +292,10 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Env:
-    """Print versions and cores, and with --devices the GPUs: what a bug report needs."""
+    """Print the versions and CPU cores that a bug report needs; with --devices, also the GPUs."""
 
     devices: bool = False
-    """Ask torch for its threads and GPUs as well; importing it takes a second or more."""
+    """Also print torch's threads and the GPUs; importing torch takes a second or more."""
 
     def main(self) -> int:
         """Print one fact per line."""

@@ -27,7 +27,7 @@ COMMANDS = {
     "prompts": "flowrl.cli.lookup:Prompts",
     "env": "flowrl.cli.lookup:Env",
 }
-"""Built-in commands, and the places of their classes."""
+"""Built-in commands and the import paths of their classes."""
 DESCRIPTION = """\
 usage: flowrl COMMAND [OPTIONS]
 
@@ -50,7 +50,7 @@ def overview() -> str:
         fitted(f"  {name:{longest}s}  {summary(place)}", longest + 4)
         for name, place in sorted(places.items())
     ]
-    end = "flowrl COMMAND --help lists the options of a command; flowrl --version."
+    end = "flowrl COMMAND --help lists its options; flowrl --version prints the version."
     return "\n".join([fitted(DESCRIPTION), "", *lines, "", fitted(end)])
 
 
@@ -83,7 +83,7 @@ def run_command(arguments: Sequence[str]) -> int:
         return 0
     for before, text in pairwise(arguments):
         option = text.partition("=")[0] if text.startswith("--") else before
-        require("\0" not in text, option.lstrip("-"), text, "a text without NUL")
+        require("\0" not in text, option.lstrip("-"), text, "text without NUL characters")
     import tyro
 
     from flowrl.cli.options import with_help
@@ -128,7 +128,7 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
             needed = str(error).rpartition("allocate memory: ")[2]
-            print(f"flowrl: error: memory ran out: {needed}", file=sys.stderr)
+            print(f"flowrl: error: out of memory: {needed}", file=sys.stderr)
             return 1
         if not isinstance(error, OSError) or (not error.filename and error.errno not in FULL):
             return report_unforeseen(error)

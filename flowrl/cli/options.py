@@ -162,7 +162,7 @@ UNNAMED = (
     *("credit", "world", "device", "tracker", "checkpoint_every", "keep_checkpoints"),
     *("prompt_cache", "decode_batch", "observe", "save_experience", "strict"),
 )
-"""Settings that are not named: where and how a run computes rather than what."""
+"""Settings left out of the name: where and how a run computes rather than what."""
 
 
 def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool) -> RunConfig:
@@ -180,21 +180,22 @@ def refuse_others(command: Any, mode: str, allowed: Sequence[str]) -> None:
     kept = command.base.flat()
     for name, value in changes(command.run, command.base).items():
         need = f"{kept[name]!r} or left out: {getattr(command, mode)} keeps its settings"
-        require(False, name, value, f"{need}; a new run may differ (--preset CONFIG.yaml)")
+        require(False, name, value, f"{need}; for others, start a run with --preset CONFIG.yaml")
     for item in dataclasses.fields(command):
         value = getattr(command, item.name)
         made = item.default_factory
         usual = item.default if made is dataclasses.MISSING else made()
         if item.name not in (mode, "run", "base", *allowed):
             fits = value == usual or not value
-            require(fits, item.name, value, f"left out with --{mode}, which has it")
+            require(fits, item.name, value, f"left out with --{mode}, which sets it")
 
 
 def config_of(option: str, folder: Path, allowed: str = "") -> Path:
     """The config.json of the folder that `option` names. Raises `ConfigError` if there is none."""
     path = folder / "config.json"
     # False also for a name that is too long
-    require(os.path.exists(path), option, str(folder), allowed or "a folder with its config.json")
+    allowed = allowed or "a folder that contains config.json"
+    require(os.path.exists(path), option, str(folder), allowed)
     return path
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from flowrl.distributed import Distributed
 
 
-FROM = "With --resume: the checkpoint to go on from, such as 000010; later ones are deleted."
+FROM = "With --resume: the checkpoint to continue from, such as 000010; later ones are deleted."
 FINISHED = "flowrl.finished"
 """Entry points of installed packages: functions of the folder of a finished run that write further
 files, such as the model's card, and return lines to print.
@@ -74,7 +74,7 @@ def asked_to_stop() -> Iterator[threading.Event]:
 
 @contextmanager
 def _resume_hint(out: Path, distributed: "Distributed") -> Iterator[None]:
-    """If an error (a reward's, the disk's) ends a run of many hours, say what is left of it."""
+    """If an error (in a reward, on the disk) ends a long run, print how to resume it."""
     from flowrl.training.checkpoint import Checkpoints, to_resume
 
     try:
@@ -82,7 +82,7 @@ def _resume_hint(out: Path, distributed: "Distributed") -> Iterator[None]:
     except Exception:
         newest = Checkpoints(out).newest
         if distributed.is_main and newest and not (out / "done.json").exists():
-            print(f"The run stopped; checkpoint {newest} is kept. Go on with: {to_resume(out)}")
+            print(f"The run stopped; checkpoint {newest} is kept. Continue with: {to_resume(out)}")
         raise
 
 
@@ -101,47 +101,50 @@ class Train:
 
     preset: str = "default"
     """default, long or tiny; a model, a method and a task, as in sd3.5-medium,tp-grpo,ocr (see
-    `flowrl presets`); or a file that ends in .yaml. Several are separated by commas.
+    `flowrl presets`); or a .yaml file. Separate several with commas.
     """
     settings: Literal["world", "published"] = "world"
-    """Window and clip that are not given: the world's, or the method's published ones. A published
-    clip is scaled to the elements of the world's latents.
+    """Default window and clip: those of the world, or the published ones of the method. A published
+    clip is scaled to the number of elements in the world's latents.
     """
     out: Path | None = None
-    """Folder for the run; default runs/NAME-DATE, NAME being the method, the task and the settings
-    that differ from the preset's, as in tp-grpo,text,learning_rate=0.001,seed=1.
+    """Folder for the run. Default: runs/NAME-DATE, in which NAME lists the method, the task and the
+    settings that differ from the preset, as in tp-grpo,text,learning_rate=0.001,seed=1.
     """
     resume: Path | None = None
-    """Go on with the run in this folder."""
+    """Resume the run in this folder."""
     start: Annotated[str, tyro.conf.arg(name="from", help=FROM, help_behavior_hint="")] = ""
     config: Path | None = None
-    """Repeat a run from its saved config.json or config.yaml; to change some of its settings give
-    the .yaml as `preset`.
+    """Repeat a run from its saved config.json or config.yaml. To change some of its settings, pass
+    the .yaml file as `preset` instead.
     """
     profile: Path | None = None
-    """Sizes of calls from this file instead of measuring them: a profile that an earlier run
+    """Read batch sizes from this file instead of measuring them: a profile that an earlier run
     printed, or your own (micro_batch, max_batch, gradient_checkpointing, decode_batch, compile).
     """
     plan: bool = False
-    """Print what an iteration consists of (trajectories, pairs, batches, network evaluations,
-    memory) and train nothing. A model counts in the precision that it would have on a GPU.
+    """Print what one iteration needs (trajectories, pairs, batches, network evaluations, memory)
+    without training. A model is planned in the precision that it would have on a GPU.
     """
     card: Literal["H100", "H200", "A100", "RTX 4090", "L40S", "L4"] = "H100"
-    """The GPU whose time and memory `plan` counts."""
+    """The GPU for which `plan` estimates time and memory."""
     processes: Count | None = None
-    """Processes that `plan` counts for [default: 1]; `accelerate launch` says how many train."""
+    """Number of processes that `plan` assumes [default: 1]; training takes it from `accelerate
+    launch`.
+    """
     launch: Literal["ddp", "fsdp2", "zero2"] = "ddp"
-    """The launcher's config file (`flowrl presets --accelerate`) that `plan` counts for: with fsdp2
-    and zero2, weights, gradients and moments are sharded over the processes.
+    """The launcher's config file (`flowrl presets --accelerate`) that `plan` assumes: with fsdp2
+    and zero2, weights, gradients and moments are sharded across the processes.
     """
     trust: bool = False
     """Run code that the settings file of `resume`, `config` or `preset` names, and use its
     addresses and keys.
     """
     changed_code: bool = False
-    """With `resume`: go on although the files of your own parts have changed since the start."""
+    """With `resume`: continue although files of your own parts have changed since the run started.
+    """
     trial: bool = True
-    """Try your own parts before the first iteration, for at most 5 s (docs/guides/extend.md)."""
+    """Test your own parts before the first iteration, for at most 5 s (docs/guides/extend.md)."""
     run: Annotated[TrainOptions, tyro.conf.arg(name="")] = field(  # pyright: ignore
         default_factory=TrainOptions
     )
@@ -162,8 +165,8 @@ class Train:
         return Train(run=options_with(TrainOptions, base), base=base)
 
     def configuration(self) -> RunConfig:
-        """The settings of the run to go on with or to repeat, or else the preset's with the given
-        ones on top.
+        """The settings of the run to resume or repeat, or else the preset's with the given ones on
+        top.
         """
         from flowrl.training.build import require_read
         from flowrl.training.memory import profile_of
@@ -186,8 +189,8 @@ class Train:
         from flowrl.training.build import check
         from flowrl.training.plan import memory_text, plan, plan_text, sized, times_text
 
-        require(not self.start or bool(self.resume), "from", self.start, "given with --resume only")
-        allowed = "given with --plan only; `accelerate launch` starts several"
+        require(not self.start or bool(self.resume), "from", self.start, "only with --resume")
+        allowed = "only with --plan; `accelerate launch` sets it in training"
         require(self.plan or not self.processes, "processes", self.processes, allowed)
         require(self.plan or self.launch == "ddp", "launch", self.launch, allowed)
         if not self.plan:
@@ -279,7 +282,7 @@ class Train:
                         say(line)
             ignore_stops()
             if not finished:
-                say(f"Paused; nothing is lost. Go on with: {to_resume(out)}")
+                say(f"Paused; nothing is lost. Continue with: {to_resume(out)}")
                 return 130
             sample = f"flowrl sample --weights {shlex.quote(str(out))}{trust_option(config.flat())}"
             say(f"Done. Weights and metrics in {out}; draw samples with: {sample}")

@@ -30,31 +30,31 @@ class ServeReward:
     """NAME, NAME(option=value) or path/to/file.py:Class; `flowrl parts --kind reward` lists names.
     """
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for all."""
+    """Address to listen on; 0.0.0.0 for all addresses of this machine."""
     port: Annotated[int, Ge(0), Le(65535)] = 8000
     """Port; 0 for any free port."""
     token_file: Path | None = None
     """A file with the token that clients must send."""
     no_token: bool = False
-    """Serve requests without a token, also from other machines."""
+    """Serve requests without a token, including requests from other machines."""
     tls_certificate: Path | None = None
     """Certificate chain (PEM), for https."""
     tls_key: Path | None = None
     """Private key of the certificate (PEM)."""
     max_batch: Count = 64
-    """Images in one call of the model, from one or several requests."""
+    """Largest number of images in one call of the model, from one or several requests."""
     wait: Annotated[float, Ge(0), Le(60)] = 0.005
-    """Seconds that an incomplete call waits for more requests."""
+    """Seconds to wait for more requests before a call with fewer images."""
     merge: bool = True
-    """Whether requests share calls. If not, scores do not depend on the traffic, not even in the
-    last digit.
+    """Combine the images of several requests in one call. Without merging, scores do not depend on
+    the traffic, not even in the last digit.
     """
     max_body: Count = 256
     """Largest size of a request in MiB."""
     max_samples: Count = 1024
     """Largest number of images in one request."""
     max_memory: Count = 4096
-    """Largest memory of all requests and queued images, in MiB."""
+    """Memory limit for all requests and queued images, in MiB."""
     score_seconds: Annotated[float, Gt(0), Le(10**6)] = 300.0
     """Longest time from a request to its scores, including the queue, in seconds."""
 

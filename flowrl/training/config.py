@@ -56,7 +56,7 @@ Switch = Annotated[
 
 
 SIZES = ("micro_batch", "max_batch", "gradient_checkpointing", "decode_batch", "compile")
-"""Settings that may be auto; they change time and memory, and results only by float rounding."""
+"""Settings that may be auto. They change time and memory; results change only by rounding."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class EnvironmentConfig:
 
     world: Annotated[str, PlainValidator(_world)] = "shapes"
     """shapes (text to image), mixture (two dimensions), a plug-in, path/to/file.py:Class, or model
-    (see `model`). In Python also an object (`flowrl.core.protocols.World`).
+    (see `model`). In Python, also an object (`flowrl.core.protocols.World`).
     """
     task: str = "compositional"
     """compositional, text or preference (shapes); direction (mixture); prompts (model)."""
@@ -106,16 +106,16 @@ class EnvironmentConfig:
     parts` lists names.
     """
     reward_device: str = ""
-    """Device of the networks of `reward` and `heldout_rewards`, as in cuda:7; empty: the policy's.
+    """Device for the networks of `reward` and `heldout_rewards`, as in cuda:7; empty: the policy's.
     """
     reward_noise: NonNegative = 0.0
-    """Standard deviation of the noise added to every training score; evaluation has none."""
+    """Standard deviation of the noise added to every training score; not added in evaluation."""
     reward_bias: float = 0.0
-    """Weight of the mean pixel value added to every training score; evaluation has none."""
+    """Weight of the mean pixel value added to every training score; not added in evaluation."""
     prompts: str = ""
-    """Training prompts for `model`: a text file with a prompt per line, .jsonl with "prompt" and
-    metadata, a slice of a generated list, as in compositional[0:500] (also text, images), or a
-    dataset: hf(name=NAME, split=..., column=...).
+    """Training prompts for `model`: a text file with one prompt per line, a .jsonl file with
+    "prompt" and metadata, a slice of a generated list, as in compositional[0:500] (also text,
+    images), or a dataset: hf(name=NAME, split=..., column=...).
     """
     heldout_prompts: str = ""
     """Evaluation prompts for `model`, in the same forms as `prompts`; default: the training
@@ -124,7 +124,9 @@ class EnvironmentConfig:
 
     @property
     def world_name(self) -> str:
-        """The text in `world`, or the name of the object there, with the class of a user's."""
+        """The text in `world`, or the name of the object there, with the class of a user-defined
+        one.
+        """
         if isinstance(self.world, str):
             return self.world
         world: Any = self.world
@@ -133,7 +135,7 @@ class EnvironmentConfig:
 
     @property
     def subject(self) -> str:
-        """World and task on one line; of a world in a file without the file's folder."""
+        """World and task on one line; the folder of a world's file is left out."""
         return f"{self.world_name.rpartition('/')[2]}/{self.task}"
 
 
@@ -144,7 +146,7 @@ class AlgorithmConfig:
     method: str = "flow-grpo"
     """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, branch-grpo,
     tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm, dgpo, v-grpo, epg, fdfo, rsm,
-    step-nft or value-grpo; with `credit`, the name in tables.
+    step-nft or value-grpo; with `credit`, any name to show in tables.
     """
     credit: str = ""
     """A credit rule that replaces the method's: NAME, NAME(option=value) or path/to/file.py:Class.
@@ -154,8 +156,8 @@ class AlgorithmConfig:
     forward-process losses, ode or multistep; a plug-in; path/to/file.py:Class.
     """
     noise_level: NonNegative = 0.0
-    """The kernel's noise: a of flow-sde and ddim-sde, eta of dance-sde and cps; 0 = the method's,
-    or the kernel's default.
+    """Noise level of the kernel: a in flow-sde and ddim-sde, eta in dance-sde and cps; 0 = the
+    method's, or the kernel's default.
     """
     window: str = ""
     """Stochastic steps; empty: the method's. A Python slice, as in 2:7 (steps 2 to 6), : (all) or
@@ -171,16 +173,17 @@ class AlgorithmConfig:
     loss: str = ""
     """Loss; empty: the method's. clipped, gspo, kl-penalty, grpo-guard, flow-dppo, rsm, step-nft,
     distillation, policy-gradient or ascent, with options as in clipped(kl=without_delta); a plug-in
-    or a file; or diffusion-nft, awm or dgpo. Methods with one of these three allow no policy loss.
+    or a file; or diffusion-nft, awm or dgpo. Methods that use one of these three accept no policy
+    loss.
     """
     clip_range: NonNegative = 0.0
-    """Largest |ratio - 1|; beyond it a transition has no gradient (losses that clip). 0 = the
-    method's, for the elements of the world's latents.
+    """Largest |ratio - 1|; transitions outside this range contribute no gradient (losses that
+    clip). 0 = the method's, scaled to the number of elements in the world's latents.
     """
     kl_weight: float = 0.0
     """Weight of the KL to the reference in the loss (beta in the papers)."""
     drop_zero_advantages: bool = False
-    """Leave samples whose advantage is 0 at every trained step out of the loss, its mean and the
+    """Exclude samples whose advantage is 0 at every trained step from the loss, its mean and the
     KL.
     """
 
@@ -196,17 +199,17 @@ class RolloutConfig:
     num_steps: Many = 10
     """Denoising steps during training."""
     max_batch: Batch = 512
-    """Latents per network call without gradients; auto: every call of `model` has the network rows
-    of a micro-batch.
+    """Latents per network call without gradients; auto: each call of `model` has as many network
+    rows as a micro-batch.
     """
     chunk: Whole | Literal["auto"] = 0
-    """Groups rolled out at a time by each process; 0 = all; auto: if rewards overlap, as few as
-    need no further network calls.
+    """Groups that each process rolls out at a time; 0 = all; auto: if rewards overlap, the smallest
+    number that needs no additional network calls.
     """
     overlap_rewards: Switch = "auto"
     """Score finished chunks during the rollout of the next one: true (needs a `chunk`), false, or
     auto: with a chunk, if the policy is on a GPU or a server computes the reward. Rewards on the
-    CPU (ocr, jpeg) then have processes of their own.
+    CPU (ocr, jpeg) then run in separate processes.
     """
     offload: bool = False
     """Store the trajectories in main memory between rollout and update."""
@@ -227,9 +230,9 @@ class OptimConfig:
     learning_rate: Positive = 4e-3
     """Initial learning rate."""
     final_learning_rate: Share = 1.0
-    """Final learning rate as a fraction of the initial one; it falls linearly."""
+    """Final learning rate as a fraction of the initial one; the decay is linear."""
     betas: tuple[Decay, Decay] = (0.9, 0.99)
-    """Decays of AdamW's two moments."""
+    """Decay rates of AdamW's two moments."""
     weight_decay: NonNegative = 1e-4
     """Weight decay of AdamW."""
     max_grad_norm: Positive = 1.0
@@ -237,11 +240,11 @@ class OptimConfig:
     minibatches: Count = 4
     """Mini-batches (optimizer steps) per iteration; the trajectories are split between them."""
     micro_batch: Batch = 256
-    """(trajectory, step) pairs per backward pass; auto: for `model` as many network rows as
-    `max_batch` has, or if both are auto, measured at the start (`flowrl.training.memory`).
+    """(trajectory, step) pairs per backward pass; auto: for `model`, as many network rows as
+    `max_batch`; if both are auto, measured at the start (`flowrl.training.memory`).
     """
     ema_decay: Decay = 0.8
-    """Decay of the averaged weights that evaluation uses, per optimizer step; 0 = no averaging."""
+    """Decay per optimizer step of the averaged weights that evaluation uses; 0 = no averaging."""
     loss_scale: NonNegative = 65536.0
     """Initial loss scale when `dtype` is float16, adapted during training; 0 = none."""
 
@@ -255,11 +258,12 @@ class PolicyConfig:
     on the Hub.
     """
     base_weights: str = ""
-    """Base weights of the world's policy other than its own; for shapes made by `flowrl pretrain`.
+    """Base weights for the world's policy instead of its own; `flowrl pretrain` makes them for
+    shapes.
     """
     reference: str = ""
-    """Folder of a finished run whose averaged weights are the reference instead of the base model:
-    the teacher of distillation, or what the KL penalty is measured from.
+    """Folder of a finished run whose averaged weights replace the base model as the reference: the
+    teacher in distillation, or the reference of the KL penalty.
     """
     device: str = "cpu"
     """cpu, cuda or cuda:NUMBER."""
@@ -272,14 +276,14 @@ class PolicyConfig:
     lora_rank: Annotated[int, Ge(1), Le(2**14)] = 8
     """Rank of the LoRA."""
     lora_alpha: Positive = 16.0
-    """Alpha of the LoRA: its product is scaled by alpha / rank."""
+    """Alpha of the LoRA: its matrix product is scaled by alpha / rank."""
     lora_targets: tuple[str, ...] = ()
-    """Ends of the names of the layers of `model` that get a LoRA, as in attn.to_q; none: the
+    """Suffixes of the names of the layers of `model` that get a LoRA, as in attn.to_q; none: the
     attention layers.
     """
     adapter: str = ""
-    """LoRA that `model` starts from (a file or folder that diffusers reads; `lora_rank` must be the
-    file's).
+    """LoRA that `model` starts from (a file or folder that diffusers reads; `lora_rank` must equal
+    its rank).
     """
     frozen_adapters: str = ""
     """LoRAs of `model` that are active but not trained: files or folders, as PATH or NAME=PATH,
@@ -302,41 +306,41 @@ class PolicyConfig:
     """Guidance of the base model's velocity in a forward-process loss; 0 = `train_guidance_scale`.
     """
     negative_prompt: str = ""
-    """Negative prompt of the guidance of `model`."""
+    """Negative prompt for the guidance of `model`."""
     guidance_gradient: Literal["both", "prompt"] = "both"
-    """Branches of the guidance that the gradient flows through: both, or prompt (without the
-    negative prompt's).
+    """Branches of the guidance that the gradient flows through: both, or prompt (not the branch of
+    the negative prompt).
     """
     max_sequence_length: Annotated[int, Ge(0), Le(512)] = 0
     """Prompt length of the T5 encoder of `model`, or of its only encoder, in tokens; 0 = the
     pipeline's default.
     """
     prompt_cache: Count = 2048
-    """Prompt embeddings of `model` in main memory; further ones are read from disk."""
+    """Number of prompt embeddings of `model` kept in main memory; the others are read from disk."""
     gradient_checkpointing: Choice = False
     """Recompute activations of `model` in the backward pass: less memory, one more forward pass.
-    True, False or auto: whatever is measured to be faster.
+    True, False or auto: whichever is measured to be faster.
     """
     attention_backend: str = ""
-    """Kernels of the attention of `model` by diffusers' name, as in _native_cudnn or flash; none:
+    """Attention kernels of `model` by their name in diffusers, as in _native_cudnn or flash; empty:
     diffusers' default.
     """
     decode_batch: Batch = 8
     """Latents of `model` per call of its image decoder; auto: measured at the start."""
     decode_tiling: bool = False
     """Decode an image of `model` in overlapping tiles whose seams are blended: less memory,
-    slightly other images.
+    slightly different images.
     """
     quantize: Literal["none", "int8", "nf4"] = "none"
     """Precision of the frozen weights of the linear layers of `model` under a LoRA: int8 (needs
-    torchao), nf4 (needs bitsandbytes and a GPU), or none: that of `dtype`.
+    torchao), nf4 (needs bitsandbytes and a GPU), or none: the precision in `dtype`.
     """
     decode_dtype: Precision = "float32"
     """Precision of the image decoder of `model`."""
     compile: Choice = False
     """Compile the network's blocks with torch.compile: a minute or more at the start, faster calls
-    afterwards. True, False or auto: on a GPU, if that is measured to be faster and velocities are
-    the same with and without gradients.
+    afterwards. True, False or auto: on a GPU, if compilation is measured to be faster and
+    velocities are the same with and without gradients.
     """
 
 
@@ -357,13 +361,13 @@ class EvaluationConfig:
     soft, palette, balance and clarity (shapes), or strict, graded, soft and density (mixture).
     """
     diversity: str = ""
-    """Features in which the diversity of one prompt's samples is evaluated: pixels, latents, clip,
-    or path/to/file.py:Class.
+    """Features that measure the diversity of one prompt's samples in evaluation: pixels, latents,
+    clip, or path/to/file.py:Class.
     """
     diversity_prompts: Many = 8
     """Held-out prompts whose samples are compared for `diversity`."""
     diversity_samples: Members = 8
-    """Samples of each of these prompts."""
+    """Samples for each of these prompts."""
 
 
 @settings_group
@@ -410,11 +414,11 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     source: str = field(default="", repr=False, compare=False)
-    """No setting: the file that was read without trust, also of changed copies. Parts that need
+    """Not a setting: the file that was read without trust; changed copies keep it. Parts that need
     trust are then not built (`trusts`).
     """
     own: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
-    """No setting: texts in the user's own words, which need no trust."""
+    """Not a setting: texts in the user's own words, which need no trust."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":

@@ -12,7 +12,7 @@ def test_list(capsys):
 
 def test_judge_without_runs_writes_an_empty_page(tmp_path, capsys):
     judge = f"bench claims --judge --out {tmp_path}/none.jsonl --page {tmp_path}/page"
-    assert "a results file, with --judge" in error_of(judge, capsys)
+    assert "an existing results file, with --judge" in error_of(judge, capsys)
     (tmp_path / "none.jsonl").touch()
     assert flowrl_(judge) == 0
     assert "runs to be made" in capsys.readouterr().out

@@ -110,7 +110,7 @@ def test_the_stored_command_repeats_the_line(tmp_path, capsys):
     (line,) = suite.file.read().values()
     words = shlex.split(line["command"])
     assert words[0] == "flowrl" and main(words[1:]) == 0
-    assert f"{line['id']}: the same to the last digit" in capsys.readouterr().out
+    assert f"{line['id']}: identical to the last digit" in capsys.readouterr().out
     line["totals"].update(nfe=1.0)
     out.write_text(json.dumps(line) + "\n")
     assert main(words[1:]) == 1

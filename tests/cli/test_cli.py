@@ -32,7 +32,7 @@ def shown(line, capsys):
         ("compare --credit none.py:Rule", "none.py does not exist"),
         ("compare --resume nowhere", "resume = 'nowhere' is not allowed"),
         ("train --resume '' --iterations 9", "resume = '.' is not allowed"),
-        ("train --processes 2", "given with --plan only"),
+        ("train --processes 2", "only with --plan"),
         ("train --device cuda:99", "device = 'cuda:99' is not allowed"),
         ("train --learning-rate inf", "learning_rate = inf is not allowed; allowed: a number"),
         ("sample --prompts 'a green dog'", "allowed: 1 to 5 words"),
@@ -40,7 +40,7 @@ def shown(line, capsys):
         ("trian", "did you mean 'train'?"),
         ("parts cliped", "did you mean 'clipped'?"),
         ("prompts check --file /dev/zero", "/dev/zero is no regular file"),
-        ("bench claims --look", "look = True is not allowed; allowed: given with --judge only"),
+        ("bench claims --look", "look = True is not allowed; allowed: only with --judge"),
         ("sample --world mixture --prompts 'towards 1e400 degrees'", "prompt"),
         ("pretrain --out ''", "out = "),
         ("train --reward \"weighted-sum(models={'a': [1]})\" --out new", "reward"),
@@ -74,7 +74,7 @@ def test_a_run_that_breaks_says_how_to_go_on(tmp_path, capsys):
     options = f"{MIXTURE} --checkpoint-every 1 --eval-every 9 --iterations 9 --reward {file}:Breaks"
     assert flowrl_(f"train {options} --out {tmp_path}/run") == 1
     printed = capsys.readouterr()
-    assert "is kept. Go on with: flowrl train --resume" in printed.out
+    assert "is kept. Continue with: flowrl train --resume" in printed.out
     place = f"Breaks.score ({file}, line 5) failed: AssertionError: the server has gone"
     assert printed.err == f"flowrl: error: {place}\n"
 

@@ -193,7 +193,7 @@ def test_a_run_resumes_from_the_previous_checkpoint_if_the_last_is_damaged(tmp_p
     resume = f"train --resume {out}"
     assert "Checkpoint 000003 is complete" in error_of(resume, capsys).replace("\n", " ")
     assert flowrl_(f"{resume} --from 000009") == 2
-    assert "given with --resume only" in error_of(
+    assert "only with --resume" in error_of(
         f"train --out {tmp_path}/other --from 000003", capsys
     ).replace("\n", " ")
     for start in ("000003", "000002"):  # the second time of a finished run

@@ -20,45 +20,45 @@ from flowrl.reading import is_json
 
 @dataclass(frozen=True)
 class Claims:
-    """Test the papers' claims: make the missing runs of the results file, judge, and write the
+    """Test the papers' claims: run what the results file lacks, judge the claims, and write the
     page.
 
-    Arms and rules were fixed before the runs, so there is no `--arm`: for an arm of your own use
+    Arms and rules were fixed before the runs, so there is no `--arm`. For an arm of your own, use
     `flowrl bench rule --arm`.
 
     Example: flowrl bench claims --quick --workers 2
     """
 
     quick: bool = False
-    """Only the 2-D world with five seeds and some of the open questions: a subset of the full
+    """Only the 2-D world, with five seeds and some of the open questions: a subset of the full
     suite's runs, in the same file.
     """
     world: str = "all"
     """mixture (two dimensions), shapes (images, headline claims only) or all."""
     only: tuple[str, ...] = ()
-    """Claims by id; default: all."""
+    """Ids of the claims to test; default: all."""
     out: Path = Path("runs/claims/claims.jsonl")
-    """The results file: one line per run. Runs that it has are not made again."""
+    """The results file: one line per run. Runs in it are not repeated."""
     page: Path | None = None
-    """Folder of the page claims.md, claims.html, their figures and claims/details.md; default: that
+    """Folder for claims.md, claims.html, their figures and claims/details.md; default: the folder
     of the results.
     """
     workers: Workers = 0
-    """Number of parallel runs, 0 = one per core, or a Dask cluster (docs/guides/cluster.md). Every run
-    uses one thread, so the numbers do not depend on it.
+    """Number of parallel runs, 0 = one per core, or a Dask cluster (docs/guides/cluster.md). Every
+    run uses one thread, so the numbers do not depend on this option.
     """
     minutes: Annotated[float, Gt(0)] = math.inf
-    """Start no more runs after this time; the next call continues."""
+    """Start no more runs after this many minutes; the same command continues later."""
     judge: bool = False
-    """Make no runs: judge the file (also one that other code made) and write the page."""
+    """Judge the existing runs, even if other code made them, and write the page; start no runs."""
     look: bool = False
     """With --judge: measure missing samples of samplers (FILE-samples.json) with the current code;
-    a run that then ends otherwise than its line says is refused.
+    a run whose result then differs from its line is refused.
     """
     redo: Annotated[str | None, tyro.conf.arg(help_behavior_hint="")] = None
-    """Repeat the run with this id from its line in `out` (also that of a rule of your own), compare
-    every number except seconds, say whether another processor's rounding explains what differs, and
-    stop.
+    """Repeat the run with this id from its line in `out` (rules of your own included), compare
+    every number except seconds, report whether the rounding of another processor explains the
+    differences, and stop.
     """
     trust: bool = False
     """Run code that the lines in `out` name, and use their addresses and keys."""
@@ -95,7 +95,9 @@ class Claims:
             "mixture, shapes or all",
         )
         exists = any(map(os.path.isfile, (self.out, f"{self.out}.xz")))
-        require(exists or not self.judge, "out", str(self.out), "a results file, with --judge")
+        require(
+            exists or not self.judge, "out", str(self.out), "an existing results file, with --judge"
+        )
         for name in self.only:
             require(name in CLAIMS, "only", name, f"one of {', '.join(CLAIMS)}")
         offered = CLAIMS if self.only or not self.quick else quick(CLAIMS)
@@ -103,7 +105,7 @@ class Claims:
         if self.list:
             print("\n".join(f"{c.id}: {c.says} ({c.primary.words()})" for c in chosen.values()))
             return 0
-        require(self.judge or not self.look, "look", self.look, "given with --judge only")
+        require(self.judge or not self.look, "look", self.look, "only with --judge")
         if self.redo is None and not self.judge:
             require_new_file(self.out, lambda data: True)
         file = ResultsFile(self.out, self.trust)
@@ -170,7 +172,7 @@ class Tune:
     not searched.
     """
     arms: Path | None = None
-    """A YAML file with further arms: below "arms:", lines of "NAME: {setting: value}"."""
+    """A YAML file with more arms: below "arms:", one line "NAME: {setting: value}" per arm."""
     trust: bool = False
     """Run code that the file of `arms` names, and use its addresses and keys."""
     world: str = "mixture"
@@ -186,17 +188,19 @@ class Tune:
     set: str = ""
     """Further settings of the model's runs, as in "resolution=512, guidance_scale=4.5"."""
     budget: Annotated[int, Ge(0), Le(200)] = 0
-    """Runs per arm and world, half of them further seeds of the best points; 0 = 72 in the 2-D
-    world, 12 in others.
+    """Runs per arm and world; half of them repeat the best points with other seeds. 0 = 72 in the
+    2-D world, 12 in others.
     """
     out: Path = Path("runs/tuning.jsonl")
-    """The log: one line per run. Runs that it has are not made again."""
+    """The log: one line per run. Runs in it are not repeated."""
     workers: Workers = 0
-    """Methods that are tuned at a time, 0 = one per core, or a Dask cluster (docs/guides/cluster.md)."""
+    """Number of methods tuned in parallel, 0 = one per core, or a Dask cluster
+    (docs/guides/cluster.md).
+    """
     show: bool = False
-    """Make no runs: print what the log has chosen."""
+    """Print the best values in the log; start no runs."""
     save: Path | None = None
-    """A JSON file for the chosen values, by world and arm; entries of other arms stay."""
+    """A JSON file for the chosen values, by world and arm; entries of other arms are kept."""
 
     def main(self) -> int:
         """Search, print and save the choices."""
@@ -260,12 +264,12 @@ class Rule:
     trust: bool = False
     """Run code that the file of `arms` names, and use its addresses and keys."""
     quick: bool = False
-    """Fewer runs of the search and fewer seeds; in the image world no search, and uniform credit as
-    the only baseline.
+    """Fewer search runs and fewer seeds; in the image world, no search, and uniform credit as the
+    only baseline.
     """
     world: str = "all"
     """mixture (two dimensions), shapes (images), all (both), or a world of yours:
-    path/to/file.py:Class or a plug-in. In yours the baselines are tuned, too.
+    path/to/file.py:Class or a plug-in. In your own world, the baselines are tuned too.
     """
     model: str = ""
     """A diffusers model instead of a world: its folder, with `prompts` and `reward`."""
@@ -278,17 +282,15 @@ class Rule:
     seeds: Annotated[int, Ge(0), Le(1000)] = 0
     """Seeds per arm and world; 0 = 20 in two dimensions and 8 elsewhere (--quick: 8 and 5)."""
     first_seed: Annotated[int, Ge(0), Lt(2**31)] = 200
-    """The first seed of the comparison; seeds from 10000 on are in no published table."""
+    """The first seed of the comparison; no published table uses seeds from 10000 on."""
     budget: Annotated[int, Ge(-1), Le(200)] = -1
-    """Runs of the search per world (0: none); -1 = 72 in two dimensions and 12 elsewhere (--quick:
-    72, none for images, and 6 elsewhere).
+    """Search runs per world (0: none); -1 = 72 in two dimensions and 12 elsewhere (--quick: 72,
+    none for images, and 6 elsewhere).
     """
     bound: bool = False
-    """Run exact credit in the 2-D world as well, if its curves are not shipped for these settings.
-    """
+    """Also run exact credit in the 2-D world, if no curves for these settings are shipped."""
     out: Path | None = None
-    """Folder of the results and the page; default: runs/rule-NAME. Runs that it has are not made
-    again.
+    """Folder of the results and the page; default: runs/rule-NAME. Existing runs are not repeated.
     """
     workers: Workers = 0
     """Number of parallel runs, 0 = one per core, or a Dask cluster (docs/guides/cluster.md)."""
@@ -304,7 +306,7 @@ class Rule:
             *own_arms([self.arm] if self.arm else [], self.arms, self.trust),
         ]
         names = [arm if isinstance(arm, str) else arm.name for arm in arms]
-        require(len(arms) == 1, "rule", names, "a credit rule, or one arm by --arm or --arms")
+        require(len(arms) == 1, "rule", names, "one credit rule, or one arm with --arm or --arms")
         worlds = chosen_worlds(self.world, self.model, self.prompts, self.reward, self.set)
         world = self.world if self.world == "all" and not self.model else worlds[0]
         parts = make_parts(self.quick, world, self.seeds, self.budget, self.bound, self.first_seed)
@@ -325,17 +327,17 @@ class Microscope:
     world: str = "all"
     """mixture (two dimensions), shapes (images) or all."""
     looks: Annotated[int, Ge(0), Le(1000)] = 0
-    """Seeds of training and of trajectories; 0 = 5 in two dimensions and 3 for images (--quick: 3
-    and 2).
+    """Number of seeds for training and for trajectories; 0 = 5 in two dimensions and 3 for images
+    (--quick: 3 and 2).
     """
     quick: bool = False
     """Fewer trajectories, shorter training; for a first impression."""
     out: Path | None = None
-    """The results file, one line per cell; default: runs/microscope/microscope.jsonl (quick.jsonl).
-    Existing cells are kept.
+    """The results file, one line per cell; default: runs/microscope/microscope.jsonl (--quick:
+    quick.jsonl). Existing cells are kept.
     """
     page: Path | None = None
-    """Folder of the page microscope.md, microscope.html and their figures; default: that of the
+    """Folder for microscope.md, microscope.html and their figures; default: the folder of the
     results.
     """
     workers: Workers = 0
@@ -390,28 +392,27 @@ class Microscope:
 
 @dataclass(frozen=True)
 class Headroom:
-    """Measure how much better credit could be than uniform credit, in a family of tasks around the
-    2-D world: an oracle against uniform credit, both tuned.
+    """Measure how much any credit rule could gain over uniform credit: compare an oracle with
+    uniform credit, both tuned, in a family of tasks around the 2-D world.
 
     Example: flowrl bench headroom --tasks default 9-of-10 noise-0.3 --workers 2
     """
 
     tasks: tuple[str, ...] = ()
-    """Tasks by name; default: all (--quick: default, 9-of-10 and noise-0.3). Tasks whose runs are
-    in
-    `out` are not run again.
+    """Tasks by name; default: all (--quick: default, 9-of-10 and noise-0.3). Runs in `out` are not
+    repeated.
     """
     credit: str = ""
-    """A credit rule in place of the oracle, as a control: random has less than no headroom, uniform
-    none.
+    """A credit rule that replaces the oracle, as a control: the headroom of random is negative, and
+    that of uniform is 0.
     """
     arms: tuple[Literal["published", "values", "verdict", "images"], ...] = ()
     """Further arms to tune and run. published: Stepwise-Flow-GRPO, TP-GRPO and random credit;
-    values: credit from cheap values, and fewer but larger groups; verdict: those of the main
-    comparison; images: those of them on images.
+    values: credit from cheap values, and fewer but larger groups; verdict: the arms of the main
+    comparison; images: those that it runs on images.
     """
     budget: Annotated[int, Ge(0), Le(200)] = 0
-    """Runs of an arm's search; 0 = 18 (--quick: 8)."""
+    """Search runs per arm; 0 = 18 (--quick: 8)."""
     seeds: Annotated[int, Ge(0), Le(1000)] = 0
     """Fresh seeds per arm and task; 0 = 5 (--quick: 3)."""
     first_seed: Annotated[int, Ge(0), Lt(2**31)] = 5000
@@ -419,12 +420,12 @@ class Headroom:
     quick: bool = False
     """Shorter runs, smaller searches, fewer tasks; for a first impression."""
     out: Path = Path("runs/headroom/headroom.jsonl")
-    """The results file, one line per run. Next to it are the searches (-tuning.jsonl) and the table
-    as .csv.
+    """The results file, one line per run. The searches (-tuning.jsonl) and the table (.csv) are
+    written next to it.
     """
     page: Path | None = None
-    """Folder of the page and its map, which have the name of the results file; default: that of the
-    results.
+    """Folder for the page and its map, which are named after the results file; default: the folder
+    of the results.
     """
     workers: Workers = 0
     """Number of processes, 0 = one per core, or a Dask cluster (docs/guides/cluster.md). The numbers
@@ -470,8 +471,8 @@ class Headroom:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Judge the main comparison from its finished runs, and write its page. The runs are those of
-    `flowrl bench headroom` with the options that the page names.
+    """Judge the main comparison from its finished runs, and write its page. The runs come from
+    `flowrl bench headroom` with the options that the page states.
 
     Example: flowrl bench verdict --points runs/verdict/points.jsonl
     """
@@ -479,9 +480,9 @@ class Verdict:
     points: Path = Path("benchmarks/results/verdict-points.jsonl")
     """Results in the 2-D world."""
     images: Path = Path("benchmarks/results/verdict-images.jsonl")
-    """Results in the image world; left out if there is no such file."""
+    """Results in the image world; skipped if the file does not exist."""
     page: Path = Path("runs/verdict")
-    """Folder of the page and its chart."""
+    """Folder for the page and its chart."""
 
     def main(self) -> int:
         """Judge and write."""
@@ -506,8 +507,10 @@ class Verdict:
                 worlds[name] = Verdicts(pairs), study
             else:  # no verdict before the declared number of seeds
                 label = CAMPAIGNS[name].label
-                print(f"{label}: left out, since {seeds} of {needed} seeds have all arms")
-        require(bool(worlds), "points", str(self.points), "a file with all runs of a world")
+                print(f"{label}: skipped, because only {seeds} of {needed} seeds have all arms")
+        require(
+            bool(worlds), "points", str(self.points), "a file with every run of at least one world"
+        )
         command = shlex.join(["flowrl", *sys.argv[1:]])
         page = details(worlds, command)
         written = page.write(self.page, "details")
@@ -523,8 +526,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Bench:
-    """Benchmarks: tests of the papers' claims, your own rule against tuned baselines, a microscope
-    for credit, and what credit can gain.
+    """Benchmarks: test the papers' claims, compare your own rule with tuned baselines, inspect
+    credit under a microscope, and measure how much credit can gain.
     """
 
     which: tyro.conf.OmitSubcommandPrefixes[Claims | Tune | Rule | Microscope | Headroom | Verdict]
@@ -539,16 +542,16 @@ def _redo(key: str, file: Any) -> int:
 
     repeat = redo(key, file)
     if repeat.same:
-        print(f"{key}: the same to the last digit")
+        print(f"{key}: identical to the last digit")
         return 0
     print(
         f"{key}: differs in {len(repeat.differing)} numbers (first: {repeat.differing[0]}), by at"
         f" most {repeat.largest:.3g}"
     )
     judged = (
-        "as much as the rounding of another processor explains"
+        "no more than the rounding of another processor explains"
         if repeat.close
-        else "more than another processor's rounding"
+        else "more than the rounding of another processor explains"
     )
     print(
         f"Reward: {repeat.early:.2g} apart in the first quarter of the evaluations,"

@@ -25,8 +25,8 @@ class Explain:
     decision) and reward; optional columns prompt and member. Default: a small example.
     """
     decisions: tuple[int, ...] = ()
-    """Drawn steps of a table with one column per node, node_0 to node_T: only the nodes at which
-    they start and the last one are used.
+    """Stochastic steps, for a table with one column per node, node_0 to node_T: only the nodes
+    where these steps start and the last node are used.
     """
     sampler: str = "flow-sde"
     """Sampler whose standard deviations are used by rules that depend on the noise, such as
@@ -35,8 +35,8 @@ class Explain:
     noise_level: float = 0.7
     """Noise level of this sampler."""
     out: Path = Path("explain.png")
-    """The figure to write, or a folder for it; with several rules or prompts, numbers are added to
-    its name.
+    """The figure to write, or a folder for it; with several rules or prompts, numbers are appended
+    to its name.
     """
 
     def main(self) -> int:

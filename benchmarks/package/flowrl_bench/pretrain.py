@@ -19,18 +19,16 @@ from flowrl.reading import read_bytes
 
 @dataclass(frozen=True)
 class Pretrain:
-    """Make the built-in weights of the shapes world again (about 50 minutes; one core is
-    enough).
-    """
+    """Reproduce the built-in weights of the shapes world (about 50 minutes; one core is enough)."""
 
     out: Path = Path("shapes.safetensors")
     """Where to write the weights; a card with their hash is written next to them."""
     updates: Count | None = None
-    """Optimiser steps of the base model [default: those of the weights that ship]."""
+    """Optimiser steps of the base model [default: as for the shipped weights]."""
     seed: Seed = 0
     threads: Annotated[int, Ge(1), Le(1024)] = 1
-    """Threads; the weights depend on it in the last digits, and the ones that ship were made with
-    one.
+    """Number of threads. The last digits of the weights depend on it; the shipped weights were made
+    with one thread.
     """
 
     def main(self) -> int:
