@@ -14,12 +14,16 @@
 # # 2 · From ODE to SDE
 #
 # **After this lesson you can** turn the sampler's ODE into an SDE, prove that both have the same marginal distributions, compute the error of the SDE with few steps, choose between
-# the kernels of the papers, and identify the steps of a sampler that are decisions, which reinforcement learning can credit.
+# the kernels of the papers, and design a sampler whose random steps (*decisions*) suit reinforcement learning.
 #
-# **Time** 60 minutes, of which the computer needs less than one. **You need** the lesson on flow matching.
+# **Time** 90 minutes, of which the computer needs less than one. **You need** the lesson on flow matching.
 #
-# An ODE maps each noise to one image: it has no probabilities that training could raise. Reinforcement learning needs a *policy*. The animation shows trajectories from one initial noise:
+# An ODE maps each noise to one image, so it has no probabilities that training could raise. Reinforcement learning needs a *policy*, which draws the next state at random. The animation shows trajectories from one initial noise:
 # one of the ODE, and sixty of an SDE with the same velocity.
+#
+# **Symbols of this lesson**
+#
+# {symbols: $x_t$; $v$; $s$; $\hat x_0$; $\hat\varepsilon$; $\mu$, std; $\sigma_t$; decision $k$; window}
 
 # %% tags=["hide-input"]
 import math
@@ -76,19 +80,20 @@ opening()
 # %% [markdown]
 # ## Noise that preserves the marginals
 #
-# A noise term $\sigma\,\mathrm dw$ spreads the distribution. A drift along the *score* $\nabla \log p_t$, towards higher density, cancels the spread exactly. With decreasing time,
+# Let us add noise to the path. Alone, a noise term $\sigma_t\,\mathrm dw$ spreads the distribution. However, a drift along the *score* $\nabla \log p_t$, towards higher density, cancels the spread exactly
+# ($p_t$ is the density of $x_t$). With decreasing time,
 #
 # $$\mathrm dx = \Big[v - \tfrac{\sigma_t^2}{2}\nabla \log p_t(x)\Big]\mathrm dt + \sigma_t\,\mathrm dw .$$
 #
 # In a small step of length $\Delta$, $x$ changes by $-\Delta$ times the bracket plus Gaussian noise of variance $\sigma_t^2\Delta$, which is the meaning of $\sigma_t\,\mathrm dw$.
-# For any $\sigma_t$ the marginals $p_t$ (the distributions of $x_t$ at each $t$) are those of the ODE.
+# For any $\sigma_t$ the *marginals* (the densities $p_t$ at each single time $t$) are those of the ODE.
 #
 # <details><summary><b>Derivation: the ODE and the SDE have the same marginals (six lines)</b></summary>
 #
 # Let $\tau = 1 - t$ be the time of generation, which increases, and $p$ the density of $x$ at time $\tau$.
 #
 # 1. The ODE moves points with velocity $-v$ in $\tau$. Probability is conserved, so $p$ satisfies the continuity equation $\partial_\tau p = \nabla\cdot(v\,p)$.
-# 2. Take an SDE with an unknown drift, $\mathrm dx = b\,\mathrm d\tau + \sigma\,\mathrm dw$, and a test function $f$. A second-order Taylor expansion of $f$ gives $\frac{\mathrm d}{\mathrm d\tau}\mathbb E[f] = \mathbb E\big[b\cdot\nabla f + \tfrac{\sigma^2}{2}\nabla^2 f\big]$: the second-order term stays, because $\mathrm dw$ has variance $\mathrm d\tau$.
+# 2. Take an SDE with an unknown drift $b$, $\mathrm dx = b\,\mathrm d\tau + \sigma\,\mathrm dw$ (with $\sigma$ short for $\sigma_t$), and a test function $f$. A second-order Taylor expansion of $f$ gives $\frac{\mathrm d}{\mathrm d\tau}\mathbb E[f] = \mathbb E\big[b\cdot\nabla f + \tfrac{\sigma^2}{2}\nabla^2 f\big]$: the second-order term stays, because $\mathrm dw$ has variance $\mathrm d\tau$.
 # 3. Write both expectations as integrals over $p$ and integrate by parts. The result is the Fokker-Planck equation, $\partial_\tau p = -\nabla\cdot(b\,p) + \tfrac{\sigma^2}{2}\nabla^2 p$.
 # 4. The noise term has the form of a drift: $\nabla^2 p = \nabla\cdot(\nabla p) = \nabla\cdot(p\,\nabla\log p)$.
 # 5. Hence $\partial_\tau p = -\nabla\cdot\big[(b - \tfrac{\sigma^2}{2}\nabla\log p)\,p\big]$. This is line 1 if $b = -v + \tfrac{\sigma^2}{2}\nabla\log p$.
@@ -98,10 +103,10 @@ opening()
 #
 # </details>
 #
-# The score of a flow needs no new network. Given the data point $x_0$, $x_t$ is Gaussian with mean $(1-t)x_0$ and standard deviation $t$, and the
-# gradient of its log-density is $-(x_t - (1-t)x_0)/t^2 = -\varepsilon/t$. The score of the marginal is the mean of these gradients over all $x_0$ given $x$,
-# because $\nabla p_t(x) = \int p(x_0)\,p(x \mid x_0)\,\nabla\log p(x \mid x_0)\,\mathrm dx_0$; divide by $p_t(x)$. Hence
-# $\nabla \log p_t(x) = -\mathbb E[\varepsilon \mid x_t = x]/t$. The lesson on flow matching computed the noise estimate from the velocity: $\hat\varepsilon = x + (1-t)v$.
+# The score of a flow needs no new network: we can compute it from the velocity. Given the data point $x_0$, $x_t$ is Gaussian with mean $(1-t)x_0$ and standard deviation $t$, and the
+# gradient of its log-density is $-(x_t - (1-t)x_0)/t^2 = -\varepsilon/t$. The score of the marginal is the mean of these gradients over all $x_0$ given $x$:
+# differentiate $p_t(x) = \int p(x_0)\,p(x \mid x_0)\,\mathrm dx_0$ and divide by $p_t(x)$. Hence
+# $\nabla \log p_t(x) = -\mathbb E[\varepsilon \mid x_t = x]/t$. The lesson on flow matching computed this mean from the velocity: $\hat\varepsilon = x + (1-t)v$.
 #
 # <details><summary><b>Tweedie's formula with the score</b></summary>
 #
@@ -116,7 +121,7 @@ opening()
 #
 # ### Exercise 1 · the score from the velocity
 #
-# *Difficulty: easy · importance: essential · time: 4 minutes*
+# *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
 #
 # Combine the two formulas; `x` and `velocity` are `[sample, dim]`, `time` is `[sample]`.
 
@@ -148,16 +153,16 @@ lesson.check_score(score)
 # %% [markdown]
 # ## One step of Flow-SDE
 #
-# A step of length $\Delta$ from $t$ to $s = t - \Delta$ is a step of the Euler-Maruyama method. The next node is Gaussian, and this Gaussian *is* the policy:
+# A sampler takes steps of finite length. For a step from $t$ to the next time $s = t - \Delta$, the Euler-Maruyama method keeps the bracket constant. Then the next node is Gaussian, and this Gaussian *is* the policy:
 #
-# $$x_s \sim \mathcal N\big(\mu,\ \sigma^2\Delta\, I\big),\qquad \mu = x - \Delta v - \frac{\sigma^2\Delta}{2t}\big(x + (1-t)v\big).$$
+# $$x_s \sim \mathcal N\big(\mu,\ \mathrm{std}^2 I\big),\qquad \mu = x - \Delta v - \frac{\sigma_t^2\Delta}{2t}\big(x + (1-t)v\big),\qquad \mathrm{std} = \sigma_t\sqrt\Delta .$$
 #
-# The last term is $\Delta\sigma^2/2$ times the score. This lesson calls it the *score correction*.
-# Flow-GRPO (Liu et al. 2025, arXiv 2505.05470) uses $\sigma = a\sqrt{t/(1-t)}$, which is large early and small late. $a$ is the *noise level*, 0.7 in the paper.
+# The last term of $\mu$ is $\Delta\sigma_t^2/2$ times the score; we call it the *score correction*.
+# Flow-GRPO (Liu et al. 2025, arXiv 2505.05470) uses $\sigma_t = a\sqrt{t/(1-t)}$, which is large early and small late. The number $a$ is the *noise level*, 0.7 in the paper.
 #
 # ### Exercise 2 · the transition
 #
-# *Difficulty: medium · importance: essential · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 6 minutes*
 #
 # Return mean `[sample, dim]` and standard deviation (a number) of $x_s$, in this order. Here $t < 1$ is one number for the whole batch.
 
@@ -169,7 +174,7 @@ def flow_sde_step(x, velocity, t, s, noise_level):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute $\sigma^2 = a^2\,t/(1-t)$ first: the mean contains $\sigma^2\Delta$, the standard deviation its root. The bracket in the mean is the noise estimate of exercise 1.
+# **Hint.** Compute $\sigma_t^2 = a^2\,t/(1-t)$ first: the mean contains $\sigma_t^2\Delta$, the standard deviation its root. The bracket in the mean is the noise estimate of exercise 1.
 
 
 # %% tags=["solution"]
@@ -186,13 +191,13 @@ def flow_sde_step(x, velocity, t, s, noise_level):
 lesson.check_flow_sde(flow_sde_step)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The drift is multiplied by $\Delta$, the noise by $\sqrt\Delta$, because variances add up over time, not standard deviations. The noise is drawn later; mean and standard deviation define the policy.
+# **Why.** The drift is multiplied by $\Delta$ and the noise by $\sqrt\Delta$, because the variances of independent noise add up over time, not the standard deviations. The function draws no noise itself: mean and standard deviation define the policy.
 
 # %% [markdown]
-# At $t = 1$, where every path starts, the denominator of $\sigma$ is zero. The released code and `FlowSDE` use the next grid time $s$ in the denominator of this step, $\sigma = a\sqrt{1/(1-s)}$, which is finite. The wrapper
-# `Windowed` makes the steps outside the given ones ODE steps, here the last one, for a reason given below.
+# At $t = 1$, where every path starts, the denominator of $\sigma_t$ is zero. The released code and `FlowSDE` use the next time $s$ in the denominator of this step, $\sigma_t = a\sqrt{1/(1-s)}$, which is finite. The wrapper
+# `Windowed` makes some steps stochastic and the others ODE steps. Here only the last step is an ODE step, for a reason given below.
 #
-# To test the marginals with many small steps, compare the SDE's samples with the ODE's from other noise, halfway and at the end: in a figure, and by the quantiles of the distance from the centre.
+# Are the marginals really the same? Let us take 250 small steps, and compare samples of the SDE with samples of the ODE from other noise, halfway and at the end: in a figure, and by the quantiles of the distance from the centre.
 
 # %%
 start = [torch.randn(2500, 2, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
@@ -216,37 +221,35 @@ for cell, path, node, title in (
 plt.show()
 
 # %% [markdown]
-# The quantiles agree within the sampling error of 2500 points (about 0.02 to 0.03), although each SDE path received new noise 249 times. The next exercise removes the part of the step that makes this possible.
+# The quantiles agree within the sampling error of 2500 points (about 0.02 to 0.03), although each SDE path received new noise 249 times. So far the library has followed the path. Now write the sampler yourself, and see which part of the step preserves the marginals.
 #
-# ### Exercise 3 · without the score correction
+# ### Exercise 3 · the sampling loop
 #
-# *Difficulty: medium · importance: useful · time: 8 minutes*
+# *Difficulty: medium · kind: code · importance: essential · time: 10 minutes*
 #
-# Write the sampler as a loop over the grid, with an option that leaves out the score correction: with `correct=False` the mean of every step is that of the ODE, $x - \Delta v$, and the noise is unchanged.
-# `velocity(x, t)` maps `[sample, dim]` and `[sample]` to `[sample, dim]`, and `times` is a list of numbers below 1. Use `flow_sde_step`, and draw the noise with `generator`. Return the final points.
+# Follow the SDE from the points `x` at `times[0]` to `times[-1]`, and return the final points. In every step, evaluate the velocity, call `flow_sde_step`, and draw the next points with `generator`.
+# `velocity(x, t)` maps `[sample, dim]` and `[sample]` to `[sample, dim]`; `times` is a list of decreasing numbers below 1. With `correct=False` the sampler leaves out the score correction: the mean of every step is that of the ODE, $x - \Delta v$, and the noise is unchanged.
 
 
 # %% tags=["exercise"]
 def sde_ends(velocity, x, times, noise_level, correct, generator):
     """The points [sample, dim] after all steps of the grid; x holds the points at times[0]."""
-    for t, s in pairwise(times):
-        v, delta = velocity(x, torch.full((len(x),), t)), t - s
-        ...
+    ...
     return x
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** `flow_sde_step` returns the right mean and standard deviation. If `correct` is false, replace only the mean. The next point is the mean plus `std` times a standard normal draw of the shape of `x`.
+# **Hint.** `pairwise(times)` gives the steps `t, s`, and `torch.full((len(x),), t)` one time per sample. If `correct` is false, replace only the mean. Which three quantities give the next points?
 
 
 # %% tags=["solution"]
 def sde_ends(velocity, x, times, noise_level, correct, generator):
     """The points [sample, dim] after all steps of the grid; x holds the points at times[0]."""
     for t, s in pairwise(times):
-        v, delta = velocity(x, torch.full((len(x),), t)), t - s
+        v = velocity(x, torch.full((len(x),), t))
         mean, std = flow_sde_step(x, v, t, s, noise_level)
         if not correct:
-            mean = x - delta * v
+            mean = x - (t - s) * v
         x = mean + std * torch.randn(x.shape, generator=generator)
     return x
 
@@ -255,11 +258,11 @@ def sde_ends(velocity, x, times, noise_level, correct, generator):
 lesson.check_sde_ends(sde_ends)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Both versions add the same noise. The velocity was trained on points $x_t$ that contain noise of standard deviation $t$, and removes exactly that amount. Its inputs are the point and the time, not the amount of noise in the point.
-# Without the correction the added noise accumulates, and the points leave the region for which the velocity was trained.
+# **Why.** The loop is the rollout of reinforcement learning: it evaluates the network, computes the policy's mean and standard deviation, draws the next state, and repeats. Both versions add the same noise. The velocity is defined for points $x_t$ that contain noise of standard deviation $t$, and removes exactly that amount.
+# Without the correction the added noise accumulates, and the points contain more noise than their time says.
 
 # %% [markdown]
-# The next cell measures the spread of the result: the root mean square distance to the nearest blob's centre, for noise levels from 0 to 1. The starting points are exact samples of $p_t$ at $t = 0.98$, because $\sigma$ is infinite at $t = 1$.
+# The next cell measures the spread of the result: the root mean square distance to the nearest blob's centre, for noise levels from 0 to 1. The starting points are exact samples of $p_t$ at $t = 0.98$, because $\sigma_t$ is infinite at $t = 1$.
 
 # %%
 times = torch.linspace(0.98, 0, 120).tolist()
@@ -298,19 +301,57 @@ clean(axes[2])
 plt.show()
 
 # %% [markdown]
-# With the correction the spread is that of the data at every noise level. Without it the spread grows with the noise level: by about a fifth at $a = 0.4$, to more than twice that of the data at $a = 1$. An implementation without the correction still produces samples and still trains.
-# Its samples are only too noisy, so compare the spread of a new sampler with the ODE's.
+# With the correction the spread is that of the data at every noise level. Without it the spread grows with the noise level: by about a fifth at $a = 0.4$, to more than twice that of the data at $a = 1$. An implementation without the correction raises no error, and even its training works.
+# Only its samples are too noisy. So compare the spread of every new sampler with that of the ODE.
 #
+# Such a comparison can also find other bugs. A colleague's loop uses your `flow_sde_step` with the score correction, and yet the spread is wrong. The next cell prints it for different numbers of steps.
+
+# %%
+for steps in (15, 60, 240):
+    grid = torch.linspace(0.98, 0, steps + 1).tolist()
+    ours = sde_ends(ring.velocity, first[:1000], grid, 0.7, True, torch.Generator().manual_seed(3))
+    theirs = lesson.colleague_ends(ring.velocity, first[:1000], grid, 0.7)
+    print(f"{steps:3d} steps: spread {blob_spread(ours):.2f} with your loop, {blob_spread(theirs):.2f} with the colleague's")
+
+# %% [markdown]
+# ### Exercise 4 · read the log
+#
+# *Difficulty: medium · kind: debugging · importance: useful · time: 6 minutes*
+#
+# Which bug explains the colleague's numbers?
+#
+# - **a** the noise is multiplied by $\mathrm{std}^2$ instead of std
+# - **b** the same noise is added in every step
+# - **c** `correct=False` was passed
+# - **d** the grid is too coarse for Euler-Maruyama
+
+# %% tags=["exercise"]
+cause = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** By which factor does the spread grow if there are four times as many steps? For each bug, say whether its effect grows, falls or stays if the steps become smaller.
+
+# %% tags=["solution"]
+cause = "b"
+
+# %%
+lesson.check_cause(cause)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The colleague wrote `noise = torch.randn(...)` above the loop. Then all steps push a sample in the same direction: the standard deviations add up instead of the variances. With $n$ steps the sum is proportional to $n\sqrt{1/n} = \sqrt n$, so four times as many steps double the spread.
+# A test with two different numbers of steps finds such an error; a test with one number may not.
+
+# %% [markdown]
 # ## Few steps: grain
 #
 # 250 steps per image are too expensive for training. With ten steps, Euler-Maruyama is no longer exact, and its error is visible: images look grainy, because too much noise remains in them.
 #
-# The amount can be computed. Let all data be one point $x_0$ and the velocity exact. Then $x_t = (1-t)x_0 + t\varepsilon$, and the step's mean is $(1-s)x_0 + \big(s - \frac{\sigma^2\Delta}{2t}\big)\varepsilon$. The new
-# noise adds variance $\sigma^2\Delta$. The exact variance would be $s^2$.
+# We can compute how much. Let all data be one point $x_0$ and the velocity exact. Then $x_t = (1-t)x_0 + t\varepsilon$, and the step's mean is $(1-s)x_0 + \big(s - \frac{\sigma_t^2\Delta}{2t}\big)\varepsilon$. The new
+# noise adds variance $\sigma_t^2\Delta$. The exact variance would be $s^2$.
 #
-# ### Exercise 4 · excess variance
+# ### Exercise 5 · excess variance
 #
-# *Difficulty: medium · importance: useful · time: 8 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 8 minutes*
 #
 # Return the excess of the variance of $x_s$ over $s^2$ after one step, simplified or not.
 
@@ -336,21 +377,22 @@ def excess_variance(t, s, sigma):
 lesson.check_excess_variance(excess_variance)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Multiplied out, the excess is $\Delta^2\sigma^2\big(\frac1t + \frac{\sigma^2}{4t^2}\big)$: always positive, and of second order in $\Delta$, so that the sum over the $1/\Delta$ steps vanishes with small steps. It grows
+# **Why.** Multiplied out, the excess is $\Delta^2\sigma_t^2\big(\frac1t + \frac{\sigma_t^2}{4t^2}\big)$. It is always positive and of second order in $\Delta$, so the sum over the $1/\Delta$ steps vanishes with small steps. It grows
 # with the noise level: more exploration costs image quality.
 
 # %% [markdown]
-# Two kernels avoid the excess by construction. Both start from the estimates $\hat x_0 = x - tv$ and $\hat\varepsilon = x + (1-t)v$, and restore the right amount of noise: new noise of standard deviation $\sigma$ (here the standard deviation of the whole step, without a factor $\sqrt\Delta$), and old noise for the rest,
+# Two kernels avoid the excess by construction. Both start from the estimates $\hat x_0 = x - tv$ and $\hat\varepsilon = x + (1-t)v$, and restore the right amount of noise: new noise of standard deviation std, and old noise for the rest,
 #
-# $$x_s \sim \mathcal N\Big((1-s)\,\hat x_0 + \sqrt{s^2 - \sigma^2}\;\hat\varepsilon,\ \ \sigma^2 I\Big).$$
+# $$x_s \sim \mathcal N\Big((1-s)\,\hat x_0 + \sqrt{s^2 - \mathrm{std}^2}\;\hat\varepsilon,\ \ \mathrm{std}^2 I\Big).$$
 #
-# *Coefficients-Preserving Sampling* (CPS; Wang & Yu 2025, arXiv 2509.05952) sets $\sigma = s\,\sin(\eta\pi/2)$; Stepwise-Flow-GRPO (arXiv 2603.28718, equation 8) uses a *DDIM-inspired* kernel with $\sigma = a\,s\sqrt{1-t}$.
+# *Coefficients-Preserving Sampling* (CPS; Wang & Yu 2025, arXiv 2509.05952) sets $\mathrm{std} = s\,\sin(\eta\pi/2)$ with a noise level $\eta$ between 0 and 1. Stepwise-Flow-GRPO (arXiv 2603.28718, equation 8) uses a *DDIM-inspired* kernel with $\mathrm{std} = a\,s\sqrt{1-t}$.
+# (Both papers write $\sigma$ for this std. It has no factor $\sqrt\Delta$.)
 #
-# ### Exercise 5 · CPS
+# ### Exercise 6 · CPS
 #
-# *Difficulty: medium · importance: useful · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 6 minutes*
 #
-# Return mean and standard deviation of the next node with CPS's $\sigma$; `t`, `s` and `eta` are numbers, so use `math.sin`.
+# Return mean and standard deviation of the next node with CPS's std; `t`, `s` and `eta` are numbers, so use `math.sin`.
 
 
 # %% tags=["exercise"]
@@ -360,7 +402,7 @@ def cps_step(x, velocity, t, s, eta):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute $\hat x_0$ and $\hat\varepsilon$ from the lesson on flow matching, then $\sigma$, then the formula. Rounding can make $s^2 - \sigma^2$ slightly negative; `max(0, ...)` prevents an error.
+# **Hint.** Compute $\hat x_0$ and $\hat\varepsilon$ from the lesson on flow matching, then std, then the formula. Rounding can make $s^2 - \mathrm{std}^2$ slightly negative; `max(0, ...)` prevents an error.
 
 
 # %% tags=["solution"]
@@ -375,11 +417,32 @@ def cps_step(x, velocity, t, s, eta):
 lesson.check_cps(cps_step)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Old and new noise are independent, so their *variances* must add up to $s^2$: $(s^2 - \sigma^2) + \sigma^2$. This formula has no factor $\Delta$: $\sigma$ is the standard deviation of the step itself.
+# **Why.** Old and new noise are independent, so their *variances* must add up to $s^2$: $(s^2 - \mathrm{std}^2) + \mathrm{std}^2$.
 # At $\eta = 0$ the step is the ODE step; at $\eta = 1$ all noise is new.
 
 # %% [markdown]
-# The next figure has all kernels with ten steps each on a ring with sharp blobs (standard deviation 0.05), where the excess noise is easy to see:
+# Let us compare the kernels with ten steps each on a ring with sharp blobs (standard deviation 0.05), where excess noise is easy to see.
+#
+# ### Exercise 7 · sharper or wider?
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 4 minutes*
+#
+# For each sampler with ten steps, will the blobs of its samples be `"sharper"` or `"wider"` than those of the data?
+
+# %% tags=["exercise"]
+blobs = {"ODE": ..., "Flow-SDE, all steps random": ..., "CPS": ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Look at the last step, which ends at $s = 0$. To which point does the mean of each kernel lead, and is noise added to this point?
+
+# %% tags=["solution"]
+blobs = {"ODE": "sharper", "Flow-SDE, all steps random": "wider", "CPS": "sharper"}
+
+# %%
+lesson.check_blobs(blobs)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** At $s = 0$ the ODE and CPS end at $\hat x_0$, the conditional mean, which has less spread than the data. Flow-SDE adds noise of standard deviation $\sigma_t\sqrt\Delta$ to its last mean, and no later step removes this noise.
 
 # %%
 sharp = GaussianMixture.ring(std=0.05)
@@ -405,14 +468,65 @@ print(f"{'data':28} median distance to the nearest blob's centre {float(exact.me
 plt.show()
 
 # %% [markdown]
-# If all steps are random, the noise of Flow-SDE's last step remains in the sample as grain. An ODE step as the last step removes this noise, and the opposite error remains.
+# If all steps are random, the noise of Flow-SDE's last step remains in the sample as grain. With an ODE step as the last step this noise is missing, and only the opposite error remains.
 #
-# All other samples are *sharper* than the data, those of the ODE included: ten steps end with a jump to a conditional mean, which has lost part of the spread. A sharp sample is not an exact sample. CPS adds new noise to conditional means at every step, so
-# part of its loss of spread remains however many steps it takes.
+# All other samples are *sharper* than the data, those of the ODE included: ten steps end with a jump to a conditional mean, which has lost part of the spread. So a sharp sample is not necessarily an exact sample. CPS adds new noise to conditional means at every step, and
+# part of its loss of spread remains with any number of steps.
 #
 # ## Which steps are decisions?
 #
-# A step of standard deviation 0 has only one possible next node. Such a step has no log-probability, and its ratio is 1 for every policy, so it has no part in the loss.
+# A step of standard deviation 0 has only one possible next node. Such a step has no density and no log-probability, so it has no part in the loss. Reinforcement learning can credit only the other steps, the *decisions*. How many are there, and how much do they matter?
+#
+# ### Exercise 8 · count the decisions
+#
+# *Difficulty: easy · kind: prediction · importance: useful · time: 4 minutes*
+#
+# For each kernel with ten steps on the even grid, how many steps are decisions (standard deviation above 0)? Consider both ends: $t = 1$ and $s = 0$. The kernels are as published, without a wrapper: Flow-SDE with the
+# released code's $\sigma_t$ at $t = 1$ (see above).
+
+# %% tags=["exercise"]
+decisions = {"FlowSDE": ..., "CPS": ..., "DDIMSDE": ...}
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Insert the first step ($t = 1$, $s = 0.9$) and the last one ($t = 0.1$, $s = 0$) into each formula for the standard deviation, and look for a factor 0.
+
+# %% tags=["solution"]
+decisions = {"FlowSDE": 10, "CPS": 9, "DDIMSDE": 8}
+
+# %%
+lesson.check_decisions(decisions)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Flow-SDE's $\sigma_t\sqrt\Delta$ is positive at every step, including the last one, whose noise remains in the image; the paper therefore makes the last step an ODE step (the window `:-1`). CPS and the
+# DDIM-inspired kernel have a factor $s$, which is 0 at the last step; the latter also has a factor $\sqrt{1-t}$, which is 0 at the first step.
+
+# %% [markdown]
+# ### Exercise 9 · one random step
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 3 minutes*
+#
+# Now make a *single* step of Flow-SDE stochastic and let all others follow the ODE. Take 20 samples from the same initial noise. Which random step sends most of them to different blobs?
+#
+# - **a** one of the first steps
+# - **b** a step in the middle
+# - **c** one of the last steps
+# - **d** all steps alike, because the noise level $a$ is the same
+
+# %% tags=["exercise"]
+random_step = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Compare the standard deviation of a step with the distance to the next blob, and ask what the later ODE steps do with a point that was moved.
+
+# %% tags=["solution"]
+random_step = "a"
+
+# %%
+lesson.check_random_step(random_step)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Early the standard deviation is large and the point is still between the blobs, so a small move changes the blob to which the ODE leads. Late the point is inside a blob, and the noise is too small to leave it.
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=3.0)
@@ -444,37 +558,40 @@ print("spread of the end points per step:", " ".join(f"{value:.2f}" for value in
 print("another blob, per step:           ", " ".join(f"{value:.2f}" for value in changed))
 
 # %% [markdown]
-# On the right, one step at a time is stochastic and all others follow the ODE. Siblings are 20 samples from the same initial noise; a bar is the share of samples that end at another blob than most of their siblings. The printed spread is the root of the end points' variance among siblings, summed over both coordinates. Early noise decides *which* blob the sample ends in; late noise only moves the sample within its blob. Stepwise credit is based
+# On the right, siblings are 20 samples from the same initial noise, and a bar is the share of samples that end at another blob than most of their siblings. The printed spread is the root of the end points' variance among siblings, summed over both coordinates. Early noise decides *which* blob the sample ends in; late noise only moves the sample within its blob. Stepwise credit is based
 # on this observation: steps differ in their effect, and a rule with equal credit for all steps ignores the difference.
 #
-# ### Exercise 6 · count the decisions
+# With kernel, noise level and window you can design the decisions of a policy. A good design explores enough to find better samples, and still produces samples without grain.
 #
-# *Difficulty: easy · importance: useful · time: 4 minutes*
+# ### Exercise 10 · design the decisions
 #
-# For each kernel with ten steps on the even grid, how many steps are decisions (standard deviation above 0)? Consider both ends: $t = 1$ and $s = 0$. The kernels are as published, without a wrapper: Flow-SDE with the
-# released code's $\sigma$ at $t = 1$ (see above).
+# *Difficulty: medium · kind: design · importance: useful · time: 8 minutes*
+#
+# Choose a sampler for ten steps on the sharp ring, such as `Windowed(FlowSDE(0.2), range(3, 6))`. It must have
+#
+# - at least four decisions;
+# - exploration: at least 60% of its samples end at another blob than the ODE from the same noise;
+# - no grain: the median distance to the nearest centre is at most that of the data (0.059).
 
 # %% tags=["exercise"]
-decisions = {"FlowSDE": ..., "CPS": ..., "DDIMSDE": ...}
-
+my_sampler = ...
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Insert the first step ($t = 1$, $s = 0.9$) and the last one ($t = 0.1$, $s = 0$) into each formula for the standard deviation, and look for a factor 0.
+# **Hint.** The figure on the right says which steps explore, and the list of median distances which step leaves grain. The noise level scales the exploration of every step.
 
 # %% tags=["solution"]
-decisions = {"FlowSDE": 10, "CPS": 9, "DDIMSDE": 8}
+my_sampler = Windowed(FlowSDE(0.7), range(5))
 
 # %%
-lesson.check_decisions(decisions)
+lesson.check_sampler(my_sampler)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Flow-SDE's $\sigma\sqrt\Delta$ is positive at every step, including the last one, whose noise remains in the image; the paper therefore makes the last step an ODE step (the window `:-1`). CPS and the
-# DDIM-inspired kernel have a factor $s$, which is 0 at the last step; the latter also has a factor $\sqrt{1-t}$, which is 0 at the first step.
+# **Why.** Early decisions explore, and the ODE steps after them remove the grain, so five decisions at the beginning are enough. CPS with all nine decisions is another good answer, because it leaves no grain. Fewer decisions also make training cheaper, since only decisions are trained.
 
 # %% [markdown]
 # ## The same with the library
 #
-# All kernels have the same method. It accepts any schedule, and a batch with different steps; `Windowed` makes only some steps stochastic.
+# All kernels have the same method. It accepts any schedule and a batch with different steps.
 
 # %%
 index = torch.tensor([3, 3, 7, 9])
@@ -489,15 +606,41 @@ library = FlowSDE(0.7).transition(x[:2], velocity[:2], schedule, index[:2])
 print("ours agrees:", torch.allclose(mean, library.mean, atol=1e-6), abs(std - float(library.std[0])) < 1e-6)
 
 # %% [markdown]
-# ## To keep
+# ## Quiz
+#
+# *Kind: quiz · time: 5 minutes*
+#
+# 1. We double the noise level of Flow-SDE and take very many small steps. The distribution of the final samples **a** becomes wider, **b** stays the same, **c** has more blobs.
+# 2. The ODE and the SDE have the same marginals. So from the *same* initial noise **a** they end at the same point, **b** they end at the same blob, **c** neither; only the distribution over all noises is the same.
+# 3. We halve the step length $\Delta$ of Flow-SDE. The std of a transition is multiplied by **a** 1/2, **b** $1/\sqrt2$, **c** 1.
+# 4. An ODE step has no part in the loss of reinforcement learning because **a** the network is not evaluated in it, **b** its next node is certain, so it has no log-probability, **c** its velocity does not depend on the weights.
+# 5. Images of a Flow-SDE sampler with ten steps are grainy. Which change removes the grain and keeps most of the exploration? **a** ODE steps at the end, **b** ODE steps at the beginning, **c** a larger noise level.
+
+# %% tags=["exercise"]
+quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** For questions 1 and 2 read the sentence below the SDE and the end of the derivation again. Questions 3 to 5 are about the transition, the decisions and the grain.
+
+# %% tags=["solution"]
+quiz = {1: "b", 2: "c", 3: "b", 4: "b", 5: "a"}
+
+# %%
+lesson.check_quiz(quiz)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 1: the score correction grows with $\sigma_t^2$ and cancels the spread. 2: the end point of the SDE also depends on all later noise. 3: $\mathrm{std} = \sigma_t\sqrt\Delta$. 4: a step with std 0 has one possible result for given weights. 5: grain is the noise of late steps, exploration that of early steps.
+
+# %% [markdown]
+# ## Summary
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
 # | $\nabla\log p_t = -\hat\varepsilon/t$ | score | `flow.noise_estimate` |
-# | $\sigma = a\sqrt{t/(1-t)}$, std $\sigma\sqrt\Delta$ | Flow-SDE | `samplers.FlowSDE(noise_level)` |
-# | $-\frac{\sigma^2\Delta}{2t}\hat\varepsilon$ | score correction: keeps the marginals | part of the mean |
-# | $\sigma = s\sin(\eta\pi/2)$, std $\sigma$ | CPS | `samplers.CPS(noise_level)` |
-# | $\sigma = a s\sqrt{1-t}$, std $\sigma$ | DDIM-inspired SDE | `samplers.DDIMSDE(noise_level)` |
+# | $\sigma_t = a\sqrt{t/(1-t)}$, std $\sigma_t\sqrt\Delta$ | Flow-SDE | `samplers.FlowSDE(noise_level)` |
+# | $-\frac{\sigma_t^2\Delta}{2t}\hat\varepsilon$ | score correction: keeps the marginals | part of the mean |
+# | std $= s\sin(\eta\pi/2)$ | CPS | `samplers.CPS(noise_level)` |
+# | std $= a s\sqrt{1-t}$ | DDIM-inspired SDE | `samplers.DDIMSDE(noise_level)` |
 # | std = 0 | not a decision: no credit, no part in the loss | `samplers.transition_stds`, `experience.Decisions` |
 # | some steps only | window, a Python slice such as `2:7` | `samplers.Windowed`; `FixedWindow`, `RandomWindow`, `SlidingWindow` |
 #

@@ -8,8 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.flow import GaussianMixture
-from flowrl_course.checking import answered, check, close, expect, number, same, tensor
+from flowrl.flow import GaussianMixture, uniform_schedule
+from flowrl.samplers import ODE, transition_stds
+from flowrl_course.checking import (
+    answered,
+    check,
+    choice,
+    close,
+    expect,
+    number,
+    quiz,
+    same,
+    tensor,
+)
 
 Answer = Callable[..., Any]
 
@@ -165,20 +176,26 @@ def check_sde_ends(answer: Answer) -> None:
     times, a, count = torch.linspace(0.9, 0.0, 13).tolist(), 0.8, 40_000
     first = torch.randn(count, 2, generator=torch.Generator().manual_seed(6))
     start = float(first.std())
-    stds = {}
+    stds, seen = {}, []
+
+    def velocity(x: Tensor, time: Tensor) -> Tensor:
+        expect(time.shape == x.shape[:1], "velocity needs one time per sample: torch.full")
+        seen.append(float(time[0]))
+        return _linear_velocity(x, time)
+
     for correct in (True, False):
-        ends = answered(
-            answer(
-                _linear_velocity, first.clone(), times, a, correct, torch.Generator().manual_seed(7)
-            ),
-            "sde_ends",
-        )
-        ends = tensor(ends, (count, 2), "the final points")
+        generator = torch.Generator().manual_seed(7)
+        ends = answer(velocity, first.clone(), times, a, correct, generator)
+        ends = tensor(answered(ends, "sde_ends"), (count, 2), "the final points")
         expect(
             not same(ends, first),
             "the points are returned unchanged: replace the dots, and assign the new points to x",
         )
         stds[correct] = float(ends.std())
+    expect(
+        seen[:1] != times[1:2],
+        "the velocity is evaluated at the end of the step: evaluate it at t, where x is",
+    )
     repeated = answer(
         _linear_velocity, first.clone(), times, a, True, torch.Generator().manual_seed(7)
     )
@@ -241,7 +258,29 @@ def check_sde_ends(answer: Answer) -> None:
         )
 
 
+def colleague_ends(velocity: Answer, x: Tensor, times: list[float], noise_level: float) -> Tensor:
+    """The final points of a loop that adds the same noise in every step (exercise 4)."""
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
+    for t, s in pairwise(times):
+        mean, std = _flow_sde(x, velocity(x, torch.full((len(x),), t)), t, s, noise_level)
+        x = mean + std * noise
+    return x
+
+
 @check("Exercise 4")
+def check_cause(answer: str) -> None:
+    """`answer` is the letter of the bug that explains the log."""
+    reasons = {
+        "a": "std^2 is proportional to the step length, so its noise vanishes with more steps:"
+        " here the spread grows",
+        "c": "without the correction the spread is about 0.6, see the table above: compare",
+        "d": "a finer grid would help against a coarse one: here it makes the spread worse",
+    }
+    letter = choice(answer, "abcd")
+    expect(letter == "b", reasons.get(letter, ""))
+
+
+@check("Exercise 5")
 def check_excess_variance(answer: Answer) -> None:
     """`answer(t, s, sigma)` is Delta^2 sigma^2 (1/t + sigma^2 / (4 t^2))."""
     t, s, sigma = 0.7, 0.4, 0.9
@@ -269,7 +308,7 @@ def check_excess_variance(answer: Answer) -> None:
     close(got, truth, "this is not the variance of x_s minus s squared", mistakes, 1e-6)
 
 
-@check("Exercise 5")
+@check("Exercise 6")
 def check_cps(answer: Answer) -> None:
     """`answer(x, velocity, t, s, eta)` is mean and std of a CPS step."""
     t, s, eta = 0.6, 0.45, 0.7
@@ -315,7 +354,29 @@ def check_cps(answer: Answer) -> None:
     )
 
 
-@check("Exercise 6")
+@check("Exercise 7")
+def check_blobs(answer: dict[str, str]) -> None:
+    """`answer` maps samplers to sharper or wider."""
+    ode, sde, cps = "ODE", "Flow-SDE, all steps random", "CPS"
+    expect(isinstance(answer, dict) and set(answer) == {ode, sde, cps}, "keep the three keys")
+    answered(None if ... in answer.values() else answer, "all samplers")
+    allowed = set(answer.values()) <= {"sharper", "wider"}
+    expect(allowed, 'answer "sharper" or "wider" for each sampler')
+    expect(
+        answer[sde] == "wider",
+        "Flow-SDE: its last step adds noise as well, and no later step removes this noise",
+    )
+    expect(
+        answer[ode] == "sharper",
+        "ODE: ten steps are not exact: the last one ends at a conditional mean",
+    )
+    expect(
+        answer[cps] == "sharper",
+        "CPS: its noise is 0 at s = 0: the sample is a conditional mean, as with the ODE",
+    )
+
+
+@check("Exercise 8")
 def check_decisions(answer: dict[str, Any]) -> None:
     """`answer` counts stochastic steps of ten for FlowSDE, CPS and DDIMSDE."""
     expect(isinstance(answer, dict), "give a dict with the keys FlowSDE, CPS and DDIMSDE")
@@ -339,3 +400,91 @@ def check_decisions(answer: dict[str, Any]) -> None:
         "DDIMSDE: the factor sqrt(1-t) matters too; what is t at the first step?",
     )
     expect(counts["DDIMSDE"] == 8, "DDIMSDE: both ends drop out, and nothing else")
+
+
+@check("Exercise 9")
+def check_random_step(answer: str) -> None:
+    """`answer` is where a single random step changes the blob most often."""
+    reasons = {
+        "b": "in the middle many points are already near a blob: compare with an earlier step",
+        "c": "a late point is inside its blob, and the noise of a late step is small: compare the"
+        " std with the distance between blobs",
+        "d": "a is the same, but sigma_t sqrt(Delta) is not: compute it early and late",
+    }
+    letter = choice(answer, "abcd")
+    expect(letter == "a", reasons.get(letter, ""))
+
+
+@check("Exercise 10")
+def check_sampler(answer: Any) -> None:
+    """`answer` is a sampler with enough decisions, exploration, and no grain."""
+    expect(
+        hasattr(type(answered(answer, "the sampler")), "transition"),
+        "give a sampler object, for example CPS(0.1) with brackets",
+    )
+    sharp, schedule = GaussianMixture.ring(std=0.05), uniform_schedule(10)
+
+    def ends(sampler: Any) -> tuple[Tensor, Tensor]:
+        """The distance to the nearest centre and its blob, for 1000 final points."""
+        generator = torch.Generator().manual_seed(8)
+        x = torch.randn(1000, 2, generator=generator)
+        for i in range(10):
+            v = sharp.velocity(x, schedule.times[i].expand(1000))
+            step = sampler.transition(x, v, schedule, torch.full((1000,), i))
+            x = step.mean + step.std[:, None] * torch.randn(x.shape, generator=generator)
+        nearest = torch.cdist(x, sharp.means).min(dim=1)
+        return nearest.values, nearest.indices
+
+    count = int((transition_stds(answer, schedule) > 0).sum())
+    expect(count >= 4, f"only {count} decisions: make more steps stochastic")
+    distance, blob = ends(answer)
+    median, other = float(distance.median()), float((blob != ends(ODE())[1]).float().mean())
+    expect(
+        median <= 0.059,
+        f"the median distance is {median:.3f}, so grain remains: which step adds noise that no"
+        " later step removes, or is the noise level too high?",
+    )
+    expect(
+        other >= 0.6,
+        f"only {other:.0%} of the samples end at another blob: use earlier steps or more noise",
+    )
+
+
+check_quiz = quiz(
+    __name__,
+    (
+        "b",
+        {
+            "a": "the score correction grows with sigma_t^2 and cancels the spread",
+            "c": "the blobs are those of the data, which noise does not change",
+        },
+    ),
+    (
+        "c",
+        {
+            "a": "the end point of the SDE depends on the later noise too",
+            "b": "look at the animation: sixty paths from one noise reach different blobs",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "variances, not standard deviations, are proportional to the step length",
+            "c": "sigma_t is unchanged, but std = sigma_t sqrt(Delta)",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "every Euler step evaluates the network",
+            "c": "the velocity is the output of the network",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "early steps explore, and the noise of the last step would remain",
+            "c": "more noise leaves more grain",
+        },
+    ),
+)
