@@ -86,7 +86,7 @@ def cannot_show(comparison: Comparison, summaries: Sequence[ArmSummary]) -> str:
     if names := untuned(comparison):
         which = "the arms" if len(names) == len(arms) else _listed(names)
         texts.append(f"how far {which} would get at tuned settings")
-    return f"It cannot show {_joined(texts or ['what holds in other tasks'], 'or')}."
+    return f"The comparison cannot show {_joined(texts or ['what holds in other tasks'], 'or')}."
 
 
 def untuned(comparison: Comparison) -> list[str]:

@@ -170,7 +170,9 @@ LEAD = [[0.1, 0.9], [0.1, 0.98]]
 def test_the_two_sentences_are_those_of_the_results(arms, shown, open_questions):
     runs = comparison(**arms)
     assert shows(runs, summarise(runs)).startswith(f"In held-out reward, {shown}")
-    assert cannot_show(runs, summarise(runs)).startswith(f"It cannot show {open_questions}")
+    assert cannot_show(runs, summarise(runs)).startswith(
+        f"The comparison cannot show {open_questions}"
+    )
 
 
 def test_equal_costs_with_unequal_updates_leave_the_order_after_updates_open():
@@ -297,7 +299,7 @@ def test_the_report_contains_every_run_escapes_every_value_and_loads_nothing(tmp
     assert page.count('src="data:image/png;base64,') == len(FIGURES)
     assert page.count('srcset="data:image/png;base64,') == 1
     first = page.split("</section>")[0]
-    assert "<b>In held-out reward, " in first and "</b> It cannot show " in first
+    assert "<b>In held-out reward, " in first and "</b> The comparison cannot show " in first
     assert first.index("<figure") < first.index("minus the baseline") < first.index("tuned here")
     assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in FIGURES)
     paper = tmp_path / "paper"
