@@ -15,9 +15,13 @@
 #
 # **After this lesson you can** compare a rule's credit and gradient with the ground truth, find the errors that this comparison misses, and compare the rule with tuned baselines: with budgets, seeds, a smallest effect and a verdict rule that are fixed before the runs.
 #
-# **Time** 80 minutes and a project of 40 minutes; the computer needs about one minute. **You need** the lessons Side by side and Your own credit rule.
+# **Time** 100 minutes and a project of 40 minutes; the computer needs about one minute. **You need** the lessons Side by side and Your own credit rule.
 #
-# The animation shows the quantity that every credit rule estimates. On the left a trajectory is denoised; the cross is its target. On the right are the *expected* reward before each of its decisions, and two estimates of it.
+# The animation shows the quantity that every credit rule estimates. On the left, the sampler denoises a trajectory; the cross is its target. On the right are the *expected* reward before each of its decisions, and two estimates of this expectation.
+#
+# **Symbols of this lesson**
+#
+# {symbols: decision $k$; $D$; $V_k$; $V^*_k$; $A^*_k$; $R$; $A$; $w$; $Z$; $c$}
 
 # %% tags=["hide-input"]
 import math
@@ -96,7 +100,7 @@ def opening():
     right.plot(COLUMNS, value, color=DATA, linewidth=2.4)
     right.plot(COLUMNS, tables["one-step estimate"][prompt, member], color=ACCENT, linestyle="--")
     right.plot(COLUMNS, tables["ODE completion"][prompt, member], color=COLOURS["tp-grpo"], linestyle=":", linewidth=2)
-    labels = (("expected reward V", DATA), ("one-step estimate", ACCENT), ("ODE completion", "#00734f"))
+    labels = (("expected reward V*", DATA), ("one-step estimate", ACCENT), ("ODE completion", "#00734f"))
     for height, (text, shade) in zip((0.95, 0.87, 0.79), labels, strict=True):
         right.text(0.02, height, text, color=shade, transform=right.transAxes, fontsize=9)
     now = right.axvline(0, color=NOISE, linewidth=1)
@@ -104,7 +108,7 @@ def opening():
         xlabel="state before decision (10: finished)",
         ylabel="reward",
         ylim=(-0.03, 1.45),
-        title="V (± 2 standard errors), and two estimates",
+        title="V* (± 2 standard errors), and two estimates",
     )
     right.set_yticks([0, 0.5, 1])
     clean(right)
@@ -125,40 +129,43 @@ opening()
 # %% [markdown]
 # ## Credit compared with the true advantage
 #
-# Decision $k$ draws the transition from $x$ to $x'$. Its true advantage is $A^*_k = V(x') - V(x)$, where $V(x)$ is the expected reward if the *stochastic* sampler continues from $x$. (An ODE step changes no expectation, so $V$ is the same before and after the ODE steps between two decisions.) In two dimensions $V$ can be measured: run the sampler from a state to the end many times, and average the rewards.
+# Decision $k$ draws the transition from $z_k$ to $z_{k+1}$; only the last step is deterministic here. Its true advantage is $A^*_k = V^*_{k+1} - V^*_k$, in which $V^*_k$ is the expected reward if the *stochastic* sampler continues from $z_k$. In two dimensions we can measure $V^*$: run the sampler from a state to the end many times, and average the rewards.
 #
 # ### Exercise 1 · the value of a state
 #
-# *Difficulty: medium · importance: essential · time: 12 minutes*
+# *Difficulty: medium · kind: code · importance: essential · time: 12 minutes*
 #
-# `latents` is `[sample, ...]`, all at node `node`. `go(latents, i)` draws step $i$ for every row; steps are $0, \dots, T-1$ with $T$ = `steps`. `score(latents)` returns one reward per row. Return `[sample]`: the mean reward of `count` continuations of each state.
+# `latents` is `[sample, ...]`, all at node `node`. `go(latents, i)` draws step $i$ for every row; steps are $0, \dots, T-1$ with $T$ = `steps`. `reward(latents)` returns one reward per row. Return `[sample]`: the mean reward of `count` continuations of each state.
 
 
 # %% tags=["exercise"]
-def state_value(latents, node, steps, go, score, count):
+def state_value(latents, node, steps, go, reward, count):
     """The expected final reward of each state, by Monte Carlo."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Copy each state `count` times with `repeat_interleave`, draw the remaining steps for all copies together, score them, and average the rewards of one state. Which steps remain from node $j$?
+# **Hint.** Copy each state `count` times with `repeat_interleave`, draw the remaining steps for all copies together, compute the rewards, and average those of one state. Which steps remain from node $j$?
 
 
 # %% tags=["solution"]
-def state_value(latents, node, steps, go, score, count):
+def state_value(latents, node, steps, go, reward, count):
     """The expected final reward of each state, by Monte Carlo."""
     copies = latents.repeat_interleave(count, dim=0)
     for step in range(node, steps):
         copies = go(copies, step)
-    return score(copies).view(len(latents), count).mean(dim=1)
+    return reward(copies).view(len(latents), count).mean(dim=1)
 
 
 # %%
 lesson.check_state_value(state_value)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Rewards are averaged, not states: the reward of the mean state is a different number (and meaningless for images). `repeat_interleave` puts the copies of one state next to each other, so that `.view(len(latents), count)` gives each state its own row; `repeat` would mix all states in every row and still return the right shape. The error of the mean decreases like $1/\sqrt{\text{count}}$: half the error
-# costs four times the work, which is too expensive for training.
+# **Why.** Rewards are averaged, not states: the reward of the mean state is a different number (and meaningless for images). `repeat_interleave` puts the copies of one state next to each other, so that `.view(len(latents), count)` gives each state its own row. `repeat` would mix all states in every row and still return the right shape. The error of the mean decreases like $1/\sqrt{\text{count}}$, so half the error
+# costs four times the work. This is too expensive for training.
+
+# %% [markdown]
+# The next cell compares your function with the library's values, for three members of a group at two nodes.
 
 # %%
 policy, schedule, asked = beginning.policy, beginning.schedule, beginning.prompts[0]
@@ -173,21 +180,21 @@ def go(latents, step):
         return draw_from(beginning.sampler.transition(latents, velocity, schedule, torch.full((count,), step)), chance)
 
 
-def score(latents):
+def reward(latents):
     """The reward of every row."""
     return beginning.reward.score(policy.decode(latents), [asked] * len(latents))
 
 
 nodes = look.trajectories(True).trajectories.nodes[: look.members]  # the group of the first prompt
 for node in (3, 7):
-    estimate = state_value(nodes[:, node], node, schedule.steps, go, score, 400)
+    estimate = state_value(nodes[:, node], node, schedule.steps, go, reward, 400)
     theirs, error = truths[True].state_values[0, :, node], truths[True].state_errors[0, :, node]  # decision k starts at node k
     print(
         f"node {node}: yours {estimate[:3].numpy().round(2)}, library {theirs[:3].numpy().round(2)} ± {error[:3].numpy().round(2)} for three members"
     )
 
 # %% [markdown]
-# `true_advantages` computes these values for the states of all decisions of 18 groups of 12 trajectories (with and without shared noise), with standard errors. `compare_credit` compares a rule's credit with $A^*$. The correlation is corrected for the Monte Carlo noise of the ground truth; the interval is a bootstrap over groups.
+# Both agree within the Monte Carlo error. `true_advantages` computes these values for the states of all decisions of 18 groups of 12 trajectories (with and without shared noise), with standard errors. `compare_credit` compares a rule's credit with $A^*$. It corrects the correlation for the Monte Carlo noise of the ground truth; the interval is a bootstrap over groups.
 
 # %%
 RULES = {
@@ -232,13 +239,13 @@ clean(axes[4])
 plt.show()
 
 # %% [markdown]
-# Uniform credit has a low correlation: most of the credit of a decision is due to other decisions. The points of the step-wise rules are close to a line, and those of the one-step estimate are the closest. A *cheaper* estimate can be better than a completion because $V$ is a mean over all continuations. The completion follows the ODE to *one* possible end, and its reward varies with this end; the one-step
-# estimate is the mean of the ends, and its reward is a smoother function of the state, like $V$. The blur that harms an image reduces the variance of a value.
+# Uniform credit has a low correlation, since most of the credit of a decision is due to other decisions. The points of the step-wise rules are close to a line, and those of the one-step estimate are the closest. How can a *cheaper* estimate be better than a completion? $V^*$ is a mean over all continuations. The completion follows the ODE to *one* possible end, and its reward varies with this end. The one-step
+# estimate is the mean of the ends, so its reward is a smoother function of the state, like $V^*$. The blur that harms an image reduces the variance of a value.
 #
 # ## The gradient compared with the true gradient
 #
-# The update of the weights is determined by the gradient $\sum_k A_k \nabla_\theta \log \pi(x' \mid x)$, a sum over the decisions. In this world the reward can be differentiated through the sampler, so the gradient of the expected reward is known (`pathwise_gradients`). Three numbers compare a rule's gradient with it: the **cosine** between its mean and the true gradient (1: no bias in direction), the **signal-to-noise ratio** of one batch, and the cost of a batch,
-# including the update's evaluations.
+# The update of the weights follows the gradient $\sum_k A_k \nabla_\theta \log \pi(z_{k+1} \mid z_k)$, a sum over the decisions. In this world we can differentiate the reward through the sampler, so we know the gradient of the expected reward (`pathwise_gradients`). Three numbers compare a rule's gradient with it: the **cosine** between its mean and the true gradient (1: no bias in direction), the **signal-to-noise ratio** of one batch, and the cost of a batch,
+# including the evaluations of the update.
 
 # %%
 direction = pathwise_gradients(beginning, batches=20, repeats=100, seed=1, decisions_only=True)
@@ -251,11 +258,9 @@ for name, (rule, shared, _) in RULES.items():
     print(f"{name:<14} {result.cosine:10.2f} {interval:<16} {result.signal_to_noise:16.2f} {equal:28.2f}")
 
 # %% [markdown]
-# (An interval may exceed 1: the length of a gradient is corrected for noise, and the estimate of the noise is noisy itself.) Everything so far favours the one-step estimate. The cosine is not measurably below Stepwise's, the signal-to-noise ratio of a batch is the highest of the four, and its lead per evaluation is larger still.
+# (An interval may exceed 1: the length of a gradient is corrected for noise, and the estimate of the noise is noisy itself.) Everything so far favours the one-step estimate. Its cosine is not measurably below that of Stepwise, its signal-to-noise ratio is the highest of the four, and its lead per evaluation is larger still.
 #
-# *Before you continue, write down whether this evidence would be sufficient for a publication.*
-#
-# A rule may have `credit(experience)` instead of `assign`, read more than values, and return weights (the lesson Your own credit rule). The correlation with $A^*$ does not see weights, since they change a decision's share in the loss and not its credit. The gradient does. The next cell compares `EstimateToGo` with and without weights that fall with the size of $\log\pi$.
+# A rule may also return weights (the lesson Your own credit rule). The correlation with $A^*$ does not depend on weights, since they change a decision's share in the loss and not its credit. The gradient depends on them. The next cell compares `EstimateToGo` with and without weights $w$, which are smaller for unlikely draws.
 
 
 # %%
@@ -278,11 +283,34 @@ for name, rule in (("equal weights", EstimateToGo()), ("likely draws", LikelyDra
     print(f"{name:<14} {result.cosine:10.2f} {interval:<16} {result.signal_to_noise:16.2f}")
 
 # %% [markdown]
-# These weights are harmless and useless: both gradients have the right direction, and the weighted one is slightly noisier, because weights that have nothing to do with the credit only reduce the effective number of decisions.
+# These weights do no harm, but they do not help either. Both gradients have the right direction, and the weighted one is slightly noisier: weights that are unrelated to the credit only reduce the effective number of decisions.
 #
 # ## The same diagnostics during training
 #
-# The next cell trains with the rule, with three seeds and the middle clip range of the lesson Side by side.
+# ### Exercise 2 · what will training show?
+#
+# *Difficulty: medium · kind: prediction · importance: essential · time: 3 minutes*
+#
+# `EstimateGain` has the highest correlation with $A^*$ and the highest signal-to-noise ratio of the four rules. The next cell trains with it for 20 iterations, with three seeds. What will the held-out reward do?
+#
+# - **a** rise, and stay near its maximum
+# - **b** rise, and then fall
+# - **c** stay near its first value
+
+# %% tags=["exercise"]
+course_of_reward = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** For which policy did we compute the diagnostics? The one-step estimate $\hat x_0 = x_t - t v$ uses the velocity $v$. What does training change?
+
+# %% tags=["solution"]
+course_of_reward = "b"
+
+# %%
+lesson.check_course(course_of_reward)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** At the start the gradient has the right direction, so the reward rises. However, the diagnostics concern the untrained policy. Training changes the velocity, and with it the estimate on which the credit depends. The next cells show the reward first, then the cause.
 
 
 # %%
@@ -301,7 +329,7 @@ for curve in runs["EstimateGain"]:
 # held-out reward every 4 iterations: 0.18..0.24 0.40..0.95 0.80..1.00 0.60..1.00 0.40..1.00 0.20..1.00
 
 # %% [markdown]
-# The reward rises quickly. Then it falls, with every seed. The diagnostics above used the *untrained* policy. The next cell repeats them for a policy trained with `EstimateGain` for 6 iterations, near its maximum, and for 18.
+# The reward rises quickly, and then it falls, with every seed. The diagnostics above used the *untrained* policy. The next cell repeats them for a policy trained with `EstimateGain` for 6 iterations, near its maximum, and for 18.
 
 
 # %%
@@ -343,7 +371,7 @@ for cell, stage in zip(axes[:2], (0, 18), strict=True):
         xlabel="state before decision (10: finished)", title=f"after {stage} iterations", ylim=(0, 1.03), ylabel="mean reward"
     )
     clean(cell)
-axes[0].text(0.3, 0.42, "expected reward V", color=DATA, fontsize=9)
+axes[0].text(0.3, 0.42, "expected reward V*", color=DATA, fontsize=9)
 axes[0].text(0.3, 0.52, "reward of the one-step estimate", color=ACCENT, fontsize=9)
 for stage, shade in ((0, NOISE), (6, "#E69F00"), (18, ACCENT)):
     axes[2].plot(range(10), stages[stage][2], color=shade, linewidth=2)
@@ -364,8 +392,8 @@ print(
 # distance of the estimate at node 0: 0.0 after 0, 3.0..3.6 after 6, 7.0..10.0 after 18
 
 # %% [markdown]
-# $\hat x_0 = x_t - t v$ is the conditional mean of the finished sample *if $v$ is the mean velocity*, which flow matching trains it to be. Reinforcement learning does not preserve this property. It changes $v$ so that trajectories reach the target, most strongly at early steps.
-# The one-step estimate extrapolates this change and overshoots the target (right; the target is at 2). At the early nodes its reward is no longer related to $V$, and the credit is noise with a bias. The problem was present at iteration 6, when the reward was near its maximum.
+# $\hat x_0 = x_t - t v$ is the conditional mean of the finished sample *if $v$ is the mean velocity*, as after flow matching. Reinforcement learning does not preserve this property. It changes $v$ so that trajectories reach the target, most strongly at early steps.
+# The one-step estimate extrapolates this change and overshoots the target (right panel; the target is at 2). At the early nodes its reward is no longer related to $V^*$, so the credit is noise with a bias. The problem was present already at iteration 6, when the reward was near its maximum.
 #
 # `EstimateToGo` depends less on the quality of the estimate. The next cell compares it with the ground truth, before training and for the policy after 18 iterations, and trains with it.
 
@@ -385,13 +413,13 @@ for name, repeats in runs.items():
 # EstimateToGo  mean over three seeds: highest reward 0.96..1.00, last reward 0.93..1.00
 
 # %% [markdown]
-# Before training, the credit of `EstimateToGo` correlates less with the true advantage. Yet its reward does not fall. The correlation with $A^*$ measures noise and bias together, for one policy; training accumulates the bias and averages out the noise.
+# Before training, the credit of `EstimateToGo` correlates less with the true advantage than that of `EstimateGain`. Yet its reward does not fall. The correlation with $A^*$ measures noise and bias together, for one policy. Training averages out the noise, but it accumulates the bias.
 #
-# Diagnostics for one policy find errors, but they cannot show that a rule is good. This takes training runs.
+# So diagnostics for one policy can find errors, but they cannot show that a rule is good. For this we need training runs.
 #
 # ## A protocol before the runs
 #
-# Three seeds at one clip range are no comparison (the lesson Side by side). Five choices decide the outcome of a comparison. Make them before the first run:
+# Three seeds at one clip range are not a comparison (the lesson Side by side). Five choices decide the outcome of a comparison, so we make them before the first run:
 #
 # | choice | in this lesson | reason |
 # |---|---|---|
@@ -401,9 +429,9 @@ for name, repeats in runs.items():
 # | seeds | 8 per rule, compared in pairs | runs of a seed share prompts, initial weights and noise |
 # | smallest effect of interest | 0.02 | a smaller difference would not change what you do |
 #
-# ### Exercise 2 · mean reward over training
+# ### Exercise 3 · mean reward over training
 #
-# *Difficulty: medium · importance: essential · time: 10 minutes*
+# *Difficulty: medium · kind: code · importance: essential · time: 10 minutes*
 #
 # `cost` (from 0, increasing, not evenly spaced) and `reward` are `[evaluation]`. The learning curve is linear between evaluations. Return its mean from cost 0 to `budget`: the area below the curve up to the budget, divided by the budget. The budget is at most `cost[-1]`, and it is not necessarily an evaluation.
 
@@ -436,19 +464,19 @@ lesson.check_mean_reward(mean_reward)
 # **Why.** The mean of the evaluated rewards would give every evaluation the same weight, whatever it cost, and would depend on the spacing of the evaluations. Without the piece up to the budget, two rules with different costs per update would be compared over different budgets.
 
 # %% [markdown]
-# The measure gives one number per run. Subtract the numbers of two rules *seed by seed*, which gives one paired difference $d_k$ per seed. Their mean has a t interval and a p-value for the null hypothesis of no difference (`flowrl_compare.statistics.mean`).
+# The measure gives one number per run. We subtract the numbers of two rules *seed by seed*, which gives one paired difference per seed. The mean of these differences has a t interval and a p-value for the null hypothesis of no difference (`flowrl_compare.statistics.mean`).
 #
-# A p-value is the probability of a difference at least as large if there were none. It does not say whether the difference matters, and a large p-value is no evidence of equality. The verdict rules of `docs/verdicts.md` separate the questions:
+# A p-value is the probability of a difference at least as large as the observed one if the true difference is 0. It does not say whether the difference matters, and a large p-value is not evidence of equality. The verdict rules of `docs/verdicts.md` separate the two questions:
 #
 # 1. **no difference that matters**: the *whole* 95% interval lies between -0.02 and 0.02, even if it excludes 0;
 # 2. **better** or **worse**: otherwise, if the p-value is below 0.05 after a correction for the number of comparisons;
 # 3. **undecided**: everything else.
 #
-# ### Exercise 3 · a verdict
+# ### Exercise 4 · a verdict
 #
-# *Difficulty: easy · importance: essential · time: 8 minutes*
+# *Difficulty: easy · kind: code · importance: essential · time: 8 minutes*
 #
-# `found` has the attributes `value`, `low` and `high`: the mean difference and its 95% interval. `adjusted` is the corrected p-value. Return one of the four strings `"better"`, `"worse"`, `"no difference that matters"`, `"undecided"`.
+# `inference` has the attributes `value`, `low` and `high`: the mean difference and its 95% interval. `adjusted` is the corrected p-value. Return one of the four strings `"better"`, `"worse"`, `"no difference that matters"`, `"undecided"`.
 
 
 # %% tags=["exercise"]
@@ -478,6 +506,37 @@ lesson.check_verdict(verdict)
 # **Why.** The order matters: with many seeds a difference of 0.005 is significant, and still does not matter. The whole interval must be inside, not only the mean: a mean of 0.01 with an interval from -0.3 to 0.3 is compatible with a large difference of either sign. "Undecided" is a result too. It says that the experiment was too small, not that the rules are equal.
 
 # %% [markdown]
+# ### Exercise 5 · find the unfair line
+#
+# *Difficulty: medium · kind: debugging · importance: useful · time: 5 minutes*
+#
+# A colleague compares a new rule with uniform credit. `search(rule, clip, seed)` and `run(rule, clip, seed)` train once; `search` returns the mean reward over training. The program runs, and reports that the rule is better. One line makes the comparison unfair. Which one?
+#
+# ```python
+# grids = {rule: {clip: sum(search(rule, clip, seed) for seed in (100, 101)) for clip in CLIPS} for rule in rules}  # line 1
+# best = max(CLIPS, key=lambda clip: grids["new rule"][clip])                                                    # line 2
+# runs = {rule: [run(rule, best, seed) for seed in range(8)] for rule in rules}                                  # line 3
+# budget = min(float(each.work[-1]) for rule in rules for each in runs[rule])                                    # line 4
+# means = {rule: torch.tensor([mean_reward(each.work, each.reward, budget) for each in runs[rule]]) for rule in rules}  # line 5
+# print(mean(means["new rule"] - means["uniform"]))                                                              # line 6
+# ```
+
+# %% tags=["exercise"]
+unfair_line = ...
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Compare the program with the table of choices above. For each row of the table, which line implements it, and does this line treat both rules alike?
+
+# %% tags=["solution"]
+unfair_line = 2
+
+# %%
+lesson.check_unfair_line(unfair_line)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Line 2 chooses the clip range that is best for the new rule, and line 3 trains uniform credit with it as well. A rule with smaller advantages often needs another clip range, so the baseline loses because of its setting. The program must choose `best` for each rule. Line 6 subtracts seed by seed, and line 4 takes the smallest budget that all runs reached; both are right.
+
+# %% [markdown]
 # The next cell is the whole experiment: it tunes the clip range of each rule on seeds 100 and 101, trains with seeds 0 to 7, and compares. With two baselines and two budgets there are four comparisons. Holm's method corrects their p-values, so that the probability of *any* false "better" or "worse" among them stays below 5%.
 
 # %%
@@ -494,9 +553,9 @@ def tuned_runs(name, seeds=8, **how):
         repeats = [learn(seed=seed, clip_range=clip, **settings) for seed in (100, 101)]
         return sum(mean_reward(run.iterations, run.reward, UPDATES) for run in repeats) / 2
 
-    scores = [search(clip) for clip in CLIPS]
-    best = CLIPS[scores.index(max(scores))]
-    listed = ", ".join(f"{clip:g}: {score:.2f}" for clip, score in zip(CLIPS, scores, strict=True))
+    means = [search(clip) for clip in CLIPS]
+    best = CLIPS[means.index(max(means))]
+    listed = ", ".join(f"{clip:g}: {each:.2f}" for clip, each in zip(CLIPS, means, strict=True))
     print(f"{name:<14} mean reward on the search seeds by clip range {listed}; chosen {best:g}")
     return [learn(seed=seed, clip_range=best, **settings) for seed in range(seeds)]
 
@@ -552,13 +611,13 @@ conclude(inferences, adjusted)
 
 # %% tags=["hide-input"]
 figure, axes = panels(3, width=3.6, height=3.1)
-arms = {
+curves = {
     "Flow-GRPO": (baselines["Flow-GRPO"], COLOURS["flow-grpo"]),
     "Stepwise": (baselines["Stepwise"], COLOURS["stepwise-flow-grpo"]),
     "EstimateToGo": (togo, "#E69F00"),
 }
 for cell, price in zip(axes[:2], ("iterations", "work"), strict=True):
-    for name, (each, shade) in arms.items():
+    for name, (each, shade) in curves.items():
         for run in each:
             cell.plot(getattr(run, price), run.reward, color=shade, linewidth=0.6, alpha=0.45)
         cell.plot(
@@ -570,7 +629,7 @@ axes[0].set_ylabel("held-out reward")
 axes[0].legend(frameon=False, fontsize=8, loc="lower right")
 axes[1].set_xticks(range(0, 80_001, 20_000), ["0", "20", "40", "60", "80"])
 for row, ((name, price), values) in enumerate(differences.items()):
-    shade = arms[name][1]
+    shade = curves[name][1]
     axes[2].plot(values, [row] * len(values), "o", color=shade, markersize=4, alpha=0.6)
     axes[2].errorbar(inferences[name, price].value, row, xerr=[[inferences[name, price].value - inferences[name, price].low], [inferences[name, price].high - inferences[name, price].value]], color=INK, marker="|", capsize=3)  # fmt: skip
     axes[2].text(0.32, row, f"{name}\nper {'update' if price == 'iterations' else 'pass'}", fontsize=8, va="center", color=shade)
@@ -585,16 +644,15 @@ plt.show()
 # %% [markdown]
 # On the machine that built this page, `EstimateToGo` is *better* than tuned uniform credit at both budgets. Compared with Stepwise it is *undecided* at equal updates and *better* at equal forward passes, because Stepwise spends more than four times the evaluations on sampling.
 #
-# The answer belongs to its protocol: 12 updates, three clip ranges, one learning rate, one small world. The project's comparison (`docs/claims.md`) has 40 updates, a larger search and 15 seeds. Over 40 updates stepwise gains trail tuned uniform credit per forward equivalent, and lead it by +0.034 [0.013, 0.055] per update.
-# A short budget rewards the rule that rises fastest. A long one also counts what happens afterwards.
+# This answer holds for its protocol only: 12 updates, three clip ranges, one learning rate, one small world. The project's own comparison has 40 updates, a larger search and more seeds; its results, in `docs/claims.md`, may differ. A short budget favours the rule that rises fastest. A long one also counts what happens afterwards.
 #
 # ## How small a difference could have been found?
 #
 # The width of an interval depends on the spread of the paired differences and on the number of seeds. A verdict rule is a program, so you can simulate how often it is wrong, and how often it finds a true difference (its *power*).
 #
-# ### Exercise 4 · false alarms and power
+# ### Exercise 6 · false alarms and power
 #
-# *Difficulty: medium · importance: useful · time: 10 minutes*
+# *Difficulty: medium · kind: code · importance: useful · time: 10 minutes*
 #
 # Simulate `draws` experiments. In each, the paired differences `[seed]` of `seeds` seeds are normal with mean `effect` and standard deviation `spread`, drawn from `generator`. `judge(differences)` returns a verdict. Return the fraction of experiments with the verdict `"better"`.
 
@@ -620,7 +678,7 @@ def rate_of_better(judge, spread, seeds, effect, draws, generator):
 lesson.check_rate(rate_of_better)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** With `effect` 0 the fraction is the rate of false alarms in favour of the rule, at most 2.5% for a two-sided test at 5%. With a true effect it is the power. Both can be known before the first run, if the spread is known from a pilot. `flowrl_bench.statistics.detectable` computes the smallest effect with a power of 80%.
+# **Why.** With `effect` 0 the fraction is the rate of false alarms in favour of the rule, at most 2.5% for a two-sided test at 5%. With a true effect it is the power. If a pilot gives the spread, both are known before the first run. `flowrl_bench.statistics.detectable` computes the smallest effect with a power of 80%.
 
 
 # %%
@@ -638,8 +696,31 @@ for seeds in (3, 8, 20):
     print(f"  {seeds:2d} seeds   {line}   smallest effect found in 80%: {detectable(SPREAD, seeds):.3f}")
 
 # %% [markdown]
-# Three seeds find a difference of 0.06 in about a quarter of the experiments. A report needs a statement of this kind: "no significant difference" may mean that none could have been found. The simulation assumes normal differences. Runs that collapse are not normal, so report collapses and the worst seed as well.
+# Three seeds find a difference of 0.06 in about a quarter of the experiments. Every report needs such a statement, because "no significant difference" may mean that the experiment could not have found one. The simulation assumes normal differences. Runs that collapse are not normal, so report collapses and the worst seed as well.
 #
+# ### Exercise 7 · plan a comparison
+#
+# *Difficulty: medium · kind: design · importance: useful · time: 8 minutes*
+#
+# Plan a comparison of two rules. A pilot gave a spread of 0.05 of the paired differences. You can afford 64 runs, and for each rule a run of the search costs as much as a run of the result. The plan should find a difference of 0.035 in 80% of the experiments, and tune both rules. Choose the number of clip ranges, of seeds per clip range in the search, and of seeds per rule in the result.
+
+
+# %% tags=["exercise"]
+plan = {"clips": ..., "search_seeds": ..., "seeds": ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Start with the seeds: `detectable(0.05, seeds)` is the smallest effect that `seeds` seeds find in 80%. How many runs remain for the search, for each of the two rules?
+
+# %% tags=["solution"]
+plan = {"clips": 4, "search_seeds": 3, "seeds": 20}
+
+# %%
+lesson.check_plan(plan)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** With 20 seeds the smallest effect is 0.033 (the printout above). Two rules then use 40 runs, so 24 remain, 12 for each rule: 4 clip ranges with 3 seeds, or 6 with 2. With one seed per clip range, the search would often choose a lucky seed. With fewer than three clip ranges, the best value may be outside the grid.
+
+# %% [markdown]
 # `flowrl bench rule` does all of this for a rule in a file: the search, the runs, the verdicts with Holm's correction at equal updates, forward equivalents and seconds of SD3.5-Medium, and the smallest difference that it could have found.
 #
 # ```bash
@@ -649,16 +730,16 @@ for seeds in (3, 8, 20):
 #
 # ## Project
 #
-# ### Exercise 5 · calibrated estimates
+# ### Exercise 8 · calibrated estimates
 #
-# *Difficulty: project · importance: useful · time: 40 minutes*
+# *Difficulty: project · kind: formula · importance: useful · time: 40 minutes*
 #
-# `EstimateGain` uses $R_k$ as if it were as accurate as $R$. The accuracy can be measured from the table itself: over all prompts and members, how well does $R_k$ predict $R$? Let $c_k = R_k - \overline{R_k}$ be the deviation from the *group's* mean, and
+# `EstimateGain` uses $V_k$ as if it were as accurate as $R$. We can measure its accuracy from the table itself: over all prompts and members, how well does $V_k$ predict $R$? Let $\tilde V_k$ be the deviation of $V_k$ from the mean of its *group*, and $\langle\cdot\rangle$ the mean over prompts *and* members. The *slope* $s_k$ is the coefficient of the regression of $R$ on $V_k$, and $\hat R_k$ the predicted reward:
 #
-# $$\beta_k = \frac{\langle c_k\, c_D \rangle}{\langle c_k^2 \rangle + 10^{-8}}, \qquad \hat V_k = \beta_k\, c_k, \qquad A_k = Z\big(\hat V_{k+1} - \hat V_k\big),$$
+# $$s_k = \frac{\langle \tilde V_k\, \tilde V_D \rangle}{\langle \tilde V_k^2 \rangle + 10^{-8}}, \qquad \hat R_k = s_k\, \tilde V_k, \qquad A_k = Z\big(\hat R_{k+1} - \hat R_k\big).$$
 #
-# where $c_D$ belongs to the last column, the final reward, and $\langle\cdot\rangle$ averages over prompts *and* members. $Z$ is that of `EstimateToGo`: the mean over members decision by decision, one standard deviation per group. $\beta_k$ is the coefficient of the regression of $R$ on $R_k$: if the estimate does not predict the final reward, $\beta_k$ is near 0 and the estimate has no effect. In the last column $\beta_D = 1$.
-# Members outside the mask are left out: `decisions.mask.any(dim=-1)` is true for the members that count.
+# If the estimate does not predict the final reward, $s_k$ is near 0 and the estimate has no effect. In the last column, that of the reward, $s_D = 1$. $Z$ is that of `EstimateToGo`: the mean over members decision by decision, one standard deviation per group.
+# Leave out members outside the mask: `decisions.mask.any(dim=-1)` is true for the members that count.
 
 
 # %% tags=["exercise"]
@@ -674,7 +755,7 @@ class CalibratedGain:
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Set the values of members that do not count to `nan`, and take means with `nanmean`. Compute the deviations $c$ `[prompt, member, decision+1]` first, then the slopes `[decision+1]`, then `slopes * c`, and the gains of that last of all.
+# **Hint.** Set the values of members that do not count to `nan`, and take means with `nanmean`. Compute the deviations $\tilde V$ `[prompt, member, decision+1]` first, then the slopes `[decision+1]`, then the predictions, and the gains of the predictions last.
 
 
 # %% tags=["solution"]
@@ -697,7 +778,7 @@ lesson.check_calibrated(CalibratedGain)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** The values are centred within the group first: otherwise the slope would measure the differences between easy and hard *prompts*. The slope is pooled over prompts, because a slope from the twelve members of one group would mostly fit the noise of this group.
-# Both values are calibrated before their difference is taken, so that the sum over decisions is still $c_D$ if all members start from the same noise.
+# Both values are calibrated before their difference is taken, so that the sum over decisions is still $\tilde V_D$ if all members start from the same noise.
 
 # %%
 before, after = examine(CalibratedGain(), True)[1], examine(CalibratedGain(), True, later, known)[1]
@@ -713,7 +794,7 @@ for title, table in (("before training", tables["one-step estimate"]), ("after 1
 # slopes after 18 iterations: 0.00 -0.20..0.20 -0.20..0.20 -0.25..0.15 -0.25..0.15 -0.15..0.20 -0.10..0.30 0.15..0.70 0.65..1.00 1.00
 
 # %% [markdown]
-# After 18 iterations of `EstimateGain` the slopes are close to 0 in the early columns, where the estimate is no longer valid, and rise to 1 in the last ones. The diagnostics explain why this rule should not fail as `EstimateGain` did. Whether it is better than the others is decided by the same protocol:
+# After 18 iterations of `EstimateGain` the slopes are close to 0 in the early columns, where the estimate is no longer valid, and rise to 1 in the last ones. So this rule should not fail as `EstimateGain` did. Whether it is better than the others is a question for the same protocol:
 
 # %%
 calibrated = tuned_runs("CalibratedGain", rule=CalibratedGain())
@@ -733,9 +814,35 @@ report("CalibratedGain", inferences)
 conclude(inferences, adjusted)
 
 # %% [markdown]
-# On the machine that built this page, the difference to Stepwise at equal updates is one that does not matter: the whole interval lies within ± 0.02. The rule needs fewer forward passes for it. This result is about 12 updates in a world of two dimensions. Nothing has been measured for images, where one-step estimates are blurred.
+# On the machine that built this page, the difference to Stepwise at equal updates does not matter: the whole interval lies within ± 0.02. At equal forward passes the rule is better, because it needs fewer of them per update. This result is about 12 updates in a world of two dimensions. We have measured nothing for images, whose one-step estimates are blurred.
 #
-# ## To keep
+# ## Quiz
+#
+# *Kind: quiz · time: 5 minutes*
+#
+# 1. The one-step estimate correlates better with $A^*$ than the reward of an ODE completion does, before training. Why? **a** The completion has errors of discretisation. **b** $V^*$ is a mean over continuations; the completion is one of them. **c** The one-step estimate has been trained on rewards.
+# 2. A rule's mean gradient has a cosine of 0.98 with the true gradient, and a low signal-to-noise ratio. What helps? **a** Larger batches. **b** A different credit rule, since the direction is biased. **c** A smaller learning rate, since the gradient is too long.
+# 3. Why did `EstimateGain` fail after it had the best diagnostics? **a** Its credit is noisy. **b** Training changed the velocity, so its values stopped predicting the reward. **c** The clip range was too small.
+# 4. The mean difference is 0.012, its 95% interval reaches from -0.03 to 0.054, and the corrected p-value is 0.6. What may a report say? **a** The rules are equally good. **b** The rule is slightly better. **c** The experiment could not decide.
+# 5. Why are the seeds of the search not used for the result? **a** The chosen setting was lucky on them, so their rewards are too high. **b** Pairs need new noise. **c** Otherwise the p-values are correlated.
+
+# %% tags=["exercise"]
+quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The answers are after the first figure of credit, in the section on the gradient, after the figure of a trained policy, in the explanation of the verdict, and in the table of the protocol, in this order.
+
+# %% tags=["solution"]
+quiz = {1: "b", 2: "a", 3: "b", 4: "c", 5: "a"}
+
+# %%
+lesson.check_quiz(quiz)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 1: one continuation has the noise of its end. 2: noise averages out over samples, and the direction is right. 3: the estimate assumes a mean velocity, which training does not preserve. 4: neither end of the interval lies within ± 0.02. 5: the best of several noisy means is above its expectation.
+
+# %% [markdown]
+# ## Summary
 #
 # | question | tool | where |
 # |---|---|---|

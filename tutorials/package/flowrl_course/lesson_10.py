@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from flowrl_bench.statistics import detectable
 from torch import Tensor
 
 from flowrl_course import rule_checks as rules
-from flowrl_course.checking import answered, check, close, expect, number, tensor
+from flowrl_course.checking import answered, check, choice, close, expect, number, quiz, tensor
 from flowrl_course.rule_checks import centred, centred_by_step
 
 Answer = Callable[..., Any]
@@ -20,7 +21,7 @@ _NOISE = (0.8, 0.9, 0.4, 0.7)
 
 @check("Exercise 1")
 def check_state_value(answer: Answer) -> None:
-    """`answer(latents, node, steps, go, score, count)` is the mean reward of stochastic
+    """`answer(latents, node, steps, go, reward, count)` is the mean reward of stochastic
     continuations.
     """
     generator = torch.Generator().manual_seed(1)
@@ -35,11 +36,11 @@ def check_state_value(answer: Answer) -> None:
         visited.append(int(step))
         return latents + _NOISE[int(step)] * torch.randn(latents.shape, generator=generator)
 
-    def score(latents: Tensor) -> Tensor:
+    def reward(latents: Tensor) -> Tensor:
         return latents.flatten(1).square().sum(1)
 
     latents, node, count = torch.tensor([2.0, 0.0, -1.0])[:, None, None], 1, 20_000
-    got = answered(answer(latents, node, 4, go, score, count), "state_value")
+    got = answered(answer(latents, node, 4, go, reward, count), "state_value")
     expect(bool(rows), "go was never called: from node j the steps j, j + 1, ..., T - 1 follow")
     expect(
         sum(rows) >= 2 * len(latents) * count,
@@ -54,7 +55,7 @@ def check_state_value(answer: Answer) -> None:
         ),
         "the last step, T - 1, is missing: range(node, steps)": base + full - _NOISE[3] ** 2,
         "all steps from 0 are made; the state is already at `node`": base + full + _NOISE[0] ** 2,
-        "the states are averaged before they are scored; average the rewards": base,
+        "the reward is that of the mean state: average the rewards": base,
         "the continuations of different states are mixed: repeat_interleave keeps those of "
         "one state together": (base.mean() + torch.full((3,), full)),
     }
@@ -65,6 +66,20 @@ def check_state_value(answer: Answer) -> None:
     expect(
         made == [1, 2, 3],
         f"from node 1 of 4 steps the steps 1, 2, 3 follow; you made {', '.join(map(str, made))}",
+    )
+
+
+@check("Exercise 2")
+def check_course(answer: str) -> None:
+    """`answer` is the predicted course of the held-out reward."""
+    letter = choice(answer, "abc")
+    expect(
+        letter != "c", "the gradient has the right direction at the start: what follows at first?"
+    )
+    expect(
+        letter == "b",
+        "this assumes that the diagnostics hold for every policy: ask what training does to the"
+        " velocity, from which the values are computed",
     )
 
 
@@ -82,7 +97,7 @@ def _area(cost: Tensor, reward: Tensor, budget: float, cut: bool = True, end: bo
     return float(torch.trapezoid(y, x) if end else torch.trapezoid(y[:-1], x[:-1]))
 
 
-@check("Exercise 2")
+@check("Exercise 3")
 def check_mean_reward(answer: Answer) -> None:
     """`answer(cost, reward, budget)` is the mean of the piecewise linear curve from 0 to the
     budget.
@@ -140,7 +155,7 @@ class _Found:
 
 
 WORDS = ("better", "worse", "no difference that matters", "undecided")
-"""The verdicts of exercise 3."""
+"""The verdicts of exercise 4."""
 
 _ALIKE_FIRST = (
     "the p-value is read first: a difference whose whole interval lies within ±0.02 does not"
@@ -197,9 +212,9 @@ _VERDICTS = (
 )
 
 
-@check("Exercise 3")
+@check("Exercise 4")
 def check_verdict(answer: Answer) -> None:
-    """`answer(found, adjusted, smallest)` is one of `WORDS`."""
+    """`answer(inference, adjusted, smallest)` is one of `WORDS`."""
     for interval, adjusted, wanted, mistake in _VERDICTS:
         got = answered(answer(interval, adjusted), "verdict")
         expect(
@@ -217,7 +232,24 @@ def check_verdict(answer: Answer) -> None:
     )
 
 
-@check("Exercise 4")
+@check("Exercise 5")
+def check_unfair_line(answer: int) -> None:
+    """`answer` is the number of the unfair line."""
+    line = int(number(answer, "the line"))
+    expect(1 <= line <= 6, "give the number of a line, 1 to 6")
+    expect(
+        line != 1,
+        "line 1 searches on seeds that no result uses: look at how its grids are used",
+    )
+    expect(
+        line != 3,
+        "line 3 only uses what was chosen before: look at which rule that choice suits",
+    )
+    expect(line != 4, "a budget that all runs reached is right: otherwise curves end too early")
+    expect(line == 2, "this line treats both rules alike: check the others against the table")
+
+
+@check("Exercise 6")
 def check_rate(answer: Answer) -> None:
     """`answer(judge, spread, seeds, effect, draws, generator)` is the fraction of simulated
     experiments judged "better".
@@ -279,6 +311,27 @@ def check_rate(answer: Answer) -> None:
     )
 
 
+@check("Exercise 7")
+def check_plan(answer: dict[str, int]) -> None:
+    """`answer` has the numbers of clip ranges, seeds of the search, and seeds of the result."""
+    expect(
+        isinstance(answer, dict) and set(answer) == {"clips", "search_seeds", "seeds"},
+        "keep the three names: clips, search_seeds, seeds",
+    )
+    clips, search, seeds = (
+        int(number(answer[name], name)) for name in ("clips", "search_seeds", "seeds")
+    )
+    expect(seeds > 1, "one difference has no interval: choose two seeds or more")
+    expect(
+        detectable(0.05, seeds) <= 0.035,
+        f"{seeds} seeds find {detectable(0.05, seeds):.3f} in 80%: use more seeds in the result",
+    )
+    expect(clips >= 3, "a grid of one or two cannot show a maximum inside: try three or more")
+    expect(search >= 2, "one seed per clip range chooses by chance: use two or more")
+    runs = 2 * (clips * search + seeds)
+    expect(runs <= 64, f"the plan needs {runs} runs of 64: both rules need a search and a result")
+
+
 def calibration_slopes(
     table: Tensor, over: tuple[int, ...] = (0, 1), inverse: bool = False
 ) -> Tensor:
@@ -295,9 +348,9 @@ def _calibrated(table: Tensor, slopes: Tensor) -> Tensor:
     return centred_by_step((slopes * centred(table)).diff(dim=-1))
 
 
-@check("Exercise 5")
+@check("Exercise 8")
 def check_calibrated(rule: Any) -> None:
-    """`rule` gives the gains of slope_k (R_k - group mean), slope_k regressed on R over the whole
+    """`rule` gives the gains of slope_k (V_k - group mean), slope_k regressed on R over the whole
     table.
     """
     made = rules.make_rule(rule)
@@ -324,11 +377,11 @@ def check_calibrated(rule: Any) -> None:
         )
 
     after = (
-        "the slope multiplies the gain R_{k+1} - R_k; calibrate both values first, then take their"
+        "the slope multiplies the gain V_{k+1} - V_k; calibrate both values first, then take their"
         " difference"
     )
     mistakes = {
-        "the slope is inverted: it predicts R_k from R. Divide by the spread of R_k": (
+        "the slope is inverted: it predicts V_k from R. Divide by the spread of V_k": (
             lambda table: _calibrated(table, calibration_slopes(table, inverse=True))
         ),
         "every group has its own slope, which is noisy with few members; pool over prompts "
@@ -339,7 +392,47 @@ def check_calibrated(rule: Any) -> None:
             table, torch.ones(table.shape[-1])
         ),
     }
-    otherwise = "the advantages are not those of the calibrated values slope_k (R_k - mean)"
+    otherwise = "the advantages are not those of the calibrated values slope_k (V_k - mean)"
     rules.check_advantages(
         made, lambda table: _calibrated(table, calibration_slopes(table)), otherwise, mistakes
     )
+
+
+check_quiz = quiz(
+    __name__,
+    (
+        "b",
+        {
+            "a": "the errors of 10 Euler steps are small here; think of what V* averages over",
+            "c": "it uses the velocity of the rollout, which has never been trained on rewards",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "a cosine of 0.98 means that the direction is right on average",
+            "c": "neither number measures the length of the gradient",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "its signal-to-noise ratio was the highest; noise averages out over iterations",
+            "c": "a small clip range slows training; it does not make a reward fall",
+        },
+    ),
+    (
+        "c",
+        {
+            "a": "a large p-value is not evidence of equality; look at both ends of the interval",
+            "b": "the interval contains 0 and negative differences",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "every seed has its own noise; the search changes something else",
+            "c": "tests may be correlated; the question is a bias of the means",
+        },
+    ),
+)
