@@ -13,12 +13,16 @@
 # %% [markdown]
 # # 0 · Tour
 #
-# **After this lesson you can** say what GRPO does to an image generator, what the credit question is, and how three papers answer it; and you have run all of it once.
+# **After this lesson you can** say what GRPO does to an image generator, what the credit question is, and how three papers answer it; and you have run every part once.
 #
-# **Time** 15 minutes, of which the computer needs about one. **You need** no prior knowledge; the details come in the lessons that follow.
+# **Time** 30 minutes, of which the computer needs about one. **You need** no prior knowledge; the details come in the lessons that follow.
 #
-# `flowrl` ships a small text-to-image model that draws on a 4 x 4 lattice. It was trained on every word of its small language, but often draws the wrong number of objects, or puts them in the wrong place. Below are its images before any training,
-# with the scores of a verifier that compares each image with its prompt.
+# `flowrl` comes with a small text-to-image model, whose images show objects on a 4 x 4 lattice. The model was trained on every word of its small language. However, its images often contain the wrong number of objects, or objects in the wrong place. Below are images before any fine-tuning.
+# The number is the *reward* from a verifier, a program that compares the image with its prompt.
+#
+# **Symbols of this lesson**
+#
+# {symbols: $p$, $m$, $G$; $R$; decision $k$; $D$; $V_k$; $g_k; $A$; turning point}
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
@@ -52,24 +56,24 @@ def show(drawn, title):
 
 
 before = ode_images(policy, verifier, each_eight_times)
-show(before, "before training; the number is the score, 1 is the maximum")
+show(before, "before training; the number is the reward, 1 is the maximum")
 
 # %% [markdown]
 # ## Weaknesses of the base model
 #
 # ### Exercise 1 · find a weakness
 #
-# *Difficulty: easy · importance: useful · time: 4 minutes*
+# *Difficulty: easy · kind: design · importance: useful · time: 4 minutes*
 #
-# Write a prompt that the base model often gets wrong. The language has numbers (`two red circles`, up to `five`), pairs (`red circle and blue square`), relations (`red circle left of blue square`, `right of`, `above`, `below`) and texts (`text "K7"`). Colours are red, green, blue and yellow; shapes are circle, square and triangle. The
-# check samples 16 images and passes if their mean score is below 0.75.
+# Fine-tuning can only improve what the model does not do well yet. Write a prompt that the base model often gets wrong. The language has numbers (`two red circles`, up to `five`), pairs (`red circle and blue square`), relations (`red circle left of blue square`, `right of`, `above`, `below`) and texts (`text "K7"`). Colours are red, green, blue and yellow; shapes are circle, square and triangle. The
+# check samples 16 images and passes if their mean reward is below 0.75.
 
 # %% tags=["exercise"]
 my_prompt = "..."
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Look at the captions of the images above: which kind of prompt has low scores?
+# **Hint.** Look at the captions of the images above: which kind of prompt has low rewards?
 
 # %% tags=["solution"]
 my_prompt = "blue square left of green triangle"
@@ -78,15 +82,15 @@ my_prompt = "blue square left of green triangle"
 lesson.check_weakness(my_prompt)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** With relations the model draws the right objects but often in the wrong order; large numbers and texts fail often too. Many captions in its training data were inaccurate, as captions from the web are.
+# **Why.** With relations the images often have the right objects in the wrong order; large numbers and texts fail often too. The reason is the training data: many of the captions were inaccurate, like captions from the web.
 
 # %% [markdown]
 # ## What GRPO does
 #
-# Sample a *group* of images for one prompt, its *members*, with different random numbers. Score them. A small update makes the better images more likely and the worse images less likely. Repeat with other prompts. The score may be any function of
-# an image; no example of a good image is needed.
+# GRPO repeats three steps. First, sample a *group* of images for one prompt with different random numbers; the images are the *members* of the group. Then compute the reward of each. Last, a small update of the weights makes the members with a reward above the group's mean more likely, and the others less likely.
+# The reward can be any function of an image, so no examples of good images are needed.
 #
-# One group, sorted by score:
+# Let us look at one group, sorted by reward:
 
 # %%
 prompt = shapes.parse("blue square left of green triangle")
@@ -97,9 +101,9 @@ sampler = Windowed(FlowSDE(0.7), range(2, 7))  # steps 2 to 6 are random, the ot
 result = rollout(
     policy, sampler, schedule, policy.encode([prompt]), noise, torch.Generator().manual_seed(12), groups, Completion()
 )
-path, scores = result.trajectories, score_rollout(policy, verifier, result, [prompt])
-table = scores.total  # [prompt, member, decision+1]: 1 prompt, 12 members, 5 decisions and the finished image
-decisions = Decisions.of(path.schedule, path.stds, path.tree, scores.valid)
+path, rewards = result.trajectories, score_rollout(policy, verifier, result, [prompt])
+table = rewards.total  # [prompt, member, decision+1]: 1 prompt, 12 members, 5 decisions and the finished image
+decisions = Decisions.of(path.schedule, path.stds, path.tree, rewards.valid)
 order = table[0, :, -1].argsort(descending=True)
 images = policy.decode(path.images_latent)
 show_images(ImageRow(images[order], table[0, order, -1]), title=prompt.text)
@@ -108,9 +112,9 @@ plt.show()
 # %% [markdown]
 # ## The question of credit
 #
-# An image is made in ten steps and gets one score. Which step caused it? Only a random step can have been made differently. We call the random steps **decisions**: here steps 2 to 6, the decisions 0 to 4. An ODE step has only one possible result and is not a decision.
+# An image is made in ten steps and gets one reward. Which step was responsible? Only a random step could have had another result. We call the random steps **decisions**: here steps 2 to 6, which are the decisions 0 to 4. An ODE step has only one possible result, so it is not a decision.
 #
-# From the state before each decision, the ODE to the end gives an estimate of the finished image. Below are these estimates for the best member of the group (upper row) and the worst (lower row), then their finished images, and under them the scores.
+# How good is an unfinished image? From the state before each decision we can follow the ODE to the end, which gives an estimate of the finished image. The next figure shows these estimates for the best member of the group (upper row) and the worst (lower row), then the finished images, and below them the rewards.
 
 # %% tags=["hide-input"]
 heads = [*(f"before decision {k}\n(step {step})" for k, step in enumerate(decisions.step)), "finished\nimage"]
@@ -129,19 +133,19 @@ for name, member, shade in (("best", int(order[0]), COLOURS["flow-grpo"]), ("wor
     lower.plot(range(6), table[0, member], "o-", color=shade, markersize=4)
     lower.text(5.1, float(table[0, member, -1]), name, color=shade, va="center")
 print("worst:", " ".join(f"{r:.2f}" for r in table[0, int(order[-1])].tolist()))
-lower.set(ylabel="score of the estimate", xlim=(-0.4, 5.5))
+lower.set(ylabel="reward of the estimate", xlim=(-0.4, 5.5))
 lower.set_xticks(range(6), [f"before {k}" for k in range(5)] + ["finished"])
 clean(lower)
 plt.show()
 
 # %% [markdown]
-# Consider the worst member. Its first estimate has the square on the *right*, decision 0 (step 2) corrects this, decision 1 moves the triangle without a loss, and decision 2 turns the triangle red. One score for the finished image contains none of this.
+# Consider the worst member. Its first estimate has the square on the *right*. Decision 0 (step 2) corrects this, decision 1 moves the triangle without a loss, and decision 2 turns the triangle red. The one reward of the finished image contains none of this.
 #
 # ### Exercise 2 · the decision that mattered
 #
-# *Difficulty: easy · importance: essential · time: 4 minutes*
+# *Difficulty: easy · kind: code · importance: essential · time: 4 minutes*
 #
-# `table[0, member]` holds one score more than there are decisions $k = 0, \dots, D - 1$: column $k$ is the score of the estimate before decision $k$, the last column that of the finished image. So decision $k$ leads from column $k$ to column $k + 1$. Write a function that returns the number of the decision at which the score rose most.
+# `table[0, member]` holds the values $V_0, \dots, V_D$ of one member. For a decision $k < D$, $V_k$ is the reward of the estimate *before* this decision; $V_D = R$ is that of the finished image. So decision $k$ leads from column $k$ to column $k + 1$. Write a function that returns the number of the decision with the largest rise of the value.
 
 
 # %% tags=["exercise"]
@@ -164,7 +168,7 @@ def best_decision(values):
 lesson.check_best_decision(best_decision)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The gain of decision $k$ is $R_{k+1} - R_k$; there is one decision fewer than columns. `values.argmax()` is the column with the highest score, which is usually near the end. (The ODE steps after the last decision belong to its gain.)
+# **Why.** The gain of decision $k$ is $g_k = V_{k+1} - V_k$, so there is one gain fewer than columns. `values.argmax()` would be the column with the highest value, which is usually near the end. (The ODE steps after the last decision belong to its gain.)
 
 # %% [markdown]
 # ## Three answers
@@ -175,7 +179,33 @@ lesson.check_best_decision(best_decision)
 # | **Stepwise-Flow-GRPO** | the gain of this decision | arXiv 2603.28718 |
 # | **TP-GRPO** | the gain; at *turning points*, where a trajectory turns towards its final trend, the whole change from there to the end | arXiv 2602.06422 |
 #
-# Below are the advantages of the three rules for the same group (blue: make more likely, red: less likely). Rows are the members, the best on top.
+# A turning point is a decision with which the value begins to move in the direction of the final change. The number that a rule gives to a decision is its *advantage*: positive makes the decision more likely, negative less likely.
+#
+# ### Exercise 3 · the good decision of a bad image
+#
+# *Difficulty: easy · kind: prediction · importance: essential · time: 4 minutes*
+#
+# The values of the worst member are printed below the figure above: its decision 0 raised the value from 0.56 to 0.98. Which rules will give this decision a *positive* advantage? Answer with a set of names
+# from `"flow-grpo"`, `"stepwise-flow-grpo"` and `"tp-grpo"`. The next cell shows the result.
+
+# %% tags=["exercise"]
+praising = {...}
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** For each rule decide which numbers it uses: the final reward only, or the change by the decision?
+
+# %% tags=["solution"]
+praising = {"stepwise-flow-grpo", "tp-grpo"}
+
+# %%
+lesson.check_praise(praising)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Flow-GRPO compares finished images only, so every decision of the worst member gets the same negative advantage. Over many samples such errors average out, because a good decision occurs more often in good images. The two other rules use the decision's own gain. (Decision 0 cannot be a turning point, as there is no earlier gain.)
+
+# %% [markdown]
+# Below are the advantages of the three rules for the same group (blue: positive, red: negative). Each row is a member, with the best at the top.
 
 # %%
 rules = {"flow-grpo": Uniform(), "stepwise-flow-grpo": StepwiseGain(probe=Completion()), "tp-grpo": TurningPoint()}
@@ -192,37 +222,71 @@ figure.colorbar(shown, ax=axes, label="advantage", extend="both")
 plt.show()
 
 # %% [markdown]
-# Flow-GRPO makes every decision of the worst member less likely, the good one included. The other two rules give decision 0 a positive and decision 2 a negative advantage. TP-GRPO's advantage of decision 1 is negative too: it is a turning point (circles mark turning points) after which the score
+# Flow-GRPO makes every decision of the worst member less likely, the good one included. The other two rules give decision 0 a positive and decision 2 a negative advantage. TP-GRPO's advantage of decision 1 is negative too: decision 1 is a turning point (circles mark turning points) after which the value
 # only falls, so its credit is the whole fall. The ODE steps have no credit and no part in the update.
 #
-# ### Exercise 3 · rules with a negative credit
+# ### Exercise 4 · runs that learn nothing
 #
-# *Difficulty: easy · importance: essential · time: 3 minutes*
+# *Difficulty: easy · kind: debugging · importance: useful · time: 3 minutes*
 #
-# A trajectory ends well above its group's mean, but its third decision lowered the score of its estimate while the third decisions of the other members raised theirs. Which rules make that decision *less* likely? Answer with a set of names
-# from `"flow-grpo"`, `"stepwise-flow-grpo"` and `"tp-grpo"`.
+# Two colleagues train with Flow-GRPO on a single prompt each. Their reward is 1 for a correct image and 0 otherwise. Both models do not change at all:
+#
+# | run | prompt | mean reward, every iteration | mean size of the advantage |
+# |---|---|---|---|
+# | 1 | one red circle | 1.00 | 0.00 |
+# | 2 | text "K72XA" | 0.00 | 0.00 |
+#
+# Which cause explains *both* logs?
+#
+# - **a** the learning rate is too small
+# - **b** all members of a group have the same reward
+# - **c** the model cannot produce a correct image for the prompt
 
 # %% tags=["exercise"]
-blaming = {...}
-
+cause = "..."
 
 # %% [markdown] tags=["hint"]
-# **Hint.** For each rule decide which numbers it uses: the final reward only, or the change by the decision. Is a falling decision of a trajectory that ends well a turn towards its trend?
+# **Hint.** The advantage compares a member with the mean of its group. When is this difference 0 for every member?
 
 # %% tags=["solution"]
-blaming = {"stepwise-flow-grpo", "tp-grpo"}
+cause = "b"
 
 # %%
-lesson.check_blame(blaming)
+lesson.check_cause(cause)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Flow-GRPO gives every decision of a good trajectory a positive advantage, the bad ones included. Over many samples these errors average out. The step-wise rules use the decision's own change. (A falling decision of a rising trajectory is not a turning point, so its credit under TP-GRPO is its gain
-# too.)
+# **Why.** If all members are correct, or all are wrong, no member is better than the mean, and the update is 0. Such groups cost as much as others and teach nothing. Choose prompts that the model sometimes gets right, or a reward with values between 0 and 1.
 
 # %% [markdown]
 # ## Does it matter?
 #
-# First in a world of two dimensions, where a run takes two seconds: the same model, sample counts and settings for all three rules, and one seed. (The lesson Side by side measures how much results vary between seeds.)
+# Now we train with all three rules. We begin in a world of two dimensions, where a run takes a few seconds: the same model, sample counts and settings for all three rules, and one seed. (The lesson Side by side measures how much results vary between seeds.)
+#
+# ### Exercise 5 · which rule is slowest?
+#
+# *Difficulty: easy · kind: prediction · importance: useful · time: 2 minutes*
+#
+# Which rule will have the lowest reward after *ten* iterations?
+#
+# - **a** Flow-GRPO
+# - **b** Stepwise-Flow-GRPO
+# - **c** TP-GRPO
+# - **d** all three are equal within 0.05, because the errors of Flow-GRPO average out
+
+# %% tags=["exercise"]
+slowest = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Which rule makes good decisions of bad samples less likely? How many samples does it need until this averages out?
+
+# %% tags=["solution"]
+slowest = "a"
+
+# %%
+lesson.check_slowest(slowest)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** With one number for all decisions, the update contains much noise, so more samples are needed for the same progress. This is true at these settings; the lesson Side by side shows that other settings help Flow-GRPO much more than the other two rules.
 
 # %%
 base = preset("default").apply(world="mixture", iterations=30, window=":-1", learning_rate=3e-3, clip_range=2e-2, seed=1)
@@ -249,40 +313,66 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# Then with images: ten iterations of Flow-GRPO on compositional prompts (about half a minute). The images after training start from the same noise as those before.
+# All three rules learn the task, and Flow-GRPO takes longest here. Next we train with images: ten iterations of Flow-GRPO on compositional prompts (about half a minute). The images after training start from the same noise as those before.
 
 # %%
 trainer = make_trainer(preset("default").apply(iterations=10))
 for iteration in range(10):
     metrics = trainer.iteration()
     if iteration % 3 == 0:
-        print(f"iteration {metrics['iteration']:2d}: mean training score {metrics['reward_mean']:.3f}")
+        print(f"iteration {metrics['iteration']:2d}: mean training reward {metrics['reward_mean']:.3f}")
 with trainer.averaged():
     after = ode_images(trainer.policy, verifier, each_eight_times)
 print(
-    f"mean score of the three compositional prompts above: {before.rewards[:24].mean():.2f} before, {after.rewards[:24].mean():.2f} after"
+    f"mean reward of the three compositional prompts above: {before.rewards[:24].mean():.2f} before, {after.rewards[:24].mean():.2f} after"
 )
 
 # %% [markdown] tags=["expected"]
-# iteration  1: mean training score 0.706
-# iteration  4: mean training score 0.755
-# iteration  7: mean training score 0.77..0.81
-# iteration 10: mean training score 0.80..0.87
-# mean score of the three compositional prompts above: 0.76 before, 0.82..0.95 after
+# iteration  1: mean training reward 0.706
+# iteration  4: mean training reward 0.755
+# iteration  7: mean training reward 0.77..0.81
+# iteration 10: mean training reward 0.80..0.87
+# mean reward of the three compositional prompts above: 0.76 before, 0.82..0.95 after
 
 # %% tags=["hide-input"]
 show(after, "after 10 iterations, same noise")
 
 # %% [markdown]
-# `flowrl compare` trains with all three rules and several seeds, and writes a report. After a minute of training on images the rules do not differ measurably; the README shows longer runs.
+# The images improve within ten iterations. To compare the rules on images, `flowrl compare` trains with all three rules and several seeds, and writes a report. A run as short as this one cannot tell them apart; the README shows longer runs.
 #
-# ## To keep
+# ## Quiz
+#
+# *Kind: quiz · time: 5 minutes*
+#
+# 1. What does GRPO need in order to improve a model on a prompt? **a** examples of good images, **b** a reward for each of its own images, **c** the derivative of the reward.
+# 2. A member has the reward 0.7, and the mean of its group is 0.9. Flow-GRPO makes its decisions **a** more likely, because 0.7 is a good reward, **b** less likely, **c** neither.
+# 3. A sampler has ten steps, of which steps 2 to 6 are random. How many values does the value table have per member? **a** 5, **b** 6, **c** 11.
+# 4. A member ends well above its group's mean. Its third decision lowered the value of its estimate, while those of the other members raised theirs. Which rules make that decision less likely? **a** Flow-GRPO only, **b** Stepwise-Flow-GRPO and TP-GRPO, **c** all three.
+# 5. One run each, ten iterations on images: rule A ends at a reward of 0.84, rule B at 0.83. This shows **a** that A is better, **b** that both are equally good, **c** neither.
+
+# %% tags=["exercise"]
+quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The sections What GRPO does, The question of credit and Three answers contain the answers to questions 1 to 4. For question 5 ask what another seed would change.
+
+# %% tags=["solution"]
+quiz = {1: "b", 2: "b", 3: "b", 4: "b", 5: "c"}
+
+# %%
+lesson.check_quiz(quiz)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 1: the members are compared with each other by their rewards. 2: the comparison is with the group's mean, not with a fixed number. 3: one value before each of the five decisions, and the reward of the finished image. 4: the falling decision has a negative gain, and is not a turning point of a rising trajectory. 5: a single seed says nothing about the variation between seeds.
+
+# %% [markdown]
+# ## Summary
 #
 # | word | meaning | in `flowrl` |
 # |---|---|---|
 # | group | samples of one prompt | `Groups` |
 # | decision | a random step; ODE steps are not decisions | `Decisions` |
-# | value table | scores before every decision, and of the finished image, [prompt, member, decision+1] | `rollout.score_rollout` |
+# | value table | rewards of the estimates before every decision, and of the finished image, [prompt, member, decision+1] | `rollout.score_rollout` |
 # | credit rule | value table to advantages [prompt, member, decision] | `credit.Uniform`, `StepwiseGain`, `TurningPoint` |
 # | settings | everything that a run depends on | `RunConfig`, `preset` |
 # | trainer | rollout, rewards, credit, update | `Trainer`, `training.build.make_trainer` |
@@ -291,6 +381,6 @@ show(after, "after 10 iterations, same noise")
 #
 # - Liu et al. 2025, *Flow-GRPO* (arXiv 2505.05470): the method that this course builds on.
 # - Black et al. 2023, *DDPO* (arXiv 2305.13301), and Fan et al. 2023, *DPOK* (arXiv 2305.16381): the first policy gradients for diffusion models.
-# - Wallace et al. 2023, *Diffusion-DPO* (arXiv 2311.12908): learning from pairs of images instead of a score.
+# - Wallace et al. 2023, *Diffusion-DPO* (arXiv 2311.12908): learning from pairs of images instead of a reward.
 #
-# **Next:** [1 · Flow matching from scratch](01_flow_matching.ipynb).
+# **Next:** [1 · Flow matching from scratch](01_flow_matching.ipynb) builds the kind of model that this course fine-tunes.

@@ -9,14 +9,14 @@ from flowrl import world
 from flowrl.core.errors import FlowrlError
 from flowrl.worlds import PolicyOptions
 from flowrl_course.batches import ode_images
-from flowrl_course.checking import answered, check, expect, number, same
+from flowrl_course.checking import answered, check, choice, expect, number, quiz, same
 
 METHODS = {"flow-grpo", "stepwise-flow-grpo", "tp-grpo"}
 
 
 @check("Exercise 1")
 def check_weakness(answer: str) -> None:
-    """`answer` is a prompt that the base model draws with a mean score below 0.75."""
+    """`answer` is a prompt for which the base model's images have a mean reward below 0.75."""
     expect(
         isinstance(answer, str), f"a prompt is a text in quotes; this is a {type(answer).__name__}"
     )
@@ -32,8 +32,8 @@ def check_weakness(answer: str) -> None:
             shapes.policy(PolicyOptions()), shapes.reward("soft"), [prompt] * 16
         ).rewards.mean()
     )
-    hint = "Try a relation between two objects, or a long text"
-    expect(mean < 0.75, f"the model is good at this one: mean score {mean:.2f}. {hint}")
+    hint = "the model is good at this prompt; try a relation between two objects, or a long text"
+    expect(mean < 0.75, f"the mean reward is {mean:.2f}: {hint}")
 
 
 @check("Exercise 2")
@@ -41,7 +41,7 @@ def check_best_decision(answer: Callable[..., Any]) -> None:
     """`answer(values)` is the decision with the largest gain."""
     values = torch.tensor([0.70, 0.75, 0.40, 0.70, 0.50, 0.90, 0.95, 0.85, 0.88, 0.86, 0.80])
     got = number(answered(answer(values), "best_decision"), "the decision")
-    expect(got != 6, "column 6 has the highest score; return the decision with the largest rise")
+    expect(got != 6, "column 6 has the highest value; return the decision with the largest rise")
     expect(
         got != 5,
         "this is the column that the largest rise leads to; decision k leads from column k to"
@@ -49,28 +49,29 @@ def check_best_decision(answer: Callable[..., Any]) -> None:
     )
     expect(
         got != 2,
-        "this is the second-largest rise, or the lowest score; look at all differences R[k+1] -"
-        " R[k]",
+        "this is the second-largest rise, or the lowest value: compare all differences"
+        " V[k+1] - V[k]",
     )
-    expect(got != 1, "this is the largest fall: gains are R[k+1] - R[k], not R[k] - R[k+1]")
+    expect(got != 1, "this is the largest fall: gains are V[k+1] - V[k], not V[k] - V[k+1]")
     expect(
         not same(got, 0.4),
-        "this is how much the score rose; return the number of the decision: argmax instead of max",
+        "this is how much the value rose; return the number of the decision: argmax instead of max",
     )
-    expect(got == 4, "this is not the decision with the largest R[k+1] - R[k]")
+    expect(got == 4, "this is not the decision with the largest V[k+1] - V[k]")
     late = torch.tensor([0.20, 0.70, 0.72, 0.10, 0.55, 0.60, 0.62, 0.71, 0.70, 0.74, 0.72])
     again = number(answer(late), "the decision")
     expect(
         again != 2,
-        "this takes a fall for a rise: a gain is R[k+1] - R[k] with its sign, not its absolute"
-        " value",
+        "this is the largest change of either sign: a gain is V[k+1] - V[k] with its sign",
     )
-    expect(again == 0, "the decision with the largest rise is not where the score is highest")
+    expect(again == 0, "the decision with the largest rise is not where the value is highest")
 
 
 @check("Exercise 3")
-def check_blame(answer: set[str]) -> None:
-    """`answer` names the rules that make a falling decision of a good trajectory less likely."""
+def check_praise(answer: set[str]) -> None:
+    """`answer` names the rules that give a rising decision of the worst member a positive
+    advantage.
+    """
     expect(isinstance(answer, set | list | tuple), "give a set of names, such as {'flow-grpo'}")
     expect(... not in answer, "not answered yet: replace the dots")
     given = {str(name).strip().lower().replace(" ", "-") for name in answer}
@@ -82,15 +83,77 @@ def check_blame(answer: set[str]) -> None:
     )
     expect(
         "flow-grpo" not in given,
-        "flow-grpo looks at the finished image only: every decision of a good trajectory is made"
-        " likelier",
+        "flow-grpo does not use the values: compare the reward of the worst member with the mean",
     )
     expect(
         "stepwise-flow-grpo" in given,
-        "stepwise-flow-grpo gives each decision its own gain, and this one is negative",
+        "one rule uses the gain of each decision: what is the sign of this gain?",
     )
     expect(
         "tp-grpo" in given,
-        "tp-grpo uses increments too; a falling decision of a rising trajectory is not a turning"
-        " point",
+        "tp-grpo uses the gain unless the decision is a turning point: can decision 0 be one?",
     )
+
+
+@check("Exercise 4")
+def check_cause(answer: str) -> None:
+    """`answer` is the letter of the cause that explains both logs."""
+    letter = choice(answer, "abc")
+    expect(
+        letter != "a",
+        "the learning rate has no effect on the advantage: the advantage is 0 in both logs",
+    )
+    expect(letter == "b", "the images of run 1 are all correct: look for a cause of both logs")
+
+
+@check("Exercise 5")
+def check_slowest(answer: str) -> None:
+    """`answer` is the letter of the rule with the lowest reward after ten iterations."""
+    reasons = {
+        "b": "the gain concerns the decision itself: which rule mixes good and bad decisions?",
+        "c": "TP-GRPO uses gains too: which rule mixes good and bad decisions?",
+        "d": "errors average out over many samples, and ten iterations are few: think of the"
+        " noise of each update",
+    }
+    letter = choice(answer, "abcd")
+    expect(letter == "a", reasons.get(letter, ""))
+
+
+check_quiz = quiz(
+    __name__,
+    (
+        "b",
+        {
+            "a": "all images in this lesson come from the model itself",
+            "c": "the reward is a number from a program; only the model is differentiated",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "a reward is compared with the group's mean, and 0.7 is below it",
+            "c": "an advantage of 0 needs a reward equal to the group's mean",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "there is one value more than decisions: the finished image",
+            "c": "ODE steps are not decisions and have no values of their own",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "Flow-GRPO uses the finished image, which is good",
+            "c": "Flow-GRPO makes all decisions of a good member more likely",
+        },
+    ),
+    (
+        "c",
+        {
+            "a": "another seed may change a difference of 0.01",
+            "b": "a small difference in one run does not show that there is none",
+        },
+    ),
+)
