@@ -15,10 +15,14 @@
 #
 # **After this lesson you can** measure the credit of a decision by splitting the trajectory there, explain what siblings isolate and what a comparison by depth adds, choose leaf or edge weights, and count the cost of a tree.
 #
-# **Time** 60 minutes, of which the computer needs less than one. **You need** the lesson on Stepwise-Flow-GRPO; the lesson Test your own rule helps with the last two sections.
+# **Time** 80 minutes, of which the computer needs less than one. **You need** the lesson on Stepwise-Flow-GRPO; the lesson Test your own rule helps with the last two sections.
 #
-# The lessons on Stepwise-Flow-GRPO and TP-GRPO scored unfinished states by extra evaluations, on which nothing is trained. A *branching rollout* scores them by the trajectories themselves: at some steps a trajectory goes on as several, each with noise of its own. All of them are trained, and they share the evaluations of their common past.
-# The figure shows one such tree in the 2-D world. Its trajectory splits at step 0 and at step 2; the cross is the target. Which of its two splits changed the expected result more?
+# The lessons on Stepwise-Flow-GRPO and TP-GRPO computed values of unfinished states by extra evaluations, on which nothing is trained. A *branching rollout* gets these values from the trajectories themselves: at some steps a trajectory continues as several, each with its own noise. All of them are trained, and they share the evaluations of their common past.
+# The figure shows one such tree in the 2-D world. Its trajectory splits at step 0 and at step 2; the cross is the target. Which of the two splits changed the expected result more?
+#
+# **Symbols of this lesson**
+#
+# {symbols: $z_j$; decision $k$; $D$; $V_k$; $V^*_k$; $A^*_k$; $R$; $A$; $w$; $Z$}
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
@@ -93,17 +97,22 @@ opening()
 # %% [markdown]
 # ## States and their values
 #
-# The states of a group form a tree. In `flowrl.core.tree.Tree` every distinct state is a *unit*: `parent` `[unit]` is the state it was drawn from (-1: initial noise), `node` `[unit]` its place on the time grid, `drawn` `[unit]` says whether the transition into it was drawn, so that it is a decision (ODE steps are not), `passes` `[member, unit]` says which states a trajectory passes. A group of 12 here has 3 roots with 4 leaves each.
+# The states of a group form a tree. In `flowrl.core.tree.Tree` every distinct state is a *unit* $u$ with these fields:
 #
-# The value of a state is the expected reward of a trajectory that goes on from it, $V(x)$. The tree estimates it by the mean reward of the leaves behind the state:
+# - `parent` `[unit]`: the state from which it was drawn (-1: initial noise);
+# - `node` `[unit]`: its place on the time grid;
+# - `drawn` `[unit]`: whether the transition into it was drawn and is therefore a decision (ODE steps are not);
+# - `passes` `[member, unit]`: which states a trajectory passes.
 #
-# $$\hat V(u) = \frac{1}{|L(u)|}\sum_{\ell \in L(u)} R_\ell.$$
+# Here a group of 12 has 3 roots with 4 leaves each. The exact value $V^*(u)$ of a state is the expected reward of a trajectory that continues from it. Let $L(u)$ be the leaves behind $u$. The tree estimates $V^*(u)$ by their mean reward:
+#
+# $$V(u) = \frac{1}{|L(u)|}\sum_{\ell \in L(u)} R_\ell.$$
 #
 # ### Exercise 1 · leaf means
 #
-# *Difficulty: easy · importance: essential · time: 4 minutes*
+# *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
 #
-# `rewards` is `[prompt, leaf]`; `passes` `[leaf, unit]` is 1 if a leaf's trajectory passes a state, else 0. Return $\hat V$, `[prompt, unit]`. The numbers of leaves may differ.
+# `rewards` is `[prompt, leaf]`; `passes` `[leaf, unit]` is 1 if a leaf's trajectory passes a state, else 0. Return $V$, `[prompt, unit]`. The numbers of leaves may differ.
 
 
 # %% tags=["exercise"]
@@ -126,7 +135,7 @@ def leaf_values(rewards, passes):
 lesson.check_values(leaf_values)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Column $u$ of `passes` selects the leaves behind $u$, so the product sums their rewards and the column sum counts them. In `flowrl`: `tree.values`; the value table `[prompt, member, decision+1]` has $\hat V$ of the states from which a member's decisions start, and the member's own reward in the last column (`tree.value_table`). (The mean of the *children's* values is the other option, `mean="child"`. Both are the same if siblings have equally many leaves, and both are unbiased as long as the shape of the tree does not depend on rewards.)
+# **Why.** Column $u$ of `passes` selects the leaves behind $u$, so the product sums their rewards and the column sum counts them. In `flowrl`: `tree.values`. The value table `[prompt, member, decision+1]` has $V$ of the states from which a member's decisions start, and the member's own reward in the last column (`tree.value_table`). (The mean of the *children's* values is another option, `mean="child"`. Both are the same if siblings have equally many leaves, and both are unbiased as long as the shape of the tree does not depend on rewards.)
 
 # %%
 ours = leaf_values(values[..., -1], tree.passes.float())
@@ -142,15 +151,15 @@ print(f"network evaluations of a group: {usage.nfe // 18}; 12 independent trajec
 # %% [markdown]
 # ## Why siblings isolate a decision
 #
-# Let $A^*_k = V(x') - V(x)$ be the true advantage of decision $k$, which draws the transition from $x$ to $x'$. The reward of a trajectory is a sum,
+# Let $A^*_k = V^*_{k+1} - V^*_k$ be the true advantage of decision $k$. The reward of a trajectory is a sum,
 #
-# $$R = V(x_0) + A^*_0 + A^*_1 + \dots + A^*_{D-1},$$
+# $$R = V^*_0 + A^*_0 + A^*_1 + \dots + A^*_{D-1},$$
 #
-# with $x_0$ the initial noise. Its terms are uncorrelated, because $\mathbb E[A^*_k \mid x] = 0$. ODE steps add nothing. So the variance of $R$ is the sum of theirs. Uniform credit gives decision $k$ the whole sum. Two siblings $u, u'$ have the same parent, so everything before cancels, not on average but exactly:
+# in which $V^*_0$ is the value of the initial noise. ODE steps add nothing. The terms are uncorrelated, because the mean of $A^*_k$ given the state before the decision is 0. So the variance of $R$ is the sum of their variances. Uniform credit gives decision $k$ the whole sum. However, two siblings $u, u'$ have the same parent, so everything before them cancels, not only on average but exactly:
 #
-# $$\hat V(u) - \hat V(u') = A^*(u) - A^*(u') + \text{what the leaves draw afterwards}.$$
+# $$V(u) - V(u') = A^*(u) - A^*(u') + \text{what the leaves draw afterwards}.$$
 #
-# What comes afterwards remains, averaged over the leaves behind each sibling. In this world the truth can be measured: the next cell estimates $V$ by 128 continuations from every state before and after a decision of the tree (`true_advantages`, the lesson Test your own rule), and does the same for independent trajectories.
+# What comes afterwards remains, averaged over the leaves behind each sibling. In this world we can measure the truth. The next cell estimates $V^*$ by 128 continuations from every state before and after a decision of the tree (`true_advantages`, the lesson Test your own rule), and does the same for independent trajectories.
 
 # %%
 plain = sampled(RawCredit().probe)
@@ -166,95 +175,95 @@ truth = truths["plain"]
 variance = within(truth.values) - truth.errors.square().mean((0, 1))
 beginnings = within(truth.state_values[..., :1]) - truth.state_errors[..., :1].square().mean((0, 1))
 total = within(truth.state_values[..., -1:])
-print("variance of V(x_0), the initial noise:   " + " ".join(f"{value:.4f}" for value in beginnings))
+print("variance of V*_0, the initial noise:     " + " ".join(f"{value:.4f}" for value in beginnings))
 print("variance of A*_k, decisions 0 to 4:      " + " ".join(f"{value:.4f}" for value in variance))
 print(f"their sum: {float(variance.sum() + beginnings.sum()):.3f}; variance of R: {float(total):.3f}")
 print("share of each decision:                  " + " ".join(f"{value:.0%}" for value in variance / total))
 
 # %% [markdown]
-# The sum of the variances is that of $R$, up to the sampling error. No decision is responsible for more than a quarter of it; the rest of a decision's uniform credit is the luck of the others.
+# The sum of the variances is that of $R$, up to the sampling error. No decision holds more than a quarter of it, so most of a decision's uniform credit is the luck of the others.
 #
 # ## Comparing siblings
 #
-# The simplest comparison is Z over siblings, as GRPO has it over a group.
+# The simplest comparison is Z over siblings, by analogy with GRPO's Z over a group.
 #
 # ### Exercise 2 · Z over siblings
 #
-# *Difficulty: medium · importance: essential · time: 8 minutes*
+# *Difficulty: medium · kind: code · importance: essential · time: 8 minutes*
 #
-# `values` is `[prompt, unit]`, `parent` `[unit]` (-1 for a root). Return for every state $(\hat V - \text{mean}) / (\text{std} + 10^{-4})$ over the states with the same parent, population standard deviation. Roots and states without siblings get 0.
+# `values` is `[prompt, unit]`, `parent` `[unit]` (-1 for a root). Return for every state $(V - \text{mean}) / (\text{std} + 10^{-4})$ over the states with the same parent, with the population standard deviation. Roots and states without siblings get 0.
 
 
 # %% tags=["exercise"]
-def sibling_scores(values, parent):
+def sibling_credit(values, parent):
     """Z over siblings, [prompt, unit]."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Loop over `parent[parent >= 0].unique()`. The mask `parent == above` selects a family; assign its scores in place.
+# **Hint.** Loop over `parent[parent >= 0].unique()`. The mask `parent == above` selects a family; assign its credit in place.
 
 
 # %% tags=["solution"]
-def sibling_scores(values, parent):
+def sibling_credit(values, parent):
     """Z over siblings, [prompt, unit]."""
-    scores = torch.zeros_like(values)
+    credit = torch.zeros_like(values)
     for above in parent[parent >= 0].unique():
         family = parent == above
         same = values[:, family]
-        scores[:, family] = (same - same.mean(1, keepdim=True)) / (same.std(1, keepdim=True, unbiased=False) + 1e-4)
-    return scores
+        credit[:, family] = (same - same.mean(1, keepdim=True)) / (same.std(1, keepdim=True, unbiased=False) + 1e-4)
+    return credit
 
 
 # %%
-lesson.check_siblings(sibling_scores)
+lesson.check_siblings(sibling_credit)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A state alone is its own mean, so the numerator is exactly 0 and no special case is needed. Roots have no common parent: their noise was not drawn from one state, and the policy did not choose it. In `flowrl`: `credit.SiblingRelative`.
+# **Why.** A state without siblings equals its own mean, so the numerator is exactly 0 and we need no special case. Roots have no common parent: their noise was not drawn from one state, and the policy did not choose it. In `flowrl`: `credit.SiblingRelative`.
 
 # %%
 credit = SiblingRelative(probe=SPLITS).assign(values, decisions)  # [prompt, member, decision]
-ours = tree.decision_table(sibling_scores(estimated, tree.parent))
+ours = tree.decision_table(sibling_credit(estimated, tree.parent))
 print("same as the library:", torch.allclose(ours, credit, atol=1e-5))
 print("mean |A| per decision: " + " ".join(f"{value:.3f}" for value in credit.abs().mean((0, 1))))
 small = estimated[0, tree.at(3)].view(-1, 2)
 print("pairs of siblings after decision 2: " + "  ".join(f"{a:.2f}|{b:.2f}" for a, b in small.tolist()))
-scores = sibling_scores(estimated, tree.parent)[0, tree.at(3)].view(-1, 2)
-print("their Z:                            " + "  ".join(f"{a:+.2f}|{b:+.2f}" for a, b in scores.tolist()))
+pairs = sibling_credit(estimated, tree.parent)[0, tree.at(3)].view(-1, 2)
+print("their Z:                            " + "  ".join(f"{a:+.2f}|{b:+.2f}" for a, b in pairs.tolist()))
 
 # %% [markdown]
-# **Z over two siblings is always ±1**, whatever their difference, because one standard deviation is half the difference. (The $10^{-4}$ shows only if the two are nearly equal.) With $k = 2$ the rule keeps the sign only: a split that decides everything gets the credit of one that decides nothing. If decisions differ in importance, leave the differences in units of the reward (`SiblingRelative(normalise=False)`), or use
-# gains $\hat V(u) - \hat V(\text{parent})$ with one normalisation for all decisions (`StepwiseGain(probe=Branch(...))`).
+# **Z over two siblings is always ±1**, whatever their difference, because the standard deviation of two numbers is half of their difference. (The $10^{-4}$ has an effect only if the two are nearly equal.) So with two siblings the rule keeps only the sign: a split that decides everything gets the same credit as one that decides nothing. If decisions differ in importance, leave the differences in units of the reward (`SiblingRelative(normalise=False)`), or use
+# gains $V(u) - V(\text{parent})$ with one normalisation for all decisions (`StepwiseGain(probe=Branch(...))`).
 #
-# A second property concerns the size. The mean over $k$ siblings contains the draw itself.
+# A second property concerns the size of the difference, because the mean over $n$ siblings contains the draw itself.
 #
 # ### Exercise 3 · shrinkage
 #
-# *Difficulty: medium · importance: useful · time: 8 minutes*
+# *Difficulty: medium · kind: code · importance: useful · time: 8 minutes*
 #
-# Draw `worth` `[family, k]`, the true advantages $Q - V$ of $k$ siblings in 100,000 families, and noise of what comes afterwards, both standard normal; the estimate is their sum. Return the slope of the regression (through 0) of the difference *estimate minus mean over the siblings* on `worth`: the mean of their product over the mean square of `worth`. With `leave_one_out` the mean is that of the other
-# $k - 1$. **Predict the slope for $k = 2$ before you run the check.**
+# Draw `worth` `[family, count]`, the true advantages of `count` siblings in 100,000 families, and noise of what comes afterwards, both standard normal. The estimated value is their sum. Return the slope of the regression (through 0) of the difference *estimate minus mean over the siblings* on `worth`: the mean of their product over the mean square of `worth`. With `leave_one_out` the mean is that of the other
+# siblings only. Before you run the check, guess the slope for two siblings.
 
 
 # %% tags=["exercise"]
-def shrinkage(k, leave_one_out=False):
+def shrinkage(count, leave_one_out=False):
     """The factor by which the sibling difference shrinks the true advantage."""
     generator = torch.Generator().manual_seed(0)
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The mean over the $k$ siblings is `estimate.mean(1, keepdim=True)`. The mean of the others follows from the sum: subtract the own value and divide by $k - 1$.
+# **Hint.** The mean over the siblings is `estimate.mean(1, keepdim=True)`. The mean of the others follows from the sum: subtract the own value and divide by `count - 1`.
 
 
 # %% tags=["solution"]
-def shrinkage(k, leave_one_out=False):
+def shrinkage(count, leave_one_out=False):
     """The factor by which the sibling difference shrinks the true advantage."""
     generator = torch.Generator().manual_seed(0)
-    worth, noise = torch.randn(2, 100_000, k, generator=generator)
+    worth, noise = torch.randn(2, 100_000, count, generator=generator)
     estimate = worth + noise
     total = estimate.sum(1, keepdim=True)
-    mean = (total - estimate) / (k - 1) if leave_one_out else total / k
+    mean = (total - estimate) / (count - 1) if leave_one_out else total / count
     return float(((estimate - mean) * worth).mean() / worth.square().mean())
 
 
@@ -262,19 +271,19 @@ def shrinkage(k, leave_one_out=False):
 lesson.check_shrinkage(shrinkage)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Given $Q$ of one draw, its estimate is $Q$ on average and the others' are $V$. The mean over all is $V + (Q - V)/k$, so $\mathbb E[\hat V(u) - \text{mean}] = (1 - 1/k)(Q - V)$: half of the advantage at $k = 2$. The mean of the *others* does not contain the draw: no shrinkage, and it is a proper baseline, independent of the draw's own noise. The two differ by the factor $k/(k-1)$ only
+# **Why.** If one draw has the true advantage $A^*$, its estimate is $V^*(\text{parent}) + A^*$ on average, and those of the others are $V^*(\text{parent})$. The mean over all $n$ is therefore $V^*(\text{parent}) + A^*/n$, and the expected difference is $(1 - 1/n) A^*$: half of the advantage with two siblings. The mean of the *others* does not contain the draw. So nothing shrinks, and this mean is a proper baseline, independent of the draw's own noise. The two differ only by the factor $n/(n-1)$
 # (`SiblingRelative(leave_one_out=True)`), which matters if decisions have different numbers of children.
 
 # %% tags=["hide-input"]
 sizes = [2, 3, 4, 6, 8, 12]
 figure, axes = panels(width=5.2, height=2.8)
-axes.plot(sizes, [1 - 1 / k for k in sizes], color=NOISE, linewidth=1)
-axes.plot(sizes, [shrinkage(k) for k in sizes], "o", color=ACCENT)
-axes.plot(sizes, [shrinkage(k, True) for k in sizes], "s", color=DATA)
+axes.plot(sizes, [1 - 1 / count for count in sizes], color=NOISE, linewidth=1)
+axes.plot(sizes, [shrinkage(count) for count in sizes], "o", color=ACCENT)
+axes.plot(sizes, [shrinkage(count, True) for count in sizes], "s", color=DATA)
 axes.text(6.6, 1.04, "others only (leave-one-out)", color=DATA)
-axes.text(4.4, 0.68, "own value in the mean; line: 1 - 1/k", color=ACCENT)
+axes.text(4.4, 0.68, "own value in the mean; line: 1 - 1/n", color=ACCENT)
 axes.set(
-    xlabel="siblings k",
+    xlabel="siblings n",
     ylabel="slope on the true advantage",
     ylim=(0.4, 1.12),
     title="Two siblings measure half of the advantage",
@@ -285,9 +294,37 @@ plt.show()
 # %% [markdown]
 # ## What a comparison by depth credits
 #
-# BranchGRPO compares a state with *all* states of the same node in its tree, Multi-GRPO with those of the prompt. Such a *depth rule* also credits decisions at which nothing branches (1, 3 and 4 here). **Predict:** decision 4 comes after all splits. How large is the part of its credit under a depth rule that is due to decision 4 itself?
+# BranchGRPO compares a state with *all* states of the same node in its tree, Multi-GRPO with those of the prompt. Such a *depth rule* also credits decisions at which nothing branches (1, 3 and 4 here). What do these decisions get credit for?
 #
-# A deviation from a mean is linear, so the credit of a state splits exactly into three parts: $V(\text{parent})$ (before), $A^*$ (own) and $\hat V - V$ (what came afterwards). The next cell takes the deviations of each part, from the siblings' mean and from the mean of the prompt's states at that node.
+# A deviation from a mean is linear, so the credit of a state splits exactly into three parts: $V^*(\text{parent})$ (what was decided before), $A^*$ (the decision's own part) and $V - V^*$ (what came afterwards).
+#
+# ### Exercise 4 · credit of the last decision
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 4 minutes*
+#
+# Decision 4 is the last one, and comes after all splits. Which part of its credit under a depth rule is largest, measured by the mean square?
+#
+# - **a** its own part
+# - **b** what was decided before
+# - **c** what came afterwards
+
+# %% tags=["exercise"]
+largest_part = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Twelve states are compared at this node, and each has one leaf. What differs between their parents? How much chance is left after decision 4?
+
+# %% tags=["solution"]
+largest_part = "b"
+
+# %%
+lesson.check_largest_part(largest_part)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** At the last decision the parents differ in everything that their ancestors drew: the initial noise and four decisions. The own part is only one draw, and nothing random follows. So the depth rule gives decision 4 credit that mostly belongs to its ancestors.
+
+# %% [markdown]
+# The next cell computes the deviations of each part, from the siblings' mean and from the mean of the prompt's states at that node.
 
 # %%
 before, after = truths["tree"].state_values[..., :-1], truths["tree"].state_values[..., 1:]  # V of parent and of child
@@ -319,24 +356,24 @@ for cell, by_part in zip(axes, sizes.values(), strict=True):
         bottom += numbers
     cell.set(xlabel="decision (splits at 0 and 2)", xticks=range(5), ylim=(0, 0.09))
     clean(cell)
-axes[0].set(ylabel="mean square of the parts (reward²)", title="Siblings: nothing from before")
+axes[0].set(ylabel="mean square of the parts (reward²)", title="Siblings: the part from before is 0")
 axes[1].set_title("Depth: late decisions get the ancestors' luck")
 axes[0].legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Among siblings the part from before is exactly 0, and decisions without siblings get 0 altogether. Under the depth rule the part from before grows with every decision, and at decision 4 it is about four fifths of the credit: a state without siblings differs from the others mostly by what its ancestors drew. (The Monte Carlo error of $V$ adds a little to "own".)
+# Among siblings the part from before is exactly 0, and decisions without siblings get 0 altogether. Under the depth rule the part from before grows with every decision. At decision 4 it is about four fifths of the credit: a state without siblings differs from the others mostly by what its ancestors drew. (The Monte Carlo error of $V^*$ adds a little to "own".)
 #
-# Is that wrong? Not for the expected gradient. The part from before is known at $x$, the noise of the decision is not, and $\mathbb E[\nabla \log \pi(x' \mid x) \mid x] = 0$: such a part multiplies a score of mean 0. It adds variance, no bias. (As in exercise 3, a state's own share in the mean shrinks its credit, here by about $1 - 1/n$ with $n$ states at the node.) The sibling rule has less variance per credited decision, but decisions 1, 3 and 4 get no credit at all:
-# their part of the gradient is not estimated.
+# Is this credit wrong? Not for the expected gradient. The part from before is fixed when decision $k$ is drawn, and $\mathbb E[\nabla \log \pi(z_{k+1} \mid z_k) \mid z_k] = 0$. So this part adds variance, but no bias. (As in exercise 3, a state's own share in the mean shrinks its credit, here by about $1 - 1/n$ with $n$ states at the node.) The sibling rule has less variance per credited decision. However, decisions 1, 3 and 4 get no credit at all, so
+# it does not estimate their part of the gradient.
 #
 # ## Weights of leaves and edges
 #
-# A decision early in the tree is shared by many leaves. The policy gradient is a sum over decisions, $\sum_k \mathbb E[A_k \nabla \log \pi_k]$, and for an unbiased estimate each decision must weigh the same. With **leaf weights** an edge counts once for every leaf behind it, as in a mean over trajectories: $1/D$ for every decision. With **edge weights** each distinct edge counts once, which is what BranchGRPO's released code does.
+# Many leaves share an early decision of the tree. The policy gradient is a sum over decisions, $\sum_k \mathbb E[A_k \nabla \log \pi_k]$, so an unbiased estimate needs the same total weight for each decision. With **leaf weights** an edge counts once for every leaf behind it, as in a mean over trajectories: $1/D$ for every decision. With **edge weights** each distinct edge counts once, as in BranchGRPO's released code.
 #
-# ### Exercise 4 · edge weights
+# ### Exercise 5 · edge weights
 #
-# *Difficulty: easy · importance: useful · time: 4 minutes*
+# *Difficulty: easy · kind: formula · importance: useful · time: 4 minutes*
 #
 # `counts` are $n_0, \dots, n_T$, the numbers of states at the nodes of a tree whose steps are all drawn, so that step $i$ is decision $i$. Return each decision's share of the loss with edge weights, `[decision]`.
 
@@ -374,15 +411,15 @@ print(f"step 0:  {by_edge[0]:.2%} of the loss with edge weights, {by_leaf[0]:.2%
 print(f"step 19: {by_edge[-1]:.2%} of the loss with edge weights, {by_leaf[-1]:.2%} with leaf weights")
 
 # %% [markdown]
-# Edge weights turn the gradient towards the late steps, on top of what the credit rule says. This can be a choice, but it is another objective than the papers' equations.
+# Edge weights turn the gradient towards the late steps, independently of the credit rule. This can be a deliberate choice, but it is not the objective of the papers' equations.
 #
 # ## Cost
 #
 # A rollout evaluates every state once, except the finished images: $\sum_{i<T} n_i$ evaluations in $T$ calls of the network, since all states of a node share a call.
 #
-# ### Exercise 5 · the evaluations of a tree
+# ### Exercise 6 · the evaluations of a tree
 #
-# *Difficulty: medium · importance: essential · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 6 minutes*
 #
 # A group has `roots` trees. `children[step]` is the number of children at that step (1 if absent), and the sampler has `steps` steps. Return the number of network evaluations of the group's rollout.
 
@@ -411,7 +448,30 @@ def evaluations(roots, children, steps):
 lesson.check_evaluations(evaluations)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The evaluation at a state serves all its children: they share the velocity and so the mean of the transition, and differ in their noise only. Splitting is therefore free at the split itself, and costs one evaluation per further state and step. Late splits are cheap, early ones are not.
+# **Why.** All children of a state use the same evaluation: they share the velocity and so the mean of the transition, and differ in their noise only. So a split itself costs nothing, and every further state costs one evaluation per step. Late splits are cheap, early ones are not.
+
+# %% [markdown]
+# ### Exercise 7 · design a tree
+#
+# *Difficulty: medium · kind: design · importance: useful · time: 8 minutes*
+#
+# Choose the shape of a group for the sibling rule. The sampler has 10 steps, of which steps 0 to 4 are decisions. Your shape should have at least 12 leaves and at least two roots, let siblings compare at least three of the five decisions, and need at most 100 evaluations (12 independent trajectories need 120).
+
+
+# %% tags=["exercise"]
+roots, children = ..., ...  # children: {step: number of children}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Three splits in two multiply the number of roots by 8. Where in the window are splits cheapest? `evaluations(roots, children, 10)` gives the cost.
+
+# %% tags=["solution"]
+roots, children = 2, {2: 2, 3: 2, 4: 2}
+
+# %%
+lesson.check_shape(roots, children)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** This shape has 16 leaves and needs 98 evaluations. A split at decision 0 instead of decision 2 needs 106, because all later steps have more states. The price of late splits is that the initial noise and the first decisions are compared by few roots only. Splits at steps 5 to 9 would produce identical children, because the ODE draws no noise.
 
 # %% [markdown]
 # The update shares evaluations too: it needs one per *parent*, whose children have the same transition (`flowrl` expands the pairs after the network). The next cell counts both for the published shapes. (A comb is a trunk of ODE steps with draws at some of them, each finished by the ODE. Its decisions are the draws. Every member has one drawn transition: its row of `decisions.drawn` `[member, decision]` has a single True, and the mask leaves out the rest.)
@@ -439,11 +499,11 @@ for name, shape in shapes.items():
     print(f"{name:<26}{sampling:>9,}{shape.members:>8}{sampling / shape.members:>10.2f}{shape.steps:>7}{updates:>8}")
 
 # %% [markdown]
-# "Sampling" and "update" are network evaluations. A tree of 24 leaves takes half of what 24 independent trajectories take, in both; TreeGRPO trains only the 13 states of its window. (BranchGRPO states 13.68 per image, which counts all 219 states of the tree, the finished ones included.) The saving has a statistical cost: leaves of one tree are dependent, so 24 leaves of 3 trees carry less information about the prompt than 24 trajectories.
+# "Sampling" and "update" are network evaluations. A group of 24 leaves from 3 roots needs half the evaluations of 24 independent trajectories, in both columns. TreeGRPO trains only the 13 states of its window. (BranchGRPO reports 13.68 per image; this number counts the finished states as well.) The saving has a statistical cost: leaves of one tree are dependent, so 24 leaves of 3 trees contain less information about the prompt than 24 trajectories.
 #
 # ## Four methods, one formulation
 #
-# A method on trees is a *shape* (which states share a past), a *value* of every state, and a *comparison*. The published methods are choices of the three:
+# A method on trees consists of a *shape* (which states share a past), a *value* of every state, and a *comparison*. The published methods choose them as follows:
 #
 # | method | shape | value | compared with | in `flowrl` |
 # |---|---|---|---|---|
@@ -454,7 +514,7 @@ for name, shape in shapes.items():
 #
 # (The table has the released code of TempFlow-GRPO: 9 decisions, 54 leaves per seed. flowrl's method `tempflow-grpo` has the same shape: a group is a multiple of 6 leaves per decision, 30 with the five decisions of this world.)
 #
-# A plain group is a tree without splits, and shared noise is one root that splits at step 0. Since $\hat V$ fills the value table `[prompt, member, decision+1]`, the rules of the lessons on Stepwise-Flow-GRPO and TP-GRPO work on trees unchanged: a gain is $\hat V(u) - \hat V(\text{parent})$. For draws that the ODE finishes, the leaf estimates the value of the ODE's continuation, as TP-GRPO's completions do, not $V$ of the stochastic sampler. TreeGRPO weights children by the softmax of their log-probabilities. They are drawn from these probabilities already, so the plain mean is the unbiased choice
+# A plain group is a tree without splits, and shared noise is one root that splits at step 0. Since $V$ fills the value table `[prompt, member, decision+1]`, the rules of the lessons on Stepwise-Flow-GRPO and TP-GRPO work on trees unchanged: a gain is $V(u) - V(\text{parent})$. If the ODE finishes a draw, the leaf estimates the value of the ODE's continuation, as TP-GRPO's completions do, and not $V^*$ of the stochastic sampler. TreeGRPO weights children by the softmax of their log-probabilities. However, they are drawn with these probabilities already, so the plain mean is the unbiased choice
 # (`BackedUp(backup="mean")`).
 
 # %% tags=["hide-input"]
@@ -495,9 +555,31 @@ for name, (rule, _) in RULES.items():
     print(f"{name:<21} {interval:<24}" + " ".join(by_step))
 
 # %% [markdown]
-# At the splits, siblings and gains have a *lower* correlation than the depth rule, although they remove the luck from before. A comparison with one sibling adds the sibling's own luck, which is as large as the draw's; the depth rule compares with the mean of 6 or 12 states. At the other decisions, siblings and gains have no credit to correlate. Over all decisions, the depth rule and uniform credit agree better with $A^*$.
+# At the splits, siblings and gains have a *lower* correlation than the depth rule, although they remove the luck from before. A comparison with one sibling adds the sibling's own luck, which is as large as that of the draw; the depth rule compares with the mean of 6 or 12 states. At the decisions without a split, siblings and gains have no credit to correlate. Over all decisions, the depth rule and uniform credit agree better with $A^*$.
 #
-# The gradient shows the same. In the next cell `scale` is the factor by which a rule stretches the true gradient. **Predict** the scale of the sibling difference in units of the reward: it credits two of the five decisions, each shrunk by one half.
+# Next we compare gradients. Besides the direction and the noise we look at the *scale*, the factor by which a rule stretches the true gradient.
+#
+# ### Exercise 8 · the scale of a gradient
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 5 minutes*
+#
+# The loss is a mean over five decisions, and a rule with the true advantages would have the scale 1. Predict the scale of the sibling difference in units of the reward (`SiblingRelative(normalise=False)`) on our trees, whose splits into two are at decisions 0 and 2. Assume that all decisions contribute equally to the gradient.
+
+
+# %% tags=["exercise"]
+scale = ...
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Two factors: which fraction of the decisions gets credit, and which part of the advantage do two siblings measure (exercise 3)?
+
+# %% tags=["solution"]
+scale = 2 / 5 * 1 / 2
+
+# %%
+lesson.check_scale(scale)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Two of five decisions get credit, and each is shrunk by one half because a sibling's own value is in the mean. Leave-one-out removes the second factor and not the first.
 
 # %%
 direction = pathwise_gradients(beginning, batches=20, repeats=100, seed=1, decisions_only=True)
@@ -519,12 +601,12 @@ for name, rule in candidates.items():
     )
 
 # %% [markdown]
-# No direction is measurably wrong (intervals may exceed 1, see the lesson Test your own rule). The scale of the sibling difference is near $2/5 \times 1/2$, and leave-one-out doubles it. The signal-to-noise ratio of the sibling rules and gains is about half of the others': with two splits in five decisions and one sibling each, the comparison loses more signal than variance. The depth rule on trees has the ratio of independent trajectories for fewer
-# evaluations. A split at every decision would give the sibling rule credit at all of them, and needs $2^5$ leaves per tree.
+# No direction is measurably wrong (intervals may exceed 1, see the lesson Test your own rule). The scale of the sibling difference is near $2/5 \times 1/2$, and leave-one-out doubles it. The signal-to-noise ratio of the sibling rules and gains is about half that of the others: with two splits in five decisions and one sibling each, the comparison loses more signal than variance. The depth rule on trees has the ratio of independent trajectories with fewer
+# evaluations. A split at every decision would give the sibling rule credit at all of them, but it needs $2^5$ leaves per tree.
 #
 # ## Training
 #
-# Three methods: uniform credit on 12 independent trajectories, and the depth and the sibling rule on 3 trees of 4 leaves. All have the same sampler, learning rate and independent initial noise, ten iterations, seeds 0 to 2. The lesson Side by side showed how much the clip range matters, so each runs with two.
+# Let us train with three methods: uniform credit on 12 independent trajectories, and the depth and the sibling rule on 3 trees of 4 leaves. All have the same sampler, learning rate and independent initial noise, ten iterations, seeds 0 to 2. The lesson Side by side showed how much the clip range matters, so each method runs with two.
 
 # %%
 SHARED = {"group_size": MEMBERS, "iterations": 10, "eval_every": 5, "initial_noise": "independent"}
@@ -568,24 +650,50 @@ axes[1].set_title("Clip 0.002: none of them learns")
 plt.show()
 
 # %% [markdown]
-# With the wide clip, the depth rule and uniform credit end above the sibling rule, as the signal-to-noise ratios suggest, and the trees take fewer evaluations of both kinds. The sibling rule takes the fewest in updates: a decision without a sibling has advantage 0, and such decisions need no evaluation. With the narrow clip none of the three gets far within these iterations: the clip limits the runs, not the credit. The lesson Side by side found the same of uniform credit. A comparison at that clip, tuned for none of the methods, would have seen no difference.
+# With the wide clip range, the depth rule and uniform credit end above the sibling rule, as the signal-to-noise ratios suggest, and the trees need fewer evaluations of both kinds. The sibling rule needs the fewest in updates: a decision without a sibling has advantage 0, and such decisions need no evaluation. With the narrow clip range none of the three gets far within these iterations, because the clip limits the runs, and not the credit. So a comparison at this clip range would have shown no difference.
 #
-# These runs do not decide between the methods: they have three seeds, one tree shape, one world and no tuning. In the project's comparison (15 seeds, tuned, `docs/claims.md`) BranchGRPO's lead over uniform credit is +0.005 [-0.022, 0.032] per update, without a verdict; per forward equivalent it is better, +0.065 [0.042, 0.088]. The structural results hold in general: siblings isolate a decision, two of them measure half its advantage, depth rules add the ancestors' luck as variance, and a tree's evaluations are counted by its states.
+# These runs do not decide between the methods: they have three seeds, one tree shape, one world and no tuning. `docs/claims.md` has the project's tuned comparison. The structural results hold in general: siblings isolate a decision, two of them measure half its advantage, depth rules add the ancestors' luck as variance, and the number of states determines a tree's evaluations.
 #
-# ## To keep
+# ## Quiz
+#
+# *Kind: quiz · time: 5 minutes*
+#
+# 1. Two siblings end with rewards 0.50 and 0.51. Their Z is **a** about ±0.01, **b** about ±1, **c** about ±0.5.
+# 2. Why does the comparison of siblings remove the luck from before exactly? **a** The luck averages out over many leaves. **b** Siblings have the same initial noise only. **c** Siblings have the same parent, so the same past.
+# 3. A depth rule gives decision 4 credit for what its ancestors drew. What does this do to the expected gradient? **a** It adds variance but no bias. **b** It biases the gradient towards late decisions. **c** It scales the gradient down.
+# 4. A tree doubles the number of its states at step 0 instead of at step 8 of 10. The evaluations of its rollout **a** stay the same, since the number of leaves is the same, **b** increase, **c** decrease.
+# 5. A mean over distinct edges of BranchGRPO's tree, compared with a mean over trajectories, **a** gives late decisions more weight, **b** gives early decisions more weight, **c** gives the same weights, but costs less.
+
+# %% tags=["exercise"]
+quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The answers are after exercise 2, in the section on siblings, after the figure of the three parts, in the section on cost, and in the section on weights, in this order.
+
+# %% tags=["solution"]
+quiz = {1: "b", 2: "c", 3: "a", 4: "b", 5: "a"}
+
+# %%
+lesson.check_quiz(quiz)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 1: the standard deviation of two numbers is half of their difference. 2: everything before the split is the same state. 3: what is fixed before a draw multiplies a gradient with mean 0. 4: from the split on, every step has twice the states. 5: there are more distinct edges at late steps.
+
+# %% [markdown]
+# ## Summary
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
 # | $u$, $n_i$ | distinct state, number of them at node $i$ | `flowrl.core.tree.Tree`, `tree.counts` |
-# | $\hat V(u)$ | mean reward of the leaves behind $u$ | `tree.values` |
+# | $V(u)$ | mean reward of the leaves behind $u$ | `tree.values` |
 # | splits, combs | which states share a past | the probes `Branch`, `Comb` |
-# | Z over siblings; leave-one-out | isolates a decision; undoes $1 - 1/k$ | `credit.SiblingRelative` |
+# | Z over siblings; leave-one-out | isolates a decision; removes the factor $1 - 1/n$ | `credit.SiblingRelative` |
 # | Z over a node's states | own decision and ancestors' luck | `credit.DepthRelative` |
-# | $\hat V(u) - \hat V(\text{parent})$ | gain on a tree | `StepwiseGain(probe=Branch(...))` |
+# | $V(u) - V(\text{parent})$ | gain on a tree | `StepwiseGain(probe=Branch(...))` |
 # | leaf, edge | $1/D$ per decision, or in proportion to $n_{i+1}$ | `Branch(..., weight=...)` |
 # | $\sum_{i<T} n_i$; parents | evaluations of sampling; of the update | `usage.nfe`; the metric `train_nfe` |
 #
-# On the command line: `flowrl compare --methods flow-grpo branch-grpo tempflow-grpo --world mixture`. A rule of your own takes one file, as in the lesson Your own credit rule.
+# On the command line: `flowrl compare --methods flow-grpo branch-grpo tempflow-grpo --world mixture`. A rule of your own needs one file, as in the lesson Your own credit rule.
 #
 # ## Further reading
 #

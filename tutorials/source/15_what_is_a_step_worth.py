@@ -13,12 +13,16 @@
 # %% [markdown]
 # # 15 · What is a step worth?
 #
-# **After this lesson you can** compute the exact value of an unfinished sample, take a step's worth as a difference of two values, say when cheap estimates of values give wrong credit, and calibrate them.
+# **After this lesson you can** compute the exact value of an unfinished sample, compute a step's worth as a difference of two values, say when cheap estimates of values give wrong credit, and calibrate them.
 #
-# **Time** 60 minutes, of which the computer needs about one. **You need** the lesson on Stepwise-Flow-GRPO; the lesson Test your own rule helps.
+# **Time** 80 minutes, of which the computer needs about one. **You need** the lesson on Stepwise-Flow-GRPO; the lesson Test your own rule helps.
 #
-# Credit by decision needs the value of unfinished states. The papers buy it with network evaluations (the lessons on Stepwise-Flow-GRPO, TP-GRPO and branching). In two dimensions it can be computed exactly, for every point of the plane, and cheaper values can be compared with it.
-# The animation shows the exact value of all states for one prompt, from noise to finished samples, before training. The white cross is the target. The twelve dots are a group of trajectories, and on the right are the values that they pass. At which steps is the result decided?
+# Credit by decision needs values of unfinished states. The papers estimate them with further network evaluations (the lessons on Stepwise-Flow-GRPO, TP-GRPO and branching). In two dimensions we can compute them exactly, for every point of the plane, and compare cheaper values with them.
+# The animation shows the exact value of all states for one prompt, from noise to finished samples, before training. The white cross is the target. The twelve dots are a group of trajectories, and the curves on the right are their values. At which steps is the result decided?
+#
+# **Symbols of this lesson**
+#
+# {symbols: $z_j$; decision $k$; $D$; $\mu$, std; $V_k$; $V^*_k$; $A^*_k$; $R$; $A$; $Z$}
 
 # %% tags=["hide-input"]
 from dataclasses import replace
@@ -60,7 +64,7 @@ def transitions(setting, prompt, places, step):
 
 
 def value_tables(setting, prompt):
-    """V_j at the points of the grid, [node, point, point]: dynamic programming, from the end."""
+    """Exact values at the points of the grid, [node, point, point]: dynamic programming, from the end."""
     rewards = setting.reward.score(GRID.places.float().view(-1, 2, 1, 1), [prompt] * GRID.points**2)
     tables = [rewards.double().view(1, GRID.points, GRID.points)]
     for step in reversed(range(setting.schedule.steps)):
@@ -94,12 +98,12 @@ heights = torch.stack([read(table, paths[:, node]) for node, table in enumerate(
 
 
 def opening():
-    """V_j over the plane and along a group."""
+    """Exact values over the plane and along a group."""
     figure, (left, right) = panels(2, width=3.9, height=3.5)
     shown = show_values(left, tables[0], PROMPT, "node 0")
     dots = left.scatter(*paths[:, 0].T, s=16, color="white", edgecolor=INK, linewidth=0.6, zorder=4)
     lines = [right.plot([], [], color=DATA, linewidth=1)[0] for _ in paths]
-    right.set(xlim=(0, 10), ylim=(0, 1.02), xlabel="node (0 = noise, 10 = finished)", ylabel="V")
+    right.set(xlim=(0, 10), ylim=(0, 1.02), xlabel="node (0 = noise, 10 = finished)", ylabel="V*")
     right.set_title("exact values of the group's states")
     clean(right)
     figure.colorbar(shown, ax=left, shrink=0.8)
@@ -109,7 +113,7 @@ def opening():
         node = min(frame, 10)
         shown.set_data(tables[node].T)
         dots.set_offsets(paths[:, node])
-        left.set_title(f"V at node {node}")
+        left.set_title(f"V* at node {node}")
         for line, height in zip(lines, heights, strict=True):
             line.set_data(range(node + 1), height[: node + 1])
 
@@ -121,17 +125,17 @@ opening()
 # %% [markdown]
 # ## Backwards from the end
 #
-# The value of a state is the expected reward if the sampler goes on from it with the present policy. Of a finished sample it is the reward, $V_{10}(x) = r(x)$. Before that, step $j$ draws $x' = \mu_j(x) + \sigma_j z$, so that
+# The exact value $V^*_j(z)$ of a state $z$ at node $j$ is the expected reward if the sampler continues from it with the present policy. For a finished sample it is the reward. Before the end, step $j$ draws $z_{j+1} = \mu_j(z) + \mathrm{std}_j\,\varepsilon$, so that
 #
-# $$V_j(x) = \mathbb E_z\, V_{j+1}(\mu_j(x) + \sigma_j z).$$
+# $$V^*_j(z) = \mathbb E_\varepsilon\, V^*_{j+1}(\mu_j(z) + \mathrm{std}_j\,\varepsilon).$$
 #
-# If $V_{j+1}$ is known on a grid, so is $V_j$: evaluate the network once at every grid point, and take the expectation over two numbers. Ten such steps backwards are *dynamic programming*. They need no trajectory at all.
+# If we know $V^*_{j+1}$ on a grid, we also know $V^*_j$: evaluate the network once at every grid point, and take the expectation over the two numbers of $\varepsilon$. Ten such steps backwards are *dynamic programming*. They need no trajectory at all.
 #
 # ### Exercise 1 · one step backwards
 #
-# *Difficulty: medium · importance: essential · time: 7 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 7 minutes*
 #
-# `value` is a function of places `[..., 2]`, which returns $V_{j+1}$ there, `[...]`. `means` is `[row, 2]`, `std` a number. The expectation over $z$ is a weighted sum over the points `draws` `[draw, 2]` with `weights` `[draw]` (a quadrature; the weights sum to 1). Return $V_j$, `[row]`.
+# `value` is a function of places `[..., 2]`, which returns $V^*_{j+1}$ there, `[...]`. `means` is `[row, 2]`, `std` a number. The expectation over $\varepsilon$ is a weighted sum over the points `draws` `[draw, 2]` with `weights` `[draw]` (a quadrature; the weights sum to 1). Return $V^*_j$, `[row]`.
 
 
 # %% tags=["exercise"]
@@ -141,7 +145,7 @@ def backward_step(value, means, std, draws, weights):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** All places that the step may reach are `[row, draw, 2]`: give `means` an axis for the draws. Weigh the values there, not the places.
+# **Hint.** All places that the step may reach are `[row, draw, 2]`: give `means` an axis for the draws. Weight the values there, not the places.
 
 
 # %% tags=["solution"]
@@ -155,7 +159,10 @@ def backward_step(value, means, std, draws, weights):
 lesson.check_backward(backward_step)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The value after the step depends on what is drawn, and the value before it is the average over the draws. $V_{j+1}$ at the mean place would be the value of a step without noise, which is higher near the target: $V$ is curved there. `flowrl_bench.exact` does the same with a finer expectation, and follows deterministic steps without interpolation. The probe `Exact` values the states of a rollout with it.
+# **Why.** The value after the step depends on the draw, and the value before it is the average over the draws. $V^*_{j+1}$ at the mean place would be the value of a step without noise. It is higher near the target, because $V^*$ is curved there. `flowrl_bench.exact` does the same with a finer expectation, and follows deterministic steps without interpolation. The probe `Exact` uses it for the states of a rollout.
+
+# %% [markdown]
+# Ten of your steps give the value of the noise. The next cell compares it with the table of the animation, and with the mean reward of trajectories.
 
 # %%
 numbers, masses = (torch.tensor(part) for part in np.polynomial.hermite_e.hermegauss(9))
@@ -171,28 +178,28 @@ print(f"value of the noise at the origin, 10 steps backwards: {float(read(ours, 
 print(f"mean reward of the group: {float(heights[:, -1].mean()):.3f}, of all 18 groups:", end=" ")
 truth = exact_advantages(beginning, rollout, grid=GRID)[0]
 print(f"{float(truth.state_values[..., -1].mean()):.3f}")
-print(f"largest difference from the film's tables: {float((ours - tables[0]).abs().max()):.4f}")
+print(f"largest difference from the animation's tables: {float((ours - tables[0]).abs().max()):.4f}")
 
 # %% [markdown]
 # ## A step's worth
 #
-# The worth of decision $k$ is the change in value that its draw brings, $A^*_k = V(x_{k+1}) - V(x_k)$. Two properties follow from the backward step, without any assumption:
+# The worth of decision $k$ is the change in value that its draw causes, the true advantage $A^*_k = V^*_{k+1} - V^*_k$. Two properties follow from the backward step, without any assumption:
 #
-# 1. $\mathbb E[A^*_k \mid x_k] = 0$, because $V(x_k)$ is the expectation of $V(x_{k+1})$;
-# 2. the sum telescopes, $R = V(x_0) + A^*_0 + \dots + A^*_{D-1}$.
+# 1. $\mathbb E[A^*_k \mid z_k] = 0$, because $V^*_k$ is the expectation of $V^*_{k+1}$;
+# 2. the sum telescopes, $R = V^*_0 + A^*_0 + \dots + A^*_{D-1}$.
 #
 # By the first property the terms of the second are uncorrelated. So their variances add up to that of $R$, and each decision has a share in it.
 #
 # ### Exercise 2 · shares in the variance
 #
-# *Difficulty: easy · importance: essential · time: 5 minutes*
+# *Difficulty: easy · kind: formula · importance: essential · time: 5 minutes*
 #
-# `values` is the table of exact values `[prompt, member, decision+1]`; its last column is $R$. Return the parts of the variance within prompts, `[1 + decision]`: first the mean square of the deviations of $V(x_0)$ from its group's mean, then the mean square of each $A^*_k$.
+# `values` is the table of exact values `[prompt, member, decision+1]`; its last column is $R$. Return the parts of the variance within prompts, `[1 + decision]`: first the mean square of the deviations of $V^*_0$ from its group's mean, then the mean square of each $A^*_k$.
 
 
 # %% tags=["exercise"]
 def variance_parts(values):
-    """The variance of V(x_0) and of every step's worth."""
+    """The variance of the first value and of every step's worth."""
     return ...
 
 
@@ -202,7 +209,7 @@ def variance_parts(values):
 
 # %% tags=["solution"]
 def variance_parts(values):
-    """The variance of V(x_0) and of every step's worth."""
+    """The variance of the first value and of every step's worth."""
     first = values[..., :1] - values[..., :1].mean(1, keepdim=True)
     return torch.cat([first, values.diff(dim=-1)], -1).square().mean((0, 1))
 
@@ -211,7 +218,7 @@ def variance_parts(values):
 lesson.check_parts(variance_parts)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $A^*_k$ has mean 0 already, so its mean square is its variance; the initial noise is drawn without a mean of 0 in value, so its group's mean must go. Uniform credit gives every decision $R$, that is all parts at once. With nine equal parts its correlation with $A^*_k$ would be $1/3$.
+# **Why.** $A^*_k$ already has mean 0, so its mean square is its variance. The value of the initial noise has no mean of 0, so we subtract the mean of its group. Uniform credit gives every decision $R$, that is, all parts at once. With nine equal parts its correlation with $A^*_k$ would be $1/3$.
 
 # %%
 many = beginning.rollout(Groups(18, 96), torch.Generator().manual_seed(2), NoProbe(), max_batch=8192)
@@ -219,24 +226,52 @@ exact = exact_advantages(beginning, many, grid=GRID)[0].state_values
 parts = variance_parts(exact)
 total = (exact[..., -1] - exact[..., -1].mean(1, keepdim=True)).square().mean()
 one = exact[0, exact[0, :, -1].argmax()]
-print("V along the best of a group: " + " ".join(f"{value:.2f}" for value in one))
+print("V* along the best of a group:     " + " ".join(f"{value:.2f}" for value in one))
 print("its steps' worth A*:              " + " ".join(f"{value:+.2f}" for value in one.diff()))
-print(f"V(x_0) + sum of A*: {float(one[0] + one.diff().sum()):.2f}; R: {float(one[-1]):.2f}")
+print(f"V*_0 + sum of A*: {float(one[0] + one.diff().sum()):.2f}; R: {float(one[-1]):.2f}")
 print("largest mean of A* of a decision: " + f"{float(exact.diff(dim=-1).mean((0, 1)).abs().max()):.3f}")
 print(f"sum of the parts: {float(parts.sum()):.3f}; variance of R: {float(total):.3f}")
-print("share of V(x_0) and of decisions 0 to 8: " + " ".join(f"{share:.0%}" for share in parts / parts.sum()))
+print("share of V*_0 and of decisions 0 to 8: " + " ".join(f"{share:.0%}" for share in parts / parts.sum()))
 
 # %% [markdown]
-# This trajectory owes its success to decisions 0 and 4; decision 2 was a step back. Over all groups decisions 1 to 4 hold most of the variance, the last two hardly any, because the sample is nearly finished by then.
+# This trajectory owes its success to decisions 0 and 4; decision 2 was a step back. Over all groups, decisions 1 to 4 hold most of the variance. The last two hold hardly any, because the sample is nearly finished by then.
 #
 # ## Cheap values
 #
-# Only a laboratory has $V$. Two values cost no network evaluation:
+# For images we cannot compute $V^*$. Two estimates $V_k$ cost no network evaluation:
 #
-# - **the one-step estimate**: the reward of $\hat x_0 = x_t - t\,v$, the clean estimate of the lesson on flow matching, from the velocity that the rollout has computed anyway (the probe `Tweedie`; each decision takes a decode and a reward call);
-# - **a critic**: a small network that regresses the final reward on the state and the time (the probe `Critic`). It is fitted after each iteration to the rewards of that iteration, so it values the next one by what it has learned before.
+# - **the one-step estimate**: the reward of $\hat x_0 = x_t - t\,v$, the clean estimate of the lesson on flow matching. The rollout has already computed the velocity (the probe `Tweedie`; each decision takes a decode and a reward call);
+# - **a critic**: a small network that regresses the final reward on the state and the time (the probe `Critic`). After each iteration it is fitted to the rewards of this iteration, so its values for the next one come from earlier policies.
 #
-# The next cell trains the 2-D world for 12 iterations with credit from a critic (`CalibratedGain`, which a later section explains). After 0, 4, 8 and 12 iterations it draws the same 18 groups with the present policy, and computes the exact values, the one-step estimates and the critic's values of their states.
+# How good is such a value? For credit only differences within a group matter. So we take the deviations from the group's mean, of the value and of the final reward. Their squared correlation $r^2$, decision by decision, is the fraction of the variance of the final reward that the value predicts.
+#
+# ### Exercise 3 · values of a trained policy
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 4 minutes*
+#
+# The next cells train for 12 iterations, until the mean reward is above 0.9. What happens to $r^2$ of the *exact* value of early states, such as those of decisions 0 to 3?
+#
+# - **a** It stays the same, since exact values have no error.
+# - **b** It rises towards 1, since the outcome is nearly certain.
+# - **c** It falls towards 0.
+
+# %% tags=["exercise"]
+early_values = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** If nearly every trajectory of a group ends near the target, how much do the values of its early states differ? Which steps cause the differences between rewards that remain?
+
+# %% tags=["solution"]
+early_values = "c"
+
+# %%
+lesson.check_early_values(early_values)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** $r^2$ compares members of a group. Once the policy reaches the target from nearly every state, early states have nearly the same value. The differences that remain between rewards come from the last draws, which early states cannot predict.
+
+# %% [markdown]
+# The next cell trains the 2-D world with credit from a critic (`CalibratedGain`, which a later section explains). After 0, 4, 8 and 12 iterations it draws the same 18 groups with the present policy, and computes the exact values, the one-step estimates and the critic's values of their states.
 
 # %%
 KINDS = ("exact", "one-step", "critic")
@@ -247,8 +282,8 @@ for stage in (0, 4, 8, 12):
     present, found = setting_of(trainer), {}
     for kind, probe in (("one-step", Tweedie()), ("critic", trainer.method.credit.probe)):
         result = present.rollout(Groups(18, 12), torch.Generator().manual_seed(1), probe, max_batch=8192)
-        scored = score_rollout(present.policy, present.reward, result, present.prompts)
-        found[kind] = predicted(probe, scored)  # the value table [prompt, member, decision+1]
+        rewarded = score_rollout(present.policy, present.reward, result, present.prompts)
+        found[kind] = predicted(probe, rewarded)  # the value table [prompt, member, decision+1]
     found["truth"] = exact_advantages(present, result, grid=GRID)[0]
     found["exact"] = found["truth"].state_values
     found["record"] = present.experience(result)
@@ -263,7 +298,7 @@ for stage in (0, 4, 8, 12):
 # after 12 iterations: mean reward 0.94..0.98
 
 # %% [markdown]
-# How good is a value? For credit only differences within a group count. So take the deviations from the group's mean, of the value and of the final reward, and their squared correlation $r^2$, decision by decision: the share of the variance of the final reward that the value predicts.
+# Here is $r^2$ of the three kinds of values.
 
 
 # %%
@@ -305,7 +340,7 @@ SHADES = {"exact": INK, "one-step": DATA, "critic": ACCENT}
 
 
 def compare_values():
-    """Cheap values against V at node 5, and r2 by decision."""
+    """Cheap values against exact ones at node 5, and r2 by decision."""
     figure, axes = panels(4, width=2.9, height=3.0)
     for cell, stage in zip(axes, (4, 8), strict=False):
         found = stages[stage]
@@ -329,18 +364,18 @@ def compare_values():
 compare_values()
 
 # %% [markdown]
-# Before training the one-step estimate is as good as the exact value from decision 1 on, and the critic knows nothing. After four iterations the critic explains half or more of what exact values explain. Later both get worse, for two reasons.
-# Training moves $v$ away from the mean velocity, so the one-step estimate is no longer the mean of the finished samples (the lesson Test your own rule), and the critic has learned from policies that no longer exist. And even the *exact* value of an early state predicts little: once most trajectories succeed, what remains of the variance is decided by the last steps.
+# Before training, the one-step estimate is as good as the exact value from decision 1 on, and the critic predicts nothing. After four iterations the critic explains half or more of what exact values explain. Later both get worse, for two reasons.
+# First, training moves $v$ away from the mean velocity, so the one-step estimate is no longer the mean of the finished samples (the lesson Test your own rule), and the critic has learned from earlier policies. Second, even the *exact* value of an early state now predicts little, because the last steps decide what remains of the variance.
 #
 # ## Why raw gains fail
 #
-# The obvious credit is the gain of the cheap value, $\hat V_{k+1} - \hat V_k = A^*_k + e_k$, with an error $e_k$. Uniform credit is $R = A^*_k + {}$the luck of all other steps. Both are the truth plus something. Which is closer?
+# The obvious credit is the gain of the cheap value, $g_k = V_{k+1} - V_k = A^*_k + e_k$, with an error $e_k$. Uniform credit is $R$, that is, $A^*_k$ plus the luck of all other steps. Both are the true advantage plus something else. Which of them is closer to it?
 #
-# ### Exercise 3 · break-even
+# ### Exercise 4 · break-even
 #
-# *Difficulty: harder · importance: useful · time: 8 minutes*
+# *Difficulty: harder · kind: formula · importance: useful · time: 8 minutes*
 #
-# $A^*_k$ has the standard deviation `worth`, $R$ has `reward`, and the error $e_k$ is uncorrelated with $A^*_k$. Return the standard deviation of $e_k$ at which gain and reward have the same correlation with $A^*_k$. **Predict**: does it exceed `worth`?
+# $A^*_k$ has the standard deviation `worth`, $R$ has `reward`, and the error $e_k$ is uncorrelated with $A^*_k$. Return the standard deviation of $e_k$ at which gain and reward have the same correlation with $A^*_k$. Before you compute it, guess whether it exceeds `worth`.
 
 
 # %% tags=["exercise"]
@@ -363,7 +398,7 @@ def break_even(worth, reward):
 lesson.check_break_even(break_even)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Both correlations have the same numerator, so the total variances must be equal: $\operatorname{var}(A^*_k) + \operatorname{var}(e_k) = \operatorname{var}(R)$. A raw gain is better than uniform credit as long as its error is smaller than the luck of all other steps. With nine equal steps the error may be $\sqrt 8 = 2.8$ times as large as the gain itself. The luck shrinks as training succeeds; the error does not.
+# **Why.** Both correlations have the same numerator, so the total variances must be equal: $\operatorname{var}(A^*_k) + \operatorname{var}(e_k) = \operatorname{var}(R)$. A raw gain is better than uniform credit as long as its error is smaller than the luck of all other steps. With nine equal steps the error may be $\sqrt 8 = 2.8$ times as large as the gain itself. However, the luck shrinks as training succeeds, and the error does not.
 
 
 # %%
@@ -398,7 +433,7 @@ for stage in (0, 8):
 
 # %% tags=["hide-input"]
 def compare_sizes():
-    """The three standard deviations before training and after 8 iterations, and V over the plane."""
+    """The three standard deviations before training and after 8 iterations, and exact values over the plane."""
     figure, axes = panels(4, width=2.9, height=3.0)
     for cell, stage in zip(axes, (0, 8), strict=False):
         for numbers, shade, label in zip(sizes(stage), (INK, DATA, OTHERS[3]), ("true gain", "error", "break-even"), strict=True):
@@ -409,7 +444,7 @@ def compare_sizes():
     axes[1].set_title("after 8: early gains lose")
     axes[0].legend(frameon=False, loc="upper right", ncols=3, fontsize=7.5, columnspacing=0.8, handlelength=1.2)
     for cell, stage in zip(axes[2:], (0, 8), strict=True):
-        shown = show_values(cell, stages[stage]["map"][3], PROMPT, f"V at node 3, after {stage}")
+        shown = show_values(cell, stages[stage]["map"][3], PROMPT, f"V* at node 3, after {stage}")
     figure.colorbar(shown, ax=axes[3], shrink=0.8)
     plt.show()
 
@@ -417,7 +452,7 @@ def compare_sizes():
 compare_sizes()
 
 # %% [markdown]
-# Before training every gain is far below break-even. After eight iterations the value of early states is high nearly everywhere (right: $V$ over the plane at node 3), so no step can gain much. The errors of the early gains are then larger than both $A^*$ and the luck of the others. Normalisation makes it worse: Z divides by the standard deviation of the group's gains. Once the group is nearly solved, that is the size of the errors, so that credit of unit size is given for errors alone.
+# Before training, the error of every gain is far below break-even. After eight iterations the value of early states is high nearly everywhere (right: $V^*$ over the plane at node 3), so no step can gain much. The errors of the early gains are then larger than both $A^*$ and the luck of the other steps. Normalisation makes this worse: Z divides by the standard deviation of the group's gains. Once the group is nearly solved, this is the size of the errors, so errors alone get credit of unit size.
 #
 # The next cell applies the rules of earlier lessons to the four records, and prints the correlation of the credit with $A^*$ over all decisions. "Exact" is the same rule with the exact values.
 
@@ -454,21 +489,21 @@ show_correlations(RULES)
 # gains, exact                      0.98  0.99  0.91..0.97 0.87..0.93
 
 # %% [markdown]
-# Gains of one-step estimates are nearly perfect before training, and noise after it. Uniform credit stays near 0.3; with nine equal steps it would be $1/3$ (exercise 2). Z per decision does not let the early errors outweigh the late gains, and still ends below uniform credit. The exact values show that the rule is not at fault: with them it stays above 0.85.
+# Gains of one-step estimates are nearly perfect before training, and noise after it. Uniform credit stays near 0.3; with nine equal steps it would be $1/3$ (exercise 2). With Z per decision the early errors do not outweigh the late gains, but the rule still ends below uniform credit. The exact values show that the rule itself is not the cause: with them its correlation stays above 0.85.
 #
 # ## Calibration
 #
-# The r² above need no exact values: a run can measure them with its own rewards. If a value has stopped predicting the reward, they say so. `CalibratedGain` uses two numbers per decision, from a regression of the final reward on the value within groups. The *slope* shrinks the value to what it predicts, $p_k = s_k\,(\hat V_k - \text{mean})$, and *r²* says how much of the reward that is.
+# The r² above need no exact values, so a run can measure them with its own rewards, and notice when a value stops predicting them. `CalibratedGain` uses two numbers per decision, from a regression of the final reward on the value within groups. Let $\tilde V_k$ and $\tilde R$ be the deviations of value and reward from the means of their group. The *slope* $s_k$ shrinks the value to the reward that it predicts, $\hat R_k = s_k \tilde V_k$, and $r^2_k$ is the fraction of the squares of $\tilde R$ that this prediction explains.
 #
-# ### Exercise 4 · slope and r²
+# ### Exercise 5 · slope and r²
 #
-# *Difficulty: medium · importance: essential · time: 7 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 7 minutes*
 #
-# `value` and `reward` are `[prompt, member]`, the values of one decision and the final rewards. With deviations $v, r$ from their group's means and sums over all prompts and members, return two numbers:
+# `value` and `reward` are `[prompt, member]`, the values of one decision and the final rewards. With sums over all prompts and members, return two numbers:
 #
-# $$s = \frac{\sum v r}{\sum v^2},\quad r^2 = \frac{(\sum v r)^2}{\sum v^2 \sum r^2}.$$
+# $$s = \frac{\sum \tilde V \tilde R}{\sum \tilde V^2},\quad r^2 = \frac{(\sum \tilde V \tilde R)^2}{\sum \tilde V^2 \sum \tilde R^2}.$$
 #
-# Limit the slope to $[0, 1]$. If $\sum v r$ is negative, both are 0.
+# Limit the slope to $[0, 1]$. If $\sum \tilde V \tilde R$ is negative, both are 0.
 
 
 # %% tags=["exercise"]
@@ -478,7 +513,7 @@ def calibrate(value, reward):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** `deviations` above subtracts the group's mean. Set a negative $\sum v r$ to 0 first; then both formulas give 0.
+# **Hint.** `deviations` above subtracts the group's mean. Set a negative $\sum \tilde V \tilde R$ to 0 first; then both formulas give 0.
 
 
 # %% tags=["solution"]
@@ -493,7 +528,7 @@ def calibrate(value, reward):
 lesson.check_calibrate(calibrate)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $s\,v$ is the best prediction of $r$ that is proportional to $v$, and r² is the share of the squares of $r$ that it explains. One slope for all groups has many samples; one per group would have twelve. The slope is at most 1 because a cheap value should be shrunk, not stretched by chance. In `flowrl`: `credit.calibration`; every training run logs `value_slope` and `value_r2` of a rule with values.
+# **Why.** $s\,\tilde V$ is the best prediction of $\tilde R$ that is proportional to $\tilde V$. One slope for all groups has many samples; a slope per group would have twelve. The slope is at most 1 because we want to shrink a cheap value, and not to stretch it by chance. In `flowrl`: `credit.calibration`; every training run logs `value_slope` and `value_r2` of a rule with values.
 
 # %%
 for stage in (0, 8):
@@ -511,40 +546,76 @@ for stage in (0, 8):
 #   r2    0.00..0.10 0.00..0.08 0.00..0.08 0.00..0.08 0.00..0.08 0.00..0.13 0.25..0.41 0.62..0.78 0.78..0.94
 
 # %% [markdown]
-# A decision's credit then has two sources. The gain of the predictions, $p_{k+1} - p_k$, has no later luck, but the error of $p_{k+1}$. The final reward beyond the prediction, $r - p_k$, has no such error, but all later luck. r² of the value after the decision mixes them:
+# In a run these two numbers also show what is wrong with a value.
 #
-# $$A_k = w_{k+1}\,p_{k+1} + (1 - w_{k+1})\,r - p_k,\qquad w_j = r^2_j.$$
+# ### Exercise 6 · read a log of values
 #
-# ### Exercise 5 · calibrated credit
+# *Difficulty: medium · kind: debugging · importance: useful · time: 6 minutes*
 #
-# *Difficulty: medium · importance: essential · time: 7 minutes*
+# Three runs log the slope (before it is limited) and r² of their values by decision, here for decisions 1, 4 and 8. Which cause explains which log? Answer with the letters.
 #
-# `values` is `[prompt, member, decision+1]`, with the final reward in the last column; `slope` and `r2` are `[decision+1]`, both 1 at the end. Return $A_k$ before Z, `[prompt, member, decision]`. **Predict** the result if all other slopes and r² are 0.
+# | | mean reward | slope at 1, 4, 8 | r² at 1, 4, 8 |
+# |---|---|---|---|
+# | 1 | 0.21 | 0.20, 0.19, 0.20 | 0.17, 0.74, 0.99 |
+# | 2 | 0.96 | 0.01, 0.02, 0.90 | 0.00, 0.00, 0.86 |
+# | 3 | 0.20 | 0.00, 0.00, 0.00 | 0.00, 0.00, 0.00 |
+#
+# | | cause |
+# |---|---|
+# | A | a critic in its first iteration |
+# | B | values in other units: the probe returns a reward from 0 to 5, the run's rewards are from 0 to 1 |
+# | C | one-step estimates of a policy that has nearly solved its task |
+
+# %% tags=["exercise"]
+causes = {1: ..., 2: ..., 3: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** r² does not change if all values are multiplied by a number. What does the slope do? Then compare the mean rewards.
+
+# %% tags=["solution"]
+causes = {1: "B", 2: "C", 3: "A"}
+
+# %%
+lesson.check_causes(causes)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** In log 1 the values predict the reward well, with a slope of 1/5 at every decision: they are five times too wide. Calibration corrects this error. In log 2 only the last states predict anything, and the mean reward says why. In log 3 the values have no relation to the reward, since the critic has not learned from any reward yet.
+
+# %% [markdown]
+# The credit of a decision can now use two sources. The gain of the predictions, $\hat R_{k+1} - \hat R_k$, has no later luck, but it has the error of $\hat R_{k+1}$. The final reward beyond the prediction, $\tilde R - \hat R_k$, has no such error, but it has all later luck. The r² of the value after the decision mixes them:
+#
+# $$A_k = r^2_{k+1}\,\hat R_{k+1} + (1 - r^2_{k+1})\,\tilde R - \hat R_k.$$
+#
+# ### Exercise 7 · calibrated credit
+#
+# *Difficulty: medium · kind: formula · importance: essential · time: 7 minutes*
+#
+# `values` is `[prompt, member, decision+1]`, with the final reward in the last column; `slope` and `r2` are `[decision+1]`, both 1 at the end. Return $A_k$ before Z, `[prompt, member, decision]`. Which rule do you expect if all other slopes and r² are 0?
 
 
 # %% tags=["exercise"]
 def calibrated_credit(values, slope, r2):
-    """w p_{k+1} + (1 - w) r - p_k."""
+    """The calibrated gain before Z."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute all $p_j$ at once, `[prompt, member, decision+1]`; $r$ is its last column. $p_{k+1}$ and $p_k$ are the table without its first and without its last column.
+# **Hint.** Compute all $\hat R_j$ at once, `[prompt, member, decision+1]`; $\tilde R$ is the last column. $\hat R_{k+1}$ and $\hat R_k$ are the table without its first and without its last column.
 
 
 # %% tags=["solution"]
 def calibrated_credit(values, slope, r2):
-    """w p_{k+1} + (1 - w) r - p_k."""
-    p = slope * (values - values.mean(1, keepdim=True))
-    reward, w = p[..., -1:], r2[1:]
-    return w * p[..., 1:] + (1 - w) * reward - p[..., :-1]
+    """The calibrated gain before Z."""
+    predictions = slope * (values - values.mean(1, keepdim=True))
+    reward, weight = predictions[..., -1:], r2[1:]
+    return weight * predictions[..., 1:] + (1 - weight) * reward - predictions[..., :-1]
 
 
 # %%
 lesson.check_credit(calibrated_credit)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** With slopes and r² of 0, $A_k = r$: uniform credit. (At the last decision $w\,p_D = r$ as well.) With exact values, all $p_k$ are true deviations, and $A_k$ is $A^*_k$ plus $1 - w$ times what comes later, which has mean 0. Between the two, the credit trusts a value as far as it has predicted rewards. In `flowrl`: `credit.calibrated_gains`, and `credit.CalibratedGain` with Z.
+# **Why.** With slopes and r² of 0, $A_k = \tilde R$: uniform credit. (At the last decision $\hat R_D = \tilde R$ as well.) With exact values and slopes of 1, $A_k$ is $A^*_k$ plus $1 - r^2_{k+1}$ times what comes later, which has mean 0. Between the two, the weight of a value is what it has predicted of the reward. In `flowrl`: `credit.calibrated_gains`, and `credit.CalibratedGain` with Z.
 
 # %%
 table = stages[4]["one-step"]
@@ -577,16 +648,41 @@ show_correlations(
 # even weight, one-step             0.89  0.79  0.40..0.46 0.36..0.42
 
 # %% [markdown]
-# Calibrated credit does not fail with its values: it is above uniform credit while the one-step estimate predicts the reward, and returns to it afterwards. The price is visible at the start. Before training the raw gains are nearly right, and calibration gives half of the credit to the luck of later steps, because r² of an early value is small. That is so even for exact values: r² measures how much of the reward is *decided*, not how much of the value is *error*.
+# Calibrated credit does not fail with its values: its correlation is above that of uniform credit while the one-step estimate predicts the reward, and returns to it afterwards. The first column shows the price. Before training the raw gains are nearly right, but r² of an early value is small, so calibration gives much of the credit to the luck of later steps. This happens even with exact values, because r² measures how much of the reward is *decided*, not how much of the value is *error*.
 #
-# A weight of least squares would tell the two apart. It needs the share of the unexplained reward that a decision holds, $\operatorname{var}(A^*_k)$, and rewards and cheap values alone do not reveal it. The last line assumes an even share for all decisions (`even-gain`, a rule of the laboratory). Its correlation is higher than that of r² at every stage. **Predict** whether it trains better, before you run the next section.
+# A least-squares weight would tell the two apart. It needs $\operatorname{var}(A^*_k)$, the part of the unexplained reward that a decision holds, which we cannot get from rewards and cheap values alone. The last line assumes an equal part for all decisions (`EvenGain`, a rule for experiments). Its correlation is higher than that of r² at every stage.
 #
 # ## Headroom
 #
-# How much can better credit gain? *Headroom* is the lead over uniform credit of an oracle, which credits gains of the exact value (with Z per decision: with joint Z the last drawn step would get most of the credit of a solved group). The next cell trains with five rules, three seeds, 12 iterations and two clip ranges.
+# How much can better credit gain? *Headroom* is the lead over uniform credit of an oracle, which credits gains of the exact value. (Its Z is per decision. With joint Z the last drawn step would get most of the credit of a solved group.) The next cell trains with five rules, three seeds, 12 iterations and two clip ranges.
+#
+# ### Exercise 8 · correlation and training
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 4 minutes*
+#
+# The even weight correlates better with $A^*$ than the weight r², at every stage. With which of the two is the mean held-out reward over training higher?
+#
+# - **a** the even weight, with both clip ranges
+# - **b** the even weight, but only with the wide clip range
+# - **c** the even weight with neither clip range
+
+# %% tags=["exercise"]
+better_trained = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** In the lesson Test your own rule, `EstimateToGo` trained better than a rule with a much higher correlation. Which of the two weights uses more of a value that predicts little?
+
+# %% tags=["solution"]
+better_trained = "c"
 
 # %%
-ARMS = {
+lesson.check_better_trained(better_trained)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The correlation treats noise and bias alike. The luck in $\tilde R$ is noise, which averages out over iterations. The error of a value is a bias that accumulates, and the even weight takes most of the gain even where the value predicts little. The next cell measures the result.
+
+# %%
+COMPARED = {
     "uniform": (Uniform(), COLOURS["flow-grpo"]),
     "gains, one-step": (StepwiseGain(probe=Tweedie()), COLOURS["stepwise-flow-grpo"]),
     "calibrated, one-step": (CalibratedGain(), COLOURS["tp-grpo"]),
@@ -597,13 +693,13 @@ SETTINGS = {**WORLD, "iterations": 12, "eval_every": 2}
 runs = {
     (name, clip): [learn(rule=rule, seed=seed, **{**SETTINGS, "clip_range": clip}) for seed in range(3)]
     for clip in (0.06, 0.18)
-    for name, (rule, _) in ARMS.items()
+    for name, (rule, _) in COMPARED.items()
 }
 for (name, clip), curves in runs.items():
     over = " ".join(f"{float(curve.reward.mean()):.2f}" for curve in curves)
     last = " ".join(f"{float(curve.reward[-1]):.2f}" for curve in curves)
     print(f"clip {clip:.2f}  {name:<22} held-out reward, mean over training: {over}; last: {last}")
-for name in ARMS:
+for name in COMPARED:
     print(f"{name:<22} evaluations in forward passes: {int(runs[name, 0.06][0].work[-1] / 1000):,} thousand")
 
 # %% [markdown] tags=["expected"]
@@ -629,7 +725,7 @@ def compare_runs():
     """Held-out reward against evaluations."""
     figure, axes = panels(2, width=4.6, height=3.3, sharey=True)
     for cell, clip in zip(axes, (0.06, 0.18), strict=True):
-        for name, (_, shade) in ARMS.items():
+        for name, (_, shade) in COMPARED.items():
             for number, curve in enumerate(runs[name, clip]):
                 label = name if number == 0 else None
                 cell.plot(curve.work[1:] / 1000, curve.reward[1:], "o-", color=shade, markersize=3, linewidth=1.1, label=label)
@@ -642,30 +738,56 @@ def compare_runs():
         clean(cell)
     axes[0].set_ylabel("held-out reward")
     axes[1].legend(frameon=False, fontsize=8, loc="lower right")
-    figure.suptitle("Raw gains rise and fall; calibrated gains stay up; the oracle pays for its grid", fontsize=11)
+    figure.suptitle("Raw gains rise and fall; calibrated gains stay high; the oracle needs 18 times the evaluations", fontsize=11)
     plt.show()
 
 
 compare_runs()
 
 # %% [markdown]
-# - **Raw gains** start fast and fall, far with the wide clip. Their early gains reward errors of the value.
-# - **Calibrated gains** rise as fast and stay. With either clip their mean reward over training is above that of uniform credit, and near the oracle's. They take as many network evaluations as uniform credit (a decode and a reward call per decision are not counted here); the oracle takes 18 times as many, for its grid.
-# - **The even weight** trains no better than r², although its credit correlates more with $A^*$ at every stage. It takes most of the gain even where the value predicts little. A likely reason is that of the lesson Test your own rule: the luck in $r$ is noise, which averages out over iterations, and the errors of a value are bias, which accumulates. The tuned comparison in `docs/guides/cheap-values.md` found the same, so the library has the simpler rule.
-# - **The clip** matters as much as the rule: it moves uniform credit's mean by about 0.1, as much as some of the leads here.
+# - **Raw gains** start fast and fall, far with the wide clip range. Their early gains reward errors of the value.
+# - **Calibrated gains** rise as fast and stay high. With either clip range their mean reward over training is above that of uniform credit, and near that of the oracle. They take as many network evaluations as uniform credit (not counting a decode and a reward call per decision). The oracle takes 18 times as many, for its grid.
+# - **The even weight** trains no better than r², although its credit correlates better with $A^*$ at every stage.
+# - **The clip range** matters as much as the rule: it changes the mean of uniform credit by about 0.1, as much as some of the leads here.
 #
-# These runs do not decide between the rules: three seeds, one world, one learning rate, nothing tuned. A clip range of its own changes each rule's result, so a comparison has to tune all of them. `docs/headroom.md` does so for the oracle and uniform credit in 13 tasks, one of which cannot tell rules apart at all (19 of 20 steps drawn). `docs/guides/cheap-values.md` has the rule's options, the algebra of its weight, and commands for comparisons of your own.
+# These runs do not decide between the rules: three seeds, one world, one learning rate, nothing tuned. Each rule has its own best clip range, so a comparison has to tune all of them. `docs/headroom.md` does so for the oracle and uniform credit in several tasks. `docs/guides/cheap-values.md` has the rule's options, the algebra of its weight, a tuned comparison with the even weight, and commands for comparisons of your own.
 #
-# ## To keep
+# ## Quiz
+#
+# *Kind: quiz · time: 5 minutes*
+#
+# 1. Why is $V^*_j(z)$ not the value of the mean place, $V^*_{j+1}(\mu_j(z))$? **a** $V^*_{j+1}$ is curved, so the mean of the values differs from the value of the mean. **b** The mean place is outside the data. **c** The quadrature has an error.
+# 2. $A^*_3$ of a trajectory is $+0.3$. What does this mean? **a** Its reward is 0.3 above the mean of the group. **b** The draw of decision 3 raised the expected reward by 0.3. **c** All draws up to decision 3 together raised it by 0.3.
+# 3. A gain has an error as large as $A^*_k$ itself. Compared with uniform credit of nine equal steps, it is **a** worse, since half of it is error, **b** equally good, **c** better, since uniform credit contains the luck of eight other steps.
+# 4. Two gains of a solved group are errors of size 0.01. Z over the group makes them **a** about 0.01 in size, **b** about 1 in size, **c** 0.
+# 5. Even with exact values, calibrated credit correlates less with $A^*$ than gains do before training. Why? **a** r² of an early value is small, so much of the credit is later luck. **b** The slope stretches the values. **c** Exact values have errors too.
+
+# %% tags=["exercise"]
+quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The answers are in the explanations of exercises 1 and 2, in that of the break-even, after the figure of standard deviations, and after the last table of correlations, in this order.
+
+# %% tags=["solution"]
+quiz = {1: "a", 2: "b", 3: "c", 4: "b", 5: "a"}
+
+# %%
+lesson.check_quiz(quiz)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 1: the expectation is taken over values, not over places. 2: it is the change of the expectation by one draw. 3: break-even is at 2.8 times the gain. 4: Z divides by the standard deviation, whatever its cause. 5: r² measures what is decided, not the error of the value.
+
+# %% [markdown]
+# ## Summary
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
-# | $V_j(x)$ | expected reward from a state on; dynamic programming in two dimensions | the probe `flowrl_bench.exact.Exact`, `exact_advantages` |
-# | $A^*_k = V(x_{k+1}) - V(x_k)$ | worth of a step; mean 0, variances add up to that of $R$ | `TrueAdvantages.values` |
-# | $r(\hat x_0)$; critic | values without network evaluations | the probes `Tweedie`, `Critic` |
-# | $\hat V_{k+1} - \hat V_k$ | raw gain; worse than $R$ if its error exceeds the other steps' luck | `credit.StepwiseGain` |
+# | $V^*_j(z)$ | expected reward from a state on; dynamic programming in two dimensions | the probe `flowrl_bench.exact.Exact`, `exact_advantages` |
+# | $A^*_k = V^*_{k+1} - V^*_k$ | worth of a step; mean 0, variances add up to that of $R$ | `TrueAdvantages.values` |
+# | reward of $\hat x_0$; critic | values without network evaluations | the probes `Tweedie`, `Critic` |
+# | $V_{k+1} - V_k$ | raw gain; worse than $R$ if its error exceeds the other steps' luck | `credit.StepwiseGain` |
 # | $s_k$, $r^2_k$ | regression of the reward on the value, within groups | `credit.calibration`; the metrics `value_slope`, `value_r2` |
-# | $w\,p_{k+1} + (1 - w)\,r - p_k$ | calibrated gain; uniform credit if values predict nothing | `credit.CalibratedGain`, the method `value-grpo` |
+# | $r^2_{k+1}\hat R_{k+1} + (1 - r^2_{k+1})\tilde R - \hat R_k$ | calibrated gain; uniform credit if values predict nothing | `credit.CalibratedGain`, the method `value-grpo` |
 # | oracle − uniform | headroom: what credit can gain | `flowrl bench headroom` |
 #
 # On the command line: `flowrl compare --world mixture --methods flow-grpo value-grpo`. `docs/guides/cheap-values.md` shows how to replace the critic by a value of your own.

@@ -10,7 +10,7 @@ from torch import Tensor
 from flowrl.core.tree import Tree, tree_of
 from flowrl.credit import group_zscore
 from flowrl.probes import Branch
-from flowrl_course.checking import answered, check, close, expect, number, tensor
+from flowrl_course.checking import answered, check, choice, close, expect, number, quiz, tensor
 
 Answer = Callable[..., Any]
 
@@ -113,7 +113,7 @@ def check_siblings(answer: Answer) -> None:
 
 @check("Exercise 3")
 def check_shrinkage(answer: Answer) -> None:
-    """`answer(k, leave_one_out)` is the measured slope of the sibling difference on the true
+    """`answer(count, leave_one_out)` is the measured slope of the sibling difference on the true
     advantage.
     """
     for k in (3, 6, 2):
@@ -152,6 +152,14 @@ def check_shrinkage(answer: Answer) -> None:
 
 
 @check("Exercise 4")
+def check_largest_part(answer: str) -> None:
+    """`answer` is the largest part of the last decision's credit under a depth rule."""
+    letter = choice(answer, "abc")
+    expect(letter != "c", "no draw follows decision 4: the ODE finishes the image")
+    expect(letter == "b", "the own part is one draw: count the draws in which the parents differ")
+
+
+@check("Exercise 5")
 def check_shares(answer: Answer) -> None:
     """`answer(counts)` is each decision's share of the loss if every distinct edge counts once,
     [decision].
@@ -194,7 +202,7 @@ def _counts(roots: int, children: dict[int, int], steps: int) -> list[int]:
     return counts
 
 
-@check("Exercise 5")
+@check("Exercise 6")
 def check_evaluations(answer: Answer) -> None:
     """`answer(roots, children, steps)` is the number of network evaluations of a rollout of one
     group.
@@ -219,3 +227,81 @@ def check_evaluations(answer: Answer) -> None:
             f"{roots} roots, children {children}, {steps} steps take {sum(n[:-1]):,} evaluations;"
             f" you get {got:,.0f}",
         )
+
+
+@check("Exercise 7")
+def check_shape(roots: int, children: dict[int, int]) -> None:
+    """`roots` and `children` {step: count} are a shape within the limits of the exercise."""
+    roots = int(number(roots, "roots"))
+    expect(isinstance(answered(children, "children"), dict), "children is a dict {step: count}")
+    splits = [step for step, count in children.items() if count > 1]
+    expect(
+        set(splits) <= set(range(5)),
+        "a split at an ODE step gives equal children: split at decisions 0 to 4",
+    )
+    counts = _counts(roots, children, 10)
+    expect(counts[-1] >= 12, f"the shape has {counts[-1]} leaves of 12: split more, or add roots")
+    expect(roots >= 2, "one root has one initial noise: use two roots or more")
+    expect(len(splits) >= 3, f"siblings compare {len(splits)} decisions of 3: split at more steps")
+    expect(
+        sum(counts[:-1]) <= 100,
+        f"the shape needs {sum(counts[:-1])} evaluations of 100: early splits and large families"
+        " cost most",
+    )
+
+
+@check("Exercise 8")
+def check_scale(answer: float) -> None:
+    """`answer` is the scale of the gradient of the sibling difference."""
+    mistakes = {
+        "only the decisions with credit are counted: two siblings also shrink the advantage": 0.4,
+        "only the shrinkage is counted: most decisions get no credit at all": 0.5,
+        "the two factors are added: they multiply": 0.9,
+    }
+    close(
+        number(answer, "the scale"),
+        0.2,
+        "this is not the product of two factors: the credited fraction and the shrinkage",
+        mistakes,
+        1e-3,
+    )
+
+
+check_quiz = quiz(
+    __name__,
+    (
+        "b",
+        {
+            "a": "Z is not in units of the reward; divide by the standard deviation of the pair",
+            "c": "half the difference is the standard deviation, not the result",
+        },
+    ),
+    (
+        "c",
+        {
+            "a": "nothing is averaged: the difference has no such term, even with two leaves",
+            "b": "they also share all draws up to the split",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "what is fixed before a draw is a baseline, whatever its size",
+            "c": "a baseline does not change the expected gradient, and so not its length",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "the leaves are not evaluated; count the states at the nodes before them",
+            "c": "count the states of steps 1 to 8 in both trees",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "compare the numbers of states at the first and at the last node",
+            "c": "many leaves share an early edge; it counts once instead of once per leaf",
+        },
+    ),
+)

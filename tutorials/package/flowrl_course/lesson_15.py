@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl_course.checking import answered, check, close, expect, number, tensor
+from flowrl_course.checking import answered, check, choice, close, expect, number, quiz, tensor
 
 Answer = Callable[..., Any]
 
@@ -39,27 +39,27 @@ def check_backward(answer: Answer) -> None:
     got = tensor(answer(_curved, means.clone(), std, draws, weights), (6,), "the result")
     after = _curved(means[:, None] + std * draws)
     mistakes = {
-        "this is the value at the mean place, as of a step without noise; average the values of "
+        "this is the value at the mean place, as of a step without noise: average the values of "
         "the places that are drawn": _curved(means),
-        "all draws have the same weight; use `weights`": after.mean(1),
+        "all draws have the same weight: use `weights`": after.mean(1),
         "the weights are missing, and the values are only summed": after.sum(1),
-        "the places are averaged, then valued; value each place, then average": _curved(
+        "this is the value of the mean draw: take the value of each place, then average": _curved(
             means + std * (weights[:, None] * draws).sum(0)
         ),
-        "the draws are scaled by the variance; z has the factor std": (
+        "the draws are scaled by the variance: epsilon has the factor std": (
             _curved(means[:, None] + std**2 * draws) * weights
         ).sum(1),
-        "std is missing: the draws are mean + z": (_curved(means[:, None] + draws) * weights).sum(
-            1
-        ),
+        "std is missing: the places are mean + std times the draws": (
+            _curved(means[:, None] + draws) * weights
+        ).sum(1),
     }
     wanted = (after * weights).sum(1)
-    close(got, wanted, "this is not the weighted mean of value(mean + std z)", mistakes)
+    close(got, wanted, "this is not the weighted mean of value(mean + std * draw)", mistakes)
 
 
 @check("Exercise 2")
 def check_parts(answer: Answer) -> None:
-    """`answer(values)` has the mean squares of V(x_0) within groups and of every A*, [1 +
+    """`answer(values)` has the mean squares of V*_0 within groups and of every A*, [1 +
     decision].
     """
     values = _values()
@@ -68,19 +68,19 @@ def check_parts(answer: Answer) -> None:
     first = _deviations(values)[..., :1]
     parts = torch.cat([first, worth], -1)
     mistakes = {
-        "these are the variances of the values V_k, which contain all earlier steps; take "
+        "these are the variances of the values V*_k, which contain all earlier steps: take "
         "differences": _deviations(values).square().mean((0, 1)),
-        "V(x_0) still has its group's mean, which is not due to the noise of a member": torch.cat(
+        "V*_0 still has its group's mean, which is not due to the noise of a member": torch.cat(
             [values[..., :1], worth], -1
         )
         .square()
         .mean((0, 1)),
-        "R - V(x_k) is everything that comes after x_k; the worth of one decision is V(x_{k+1}) - "
-        "V(x_k)": torch.cat([first, values[..., -1:] - values[..., :-1]], -1).square().mean((0, 1)),
-        "these are standard deviations; variances add up, standard deviations do not": (
+        "R - V*_k is everything that comes after z_k: the worth of one decision is V*_{k+1} - "
+        "V*_k": torch.cat([first, values[..., -1:] - values[..., :-1]], -1).square().mean((0, 1)),
+        "these are standard deviations: take their squares, which add up": (
             parts.square().mean((0, 1)).sqrt()
         ),
-        "these are sums of squares; take the mean over prompts and members": (
+        "these are sums of squares: take the mean over prompts and members": (
             parts.square().sum((0, 1))
         ),
         "these are means of the parts, not of their squares": parts.mean((0, 1)),
@@ -92,6 +92,21 @@ def check_parts(answer: Answer) -> None:
 
 
 @check("Exercise 3")
+def check_early_values(answer: str) -> None:
+    """`answer` is the predicted course of r2 of the exact values of early states."""
+    letter = choice(answer, "abc")
+    expect(
+        letter != "a",
+        "r2 is no property of the value alone: it compares differences between members, which"
+        " change",
+    )
+    expect(
+        letter == "c",
+        "certainty leaves no differences to predict: ask which steps cause those that remain",
+    )
+
+
+@check("Exercise 4")
 def check_break_even(answer: Answer) -> None:
     """`answer(worth, reward)` is the error of a gain at which it correlates with A* as well as the
     reward does.
@@ -99,8 +114,8 @@ def check_break_even(answer: Answer) -> None:
     for worth, reward in ((0.3, 0.5), (1.0, 3.0), (0.02, 0.07)):
         wanted = (reward**2 - worth**2) ** 0.5
         mistakes = {
-            "standard deviations do not subtract; their squares do": reward - worth,
-            "this is a variance; the question is for a standard deviation": wanted**2,
+            "standard deviations do not subtract: subtract their squares": reward - worth,
+            "this is a variance: the question is for a standard deviation": wanted**2,
             "the gain's variance is that of A* plus that of the error, so A* must be subtracted": (
                 reward**2 + worth**2
             )
@@ -115,7 +130,7 @@ def check_break_even(answer: Answer) -> None:
         close(got, wanted, f"{hint}; you get {got:.3f}", mistakes)
 
 
-@check("Exercise 4")
+@check("Exercise 5")
 def check_calibrate(answer: Answer) -> None:
     """`answer(value, reward)` is the slope of the reward on the value within groups, in [0, 1], and
     r2.
@@ -161,7 +176,7 @@ def check_calibrate(answer: Answer) -> None:
             "a negative slope is cut, but r2 is not: such a value must not count at all": table(
                 limited, vr.square() / (vv * rr)
             ),
-            "the sum of v r is negative; then both numbers are 0": table(
+            "the sum of products is negative: then both numbers are 0": table(
                 (vr / vv).clamp(max=1), vr.square() / (vv * rr)
             ),
             "the slopes of the groups are averaged; sum over all groups, then divide": table(
@@ -173,7 +188,27 @@ def check_calibrate(answer: Answer) -> None:
         close(pair, table(limited, r2), otherwise, mistakes)
 
 
-@check("Exercise 5")
+@check("Exercise 6")
+def check_causes(answer: dict[int, str]) -> None:
+    """`answer` maps the logs 1, 2, 3 to causes."""
+    expect(
+        isinstance(answer, dict) and list(answer) == [1, 2, 3],
+        "answer with a dict from the numbers 1, 2, 3 to letters",
+    )
+    given = {log: choice(letter, "abc") for log, letter in answer.items()}
+    expect(given[1] != "a", "log 1 has r2 near 1: a critic without training predicts nothing")
+    expect(
+        given[1] != "c",
+        "the mean reward of log 1 is low: its policy has not solved the task",
+    )
+    expect(
+        given[2] == "c",
+        "late states of log 2 have a slope near 1: their units are right, and they predict much",
+    )
+    expect(given[3] == "a", "values in other units still predict: r2 of log 3 is 0 everywhere")
+
+
+@check("Exercise 7")
 def check_credit(answer: Answer) -> None:
     """`answer(values, slope, r2)` is the calibrated credit before Z, [prompt, member, decision]."""
     values = _values()
@@ -188,12 +223,75 @@ def check_credit(answer: Answer) -> None:
     got = tensor(answer(values.clone(), slope.clone(), r2.clone()), (3, 5, 4), "the result")
     mistakes = {
         "the weight of decision k is that of the value after it, r2[k + 1]": credit(p, r2[:-1], r),
-        "the slopes are missing: p_k = slope_k times the deviation of V_k": credit(d, w, r),
-        "p_k, the prediction before the decision, is not subtracted": credit(p, w, r) + p[..., :-1],
-        "w and 1 - w are exchanged: w is the weight of the prediction": credit(p, 1 - w, r),
+        "the slopes are missing: a prediction is slope_k times the deviation of V_k": credit(
+            d, w, r
+        ),
+        "the prediction before the decision is not subtracted": credit(p, w, r) + p[..., :-1],
+        "r2 and 1 - r2 are swapped: r2 is the weight of the prediction": credit(p, 1 - w, r),
         "the group's means are not subtracted": credit(slope * values, w, values[..., -1:]),
-        "this is the gain of the predictions; what they leave unexplained, 1 - w, goes to the "
+        "this is the gain of the predictions; what they leave unexplained, 1 - r2, goes to the "
         "final reward": p.diff(dim=-1),
-        "this is the reward beyond the prediction before the decision, with w = 0": r - p[..., :-1],
+        "this is the reward beyond the prediction before the decision, with r2 = 0": r
+        - p[..., :-1],
     }
-    close(got, credit(p, w, r), "this is not w p_{k+1} + (1 - w) r - p_k", mistakes)
+    close(
+        got,
+        credit(p, w, r),
+        "this is not r2 R_hat_{k+1} + (1 - r2) R - R_hat_k, of deviations",
+        mistakes,
+    )
+
+
+@check("Exercise 8")
+def check_better_trained(answer: str) -> None:
+    """`answer` says with which clip ranges the even weight trains better."""
+    letter = choice(answer, "abc")
+    expect(
+        letter != "a",
+        "a higher correlation need not train better: it treats noise and bias alike",
+    )
+    expect(
+        letter == "c",
+        "a wider clip range lets errors of the values act sooner: compare how much of a poor value"
+        " each weight uses",
+    )
+
+
+check_quiz = quiz(
+    __name__,
+    (
+        "a",
+        {
+            "b": "values are defined in the whole plane; the places need not be data",
+            "c": "both would differ with an exact integral as well",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "the deviation of R from the group contains the luck of all decisions",
+            "c": "the sum over decisions telescopes; one term is the change by one draw",
+        },
+    ),
+    (
+        "c",
+        {
+            "a": "uniform credit has an error as well; compare the two standard deviations",
+            "b": "break-even with nine equal steps is at an error of 2.8 times the gain",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "Z divides by the standard deviation of the gains, which is small here, too",
+            "c": "only equal gains give 0",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "the slope is limited to 1",
+            "c": "their error is that of the grid, which is far below the luck of later steps",
+        },
+    ),
+)
