@@ -13,14 +13,18 @@
 # %% [markdown]
 # # 4 · Why a step may be credited
 #
-# **After this lesson you can** prove which credits leave the policy gradient unchanged, use values of states as baselines and as credit, choose $\lambda$, say how the noise grows with the number of decisions, and say what old samples are worth.
+# **After this lesson you can** prove which credits leave the policy gradient unchanged, use values of states as baselines and as credit, choose $\lambda$, say how the noise grows with the number of decisions, and say how far old samples can be trusted.
 #
-# **Time** 75 minutes, of which the computer needs less than one. **You need** the lesson on GRPO.
+# **Time** 90 minutes, of which the computer needs less than one. **You need** the lesson on GRPO.
 #
-# The lesson on GRPO gave every step of a trajectory the same credit: the reward of the finished sample. The papers of this course give each step a credit of its own. May they? This lesson answers the question with one theorem, and checks every line of it against exact numbers.
+# The lesson on GRPO gave every step of a trajectory the same credit, which depends only on the reward of the finished sample. The papers of this course give each step a credit of its own. Is the result still the policy gradient? This lesson answers the question with one theorem, and checks every line of it against exact numbers.
 #
-# For exact numbers we need a policy so small that its gradient is known. We keep the exact flow of the ring, and give the policy one parameter, a vector in the plane: the *wind* $\theta$. In every decision the wind is subtracted from the velocity, $v_\theta(x, t) = v(x, t) - \theta$, so that it blows all samples in its direction. The reward is the one you know: $R = e^{-d^2/2}$ at distance $d$ from the target at 45 degrees.
+# For exact numbers we need a policy so small that its gradient is known. We keep the exact flow of the ring, and give the policy one parameter, a vector in the plane: the *wind* $\theta$. In every decision the wind is subtracted from the velocity, $v_\theta(x, t) = v(x, t) - \theta$, so it moves all samples in its direction. The reward is that of the lesson on GRPO: $R = e^{-d^2/2}$ at distance $d$ from the target at 45 degrees.
 # Let us see what a wind towards the target does.
+#
+# **Symbols of this lesson**
+#
+# {symbols: $z_j$; decision $k$; $D$; $\mu$, std; $R$; $V_k$; $g_k; $A$; $\rho$; $c$}
 
 # %% tags=["hide-input"]
 from dataclasses import replace
@@ -73,27 +77,27 @@ print(f"exact J in calm: {float(heights[0]):.4f}")
 print("exact gradient of J by the wind, in calm: " + " ".join(f"{part:.4f}" for part in chain.gradient().tolist()))
 
 # %% [markdown]
-# The curve on the right is not an average over samples. $J$ is computed by dynamic programming on a grid, backwards from the reward, and the computation is differentiated by the wind. (The lesson What is a step worth? writes this program; here `Chain.objective`, `Chain.gradient` and `Chain.values` contain it.)
-# So the slope at the beginning is exact. Every estimate of this lesson has to reproduce it.
+# The curve on the right is not an average over samples. The expected reward $J$ is computed by dynamic programming on a grid, backwards from the reward, and the computation is differentiated by the wind. (The lesson What is a step worth? writes this program; here it is inside `Chain.objective`, `Chain.gradient` and `Chain.values`.)
+# So the slope at the beginning is exact, and every estimate of this lesson must agree with it.
 #
 # ## The chain and its gradient
 #
-# Some letters first. $x_t$ is a state at the continuous time $t$, with $x_0$ the data. On the grid of a sampler we count nodes from the noise: $z_0$ is the noise, $z_j$ the state at node $j$, and $z_T$ the finished sample. Decision $k$ draws
+# We count the nodes from the noise, so $z_0$ is noise and $z_T$ the finished sample. All steps but the last are decisions: decision $k$ draws
 #
-# $$z_{k+1} = \mu_k(z_k) + \sigma_k\,\varepsilon_k,\qquad k = 0, \dots, D-1,$$
+# $$z_{k+1} = \mu_k(z_k) + \mathrm{std}_k\,\varepsilon_k,\qquad k = 0, \dots, D-1,$$
 #
-# in which $\sigma_k$ is the standard deviation of the whole step. Then an ODE step finishes the sample: $D = T - 1$. The lesson on GRPO derived
+# in which $\varepsilon_k$ is standard normal noise and $\mathrm{std}_k$ the standard deviation of the transition. Then an ODE step finishes the sample, so $D = T - 1$. The lesson on GRPO derived
 #
 # $$\nabla J = \mathbb E\Big[\sum_k \psi_k\,R\Big],\qquad \psi_k = \nabla_\theta\log\pi_\theta(z_{k+1}\mid z_k).$$
 #
-# $\psi_k$ is the *score* of decision $k$: the direction in which the parameter should move to make this very draw more likely.
-# A wind $\theta$ moves the mean of decision $k$ by $c_k\,\theta$, with a number $c_k$ that depends on the step only (`Chain.pushes`). The last step has no wind, because a policy gradient does not contain the effect of steps that draw nothing.
+# $\psi_k$ is called the *score* of decision $k$: the direction in which the parameter must move to make this transition more likely. (The score of the lesson on ODE and SDE was the gradient of a log-density by the state; this one is the gradient by the parameter.)
+# A wind $\theta$ moves the mean of decision $k$ by $\mathrm{push}_k\,\theta$, with a number that depends on the step only (`Chain.pushes`). The last step has no wind, because a policy gradient does not contain the effect of ODE steps.
 #
 # ### Exercise 1 · the score of a decision
 #
-# *Difficulty: easy · importance: essential · time: 4 minutes*
+# *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
 #
-# `z_next` and `mean` are `[sample, 2]`; `std` ($\sigma_k$) and `push` ($c_k$) are numbers. Return $\psi_k$, the gradient of the log-density (summed over both dimensions) by the wind, `[sample, 2]`.
+# `z_next` and `mean` are `[sample, 2]`; `std` and `push` are numbers, those of the decision. Return $\psi_k$, the gradient of the log-density (summed over both dimensions) by the wind, `[sample, 2]`.
 
 
 # %% tags=["exercise"]
@@ -103,7 +107,7 @@ def score(z_next, mean, std, push):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Differentiate $-\lvert z - \mu\rvert^2/(2\sigma^2)$ by $\mu$ first. The chain rule then multiplies by the derivative of $\mu$ by $\theta$.
+# **Hint.** Differentiate $-\lvert z - \mu\rvert^2/(2\,\mathrm{std}^2)$ by $\mu$ first. The chain rule then multiplies by the derivative of $\mu$ by $\theta$.
 
 
 # %% tags=["solution"]
@@ -116,10 +120,10 @@ def score(z_next, mean, std, push):
 lesson.check_score(score)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $\nabla_\mu\log\pi = (z - \mu)/\sigma^2$, and $\mu$ moves by $c_k\theta$. On policy $z - \mu = \sigma\varepsilon$, so that $\psi_k = c_k\,\varepsilon_k/\sigma_k$: a score is noise with a factor. A network replaces $c_k$ by the derivative of its output by the weights; nothing else changes.
+# **Why.** $\nabla_\mu\log\pi = (z - \mu)/\mathrm{std}^2$, and $\mu$ moves by $\mathrm{push}_k\,\theta$. If the policy itself made the transition, $z - \mu = \mathrm{std}\,\varepsilon$, so $\psi_k = \mathrm{push}_k\,\varepsilon_k/\mathrm{std}_k$: a score is noise times a factor. For a network, the push becomes the derivative of its output by the weights; the rest is the same.
 
 # %% [markdown]
-# The next cell draws 40,000 trajectories and compares the average of $\sum_k\psi_k R$ with the exact gradient. From now on we call one trajectory's term an *estimate*, and the root mean square of its deviation from the mean its *noise*, in units of the true gradient's length.
+# The next cell samples 40,000 trajectories and compares the average of $\sum_k\psi_k R$ with the exact gradient. From now on we call the sum for one trajectory an *estimate*. Its *noise* is its root mean square deviation from the mean, in units of the true gradient's length.
 
 
 # %%
@@ -156,23 +160,25 @@ report("R", estimates(rewards[:, None] * everywhere, scores), truth)
 report("R - mean reward", estimates((rewards - rewards.mean())[:, None] * everywhere, scores), truth)
 
 # %% [markdown]
-# The average is right, and the noise is large: more than five times the gradient's length with $R$, and 4.5 times with the mean reward as a baseline. The rest of the lesson is about this second column. Which other credits $A_k$ may replace $R$ in $\sum_k\psi_k A_k$, so that the mean stays and the noise falls?
+# The average is right, but the noise is large: more than five times the gradient's length with $R$, and 4.5 times with the mean reward as a baseline. In the rest of the lesson we reduce this noise. Which other credits $A_k$ can replace $R$ in $\sum_k\psi_k A_k$, so that the mean stays the same and the noise falls?
 #
-# ## What comes before has no part
+# ## Terms with mean zero
 #
-# **Causality.** Let $f$ be any function of the states up to $z_k$. Then $\mathbb E[\psi_k f] = 0$. For if we know $z_0, \dots, z_k$, then $f$ is a fixed number, and only $z_{k+1}$ is still to be drawn:
+# Two kinds of terms can be added to the credit of decision $k$, or removed from it, without any effect on the mean.
+#
+# **What comes before** (causality). Let $f$ be any function of the states up to $z_k$. Then $\mathbb E[\psi_k f] = 0$. To see why, suppose that we know $z_0, \dots, z_k$. Then $f$ is a fixed number, and only $z_{k+1}$ is still random:
 #
 # $$\mathbb E\big[\psi_k f\mid z_0, \dots, z_k\big] = f\int\pi_\theta\,\nabla\log\pi_\theta = f\,\nabla\!\int\pi_\theta = f\,\nabla 1 = 0 .$$
 #
-# Averaging over $z_0, \dots, z_k$ gives 0 again. In words: a decision is not the cause of what happened before it.
+# The average over $z_0, \dots, z_k$ is 0 as well. In words: a decision is not the cause of what happened before it.
 #
-# **What comes later, on average.** Let $h$ be a quantity with $\mathbb E[h \mid z_0, \dots, z_{k+1}] = 0$: it may depend on later draws, but once $z_{k+1}$ is known, nothing of it can be expected. Then $\mathbb E[\psi_k h] = 0$ too, because $\psi_k$ is a fixed number once $z_{k+1}$ is known. This second half is needed as often as the first.
+# **What comes later, if its mean is zero.** Let $h$ be a quantity with $\mathbb E[h \mid z_0, \dots, z_{k+1}] = 0$. It may depend on later decisions, but its mean is 0 for every $z_{k+1}$. Then $\mathbb E[\psi_k h] = 0$ too, because $\psi_k$ is a fixed number once $z_{k+1}$ is known. We need this second rule as often as the first.
 #
 # ### Exercise 2 · which terms vanish?
 #
-# *Difficulty: medium · importance: essential · time: 8 minutes*
+# *Difficulty: medium · kind: prediction · importance: essential · time: 8 minutes*
 #
-# $V_j(z)$ is the expected reward if the sampler goes on from $z$ at node $j$. **Predict** before you run the next cell: for which $f$ is $\mathbb E[\psi_4 f] = 0$? Answer `True` if the term vanishes.
+# $V_j(z)$ is the expected reward if the sampler continues from $z$ at node $j$. Predict before you run the next cell: for which $f$ is $\mathbb E[\psi_4 f] = 0$? Answer `True` if the term vanishes.
 #
 # | | $f$ |
 # |---|---|
@@ -189,7 +195,7 @@ report("R - mean reward", estimates((rewards - rewards.mean())[:, None] * everyw
 vanishes = {"A": ..., "B": ..., "C": ..., "D": ..., "E": ..., "F": ..., "G": ..., "H": ...}
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Decision 4 draws $z_5$. Ask twice: is $f$ known before this draw? If not, what is the mean of $f$ once $z_5$ is known?
+# **Hint.** Decision 4 draws $z_5$. Apply the two rules in turn: is $f$ known before this draw? If not, what is the mean of $f$ once $z_5$ is known?
 
 # %% tags=["solution"]
 vanishes = {"A": True, "B": True, "C": False, "D": True, "E": True, "F": True, "G": True, "H": False}
@@ -198,7 +204,7 @@ vanishes = {"A": True, "B": True, "C": False, "D": True, "E": True, "F": True, "
 lesson.check_vanishing(vanishes)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A, B and E are known before the draw; G is independent of it. D and F have mean 0 once $z_5$ is known: $V_5$ *is* the mean of $R$, and a gain has mean 0 given the state that it starts from. C is what decision 4 does to the reward. H contains a quarter of the member's own reward, and so a quarter of C; a group's mean shrinks the gradient by the factor $1 - 1/G$.
+# **Why.** A, B and E are known before the draw; G is independent of it. D and F have mean 0 once $z_5$ is known: $V_5$ *is* the mean of $R$, and a gain has mean 0 given the state that it starts from. C is the effect of decision 4 on the reward. H contains a quarter of the member's own reward, and so a quarter of C; a group's mean as the baseline shortens the gradient by the factor $1 - 1/G$.
 
 # %%
 others = rewards.view(-1, 4)
@@ -222,17 +228,17 @@ for letter, f in candidates.items():
 # %% [markdown]
 # The measurement agrees: only C and H differ from 0 by more than four standard errors, and H is about a quarter of C.
 #
-# There is a catch for our field. In a game with a reward after every move, causality removes the rewards that were paid before. Here the only reward is paid at the end, *after* every decision. Causality removes nothing from $R$ as long as $R$ is one number. It becomes useful once $R$ is split into parts, and values split it.
+# In a game with a reward after every move, causality removes the rewards of earlier moves. For images, however, the only reward comes at the end, *after* every decision, and causality removes nothing from it. It becomes useful once we split $R$ into parts, and the values of states do this.
 #
-# ## Baselines that know the state
+# ## Baselines that depend on the state
 #
-# Causality allows any baseline $b(z_k)$, not only a constant: $\mathbb E[\psi_k\,(R - b(z_k))] = \mathbb E[\psi_k R]$. The noise is another matter. A good baseline predicts the reward from the state, for what can be predicted before the draw is not due to the draw.
+# Causality allows any baseline $b(z_k)$, not only a constant: $\mathbb E[\psi_k\,(R - b(z_k))] = \mathbb E[\psi_k R]$. The noise, however, depends on $b$. A good baseline predicts the reward from the state, because the part of the reward that can be predicted before the decision is not its effect.
 #
 # ### Exercise 3 · design a baseline
 #
-# *Difficulty: harder · importance: useful · time: 12 minutes*
+# *Difficulty: harder · kind: design · importance: useful · time: 12 minutes*
 #
-# Write a baseline of your own, without the grid: `baseline(z, time)` gets the states `[sample, 2]` and their time, a number, and returns `[sample]`. It may use the functions `velocity(z, time)`, `[sample, 2]`, and `reward(points)`, `[sample]`. The variance of the estimate must be at most half of what the mean reward gives. There are several good answers.
+# Write a baseline of your own, without the exact values: `baseline(z, time)` gets the states `[sample, 2]` and their time, a number, and returns `[sample]`. It may use the functions `velocity(z, time)`, `[sample, 2]`, and `reward(points)`, `[sample]`. The variance of the estimate must be at most half of that with the mean reward as the baseline. There are several good answers.
 
 
 # %% tags=["exercise"]
@@ -242,7 +248,7 @@ def baseline(z, time):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The lesson on flow matching has an estimate of the finished sample from any state. Which reward would that sample get?
+# **Hint.** The lesson on flow matching has an estimate of the finished sample from any state. What is its reward?
 
 
 # %% tags=["solution"]
@@ -255,7 +261,7 @@ def baseline(z, time):
 lesson.check_baseline(baseline)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $z - t\,v$ is the mean of the finished samples (the Tweedie estimate), and its reward a cheap guess of $V$. The guess need not be right: a wrong baseline is as unbiased as a right one, it only removes less noise. The best baseline in each decision is $\mathbb E[\lvert\psi_k\rvert^2 R \mid z_k]/\mathbb E[\lvert\psi_k\rvert^2\mid z_k]$ (differentiate the variance by $b$), and $V_k(z_k)$ is close to it.
+# **Why.** $z - t\,v$ is the mean of the finished samples (the Tweedie estimate), and its reward a cheap estimate of $V_k$. The estimate need not be right: with a wrong baseline the mean is still right, only less noise is removed. The best baseline in each decision is $\mathbb E[\lvert\psi_k\rvert^2 R \mid z_k]/\mathbb E[\lvert\psi_k\rvert^2\mid z_k]$ (differentiate the variance by $b$), and $V_k(z_k)$ is close to it.
 
 # %%
 constant = (rewards - rewards.mean())[:, None] * everywhere
@@ -267,23 +273,25 @@ report("R - your baseline", estimates(guessed, scores), truth)
 report("R - V_k, exact values", estimates(to_go, scores), truth)
 
 # %% [markdown]
-# All three means agree with the exact gradient within two standard errors. Your baseline removes most of the noise that exact values remove, and it cost one velocity per state, which a rollout has computed anyway.
+# All three means agree with the exact gradient within two standard errors. The estimate with the Tweedie baseline has the same noise as with exact values, to the printed digits, and it needs one velocity per state, which the rollout has already computed.
 #
-# $R - V_k(z_k)$ is called the *reward to go* in this field: what is still gained from decision $k$ on.
+# $R - V_k(z_k)$ is called the *reward to go*: the part of the reward that is gained from decision $k$ on.
 #
 # ## V, Q and the advantage
 #
-# Reinforcement learning has two values. $V_k(z_k)$ is the expected reward from a state on, and $Q_k(z_k, a)$ that after taking action $a$ there. Our action *is* the next state, $a = z_{k+1}$, and nothing else happens in between. Hence $Q_k(z_k, z_{k+1}) = V_{k+1}(z_{k+1})$, and the advantage of a decision is a difference of two values:
+# Reinforcement learning uses two values. $V_k(z_k)$ is the expected reward from a state, and $Q_k(z_k, a)$ the expected reward after action $a$ in this state. Our action *is* the next state, $a = z_{k+1}$. Hence $Q_k(z_k, z_{k+1}) = V_{k+1}(z_{k+1})$, and the exact advantage $A^*_k$ of a decision is a difference of two values:
 #
 # $$A^*_k = Q_k - V_k = V_{k+1}(z_{k+1}) - V_k(z_k),\qquad R = V_0(z_0) + \sum_k A^*_k .$$
+#
+# So $A^*_k$ is the gain $g_k$ with exact values.
 #
 # **Theorem.** All of these have the same expectation, decision by decision, and their sum over decisions is $\nabla J$:
 #
 # $$\mathbb E[\psi_k R] = \mathbb E[\psi_k (R - b(z_k))] = \mathbb E[\psi_k (R - V_k)] = \mathbb E[\psi_k A^*_k] .$$
 #
-# *Proof.* $R = V_0 + \sum_j A^*_j$. Look at one term of $\mathbb E[\psi_k R]$ at a time. $V_0$ and the gains with $j < k$ are functions of the states up to $z_k$: causality removes them. The gains with $j > k$ have mean 0 given $z_{k+1}$: the second half removes them. What is left is $A^*_k$. ∎
+# *Proof.* Insert $R = V_0 + \sum_j A^*_j$ into $\mathbb E[\psi_k R]$ and consider one term at a time. $V_0$ and the gains with $j < k$ are functions of the states up to $z_k$, so they vanish by the first rule. The gains with $j > k$ have mean 0 given $z_{k+1}$, so they vanish by the second. Only $A^*_k$ remains. The same holds for the other credits, which contain fewer of these terms. ∎
 #
-# The next figure is this proof in numbers. Left: the mean of $\psi_k A^*_j$ (the component towards the target) for every pair of a decision $k$ and a gain $j$. Right: the standard deviation of the same products.
+# The next figure shows this proof in numbers. Left: the mean of $\psi_k A^*_j$ (the component towards the target) for every pair of a decision $k$ and a gain $j$. Right: the standard deviation of the same products.
 
 # %%
 gains = values.diff(dim=-1)  # A* of all decisions [sample, decision]
@@ -314,14 +322,14 @@ axes[1].text(0.9, 7.6, "gained before decision k", color="white", fontsize=9)
 plt.show()
 
 # %% [markdown]
-# A row of the figure is one decision. Uniform credit adds up the whole row. The reward to go starts at the diagonal: it leaves out the triangle on the lower left, what was gained *before* the decision. $A^*_k$ is the diagonal alone. The means off the diagonal are 0, so all three have the same expectation; but every cell that is added brings its noise.
-# And the noise is largest on the lower left, where late decisions, which have large scores, meet early gains, which decide the reward.
+# A row of the figure is one decision. Uniform credit adds up the whole row. The reward to go starts at the diagonal: it leaves out the lower left triangle, the gains *before* the decision. $A^*_k$ is the diagonal alone. The means off the diagonal are 0, so all three credits have the same expectation. However, every additional cell adds its noise.
+# The noise is largest on the lower left, because there the large scores of late decisions are multiplied by the large gains of early decisions.
 #
 # ### Exercise 4 · two bugs
 #
-# *Difficulty: medium · importance: useful · time: 8 minutes*
+# *Difficulty: medium · kind: debugging · importance: useful · time: 8 minutes*
 #
-# A colleague writes the estimate with the reward to go, and subtracts the mean credit to lower the noise further. The reward falls instead. Find and repair **two bugs**. `values` is `[sample, decision+1]` with the reward in the last column, `scores` is `[sample, decision, 2]`.
+# A colleague writes the estimate with the reward to go, and subtracts the mean credit to reduce the noise further. In training, the reward falls. Find and repair **two bugs**. `values` is `[sample, decision+1]` with the reward in the last column, `scores` is `[sample, decision, 2]`.
 
 
 # %% tags=["exercise"]
@@ -333,7 +341,7 @@ def to_go_estimate(values, scores):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Go through everything that is subtracted from the reward. Is it known before decision $k$ is drawn, or independent of it?
+# **Hint.** Go through everything that is subtracted from the reward. Is it known before decision $k$ is made, or independent of it?
 
 
 # %% tags=["solution"]
@@ -348,11 +356,11 @@ def to_go_estimate(values, scores):
 lesson.check_repaired(to_go_estimate)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** `values[:, 1:]` is the value *after* the draw. It removes exactly what decision $k$ has done, and $\mathbb E[\psi_k(R - V_{k+1})] = 0$ (term D of exercise 2). `mean(dim=1)` averages over the decisions of the trajectory itself, and so contains later draws. `mean(dim=0)` averages over other trajectories (and the own one, which matters only in small groups).
-# Neither bug raises an error. Compare a new estimate with a known gradient before you train with it; the next cell does so for each bug alone.
+# **Why.** `values[:, 1:]` is the value *after* the draw. It removes exactly the effect of decision $k$, and $\mathbb E[\psi_k(R - V_{k+1})] = 0$ (term D of exercise 2). `mean(dim=1)` averages over the decisions of the trajectory itself, and so contains later ones. `mean(dim=0)` averages over all trajectories, including its own, which matters only in small groups.
+# Neither bug raises an error, so compare a new estimate with a known gradient before you train with it. The next cell does so for each bug alone.
 
 # %% [markdown]
-# Here are the estimates as a picture. Each dot is the mean of 24 trajectories, a small batch; the arrow is the exact gradient. The colleague's version is on the right.
+# Let us look at the estimates. Each dot is the mean of 24 trajectories, a small batch; the arrow is the exact gradient. The colleague's version is on the right.
 
 # %% tags=["hide-input"]
 late_baseline = rewards[:, None] - values[:, 1:]
@@ -380,11 +388,11 @@ report("only V_{k+1}", estimates(late_baseline, scores), truth)
 report("only mean(dim=1)", estimates(to_go - to_go.mean(dim=1, keepdim=True), scores), truth)
 
 # %% [markdown]
-# The first three crosses lie at the tip of the arrow. Their clouds differ: with exact credit the cloud is the smallest, and uniform credit needs about six times as many trajectories for the same precision (the variance is the square of the noise). The baseline $V_{k+1}$ alone gives the mean 0, as the theorem says. The mean over the own decisions alone halves the gradient, and both bugs together a gradient that points away from the target.
+# The first three crosses are at the tip of the arrow, but the clouds differ. With exact credit the cloud is the smallest, and uniform credit needs about six times as many trajectories for the same precision (the variance is the square of the noise). The baseline $V_{k+1}$ alone gives the mean 0, as the theorem says. The mean over a trajectory's own decisions alone halves the gradient. With both bugs together the gradient points away from the target.
 #
-# ## Between the two: λ
+# ## Between gain and reward to go: λ
 #
-# $A^*_k$ needs exact values, which we do not have for images. With a value $\hat V$ that is only an estimate, the gain $g_k = \hat V_{k+1} - \hat V_k$ is biased: an error of $\hat V_{k+1}$ depends on the draw of decision $k$, so causality does not remove it. The reward to go $R - \hat V_k$ has no such error, for its $\hat V_k$ is a baseline. Generalised advantages (Schulman et al. 2015) lie between the two,
+# $A^*_k$ needs exact values, which we do not have for images. Suppose that we have only an estimate $\hat V$. Then the gain $g_k = \hat V_{k+1} - \hat V_k$ is biased: the error of $\hat V_{k+1}$ depends on decision $k$, so causality does not remove it. The reward to go $R - \hat V_k$ has no such bias, because $\hat V_k$ is a baseline. Generalised advantages (Schulman et al. 2015) are a compromise,
 #
 # $$A_k^\lambda = g_k + \lambda\,g_{k+1} + \lambda^2 g_{k+2} + \dots + \lambda^{D-1-k} g_{D-1},$$
 #
@@ -392,7 +400,7 @@ report("only mean(dim=1)", estimates(to_go - to_go.mean(dim=1, keepdim=True), sc
 #
 # ### Exercise 5 · generalised advantages
 #
-# *Difficulty: medium · importance: essential · time: 7 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 7 minutes*
 #
 # `values` is `[sample, decision+1]` with the reward in the last column. Return $A_k^\lambda$, `[sample, decision]`.
 
@@ -423,10 +431,36 @@ def lambda_credit(values, lam):
 lesson.check_lambda(lambda_credit)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The recursion goes backwards from the last decision, because a decision is the cause of later gains. A recursion forwards would credit earlier gains. With exact values even that has the right mean (they vanish), so that no test of the mean finds the bug; only the noise shows it. In `flowrl`: `credit.generalised_gains`.
+# **Why.** The recursion goes backwards from the last decision, because a decision affects later gains only. A recursion forwards would credit earlier gains. With exact values even that has the right mean, because these terms vanish; so a test of the mean cannot find this bug, and only the noise shows it. In `flowrl`: `credit.generalised_gains`.
 
 # %% [markdown]
-# Where does a wrong value come from? Usually from yesterday: a critic has learned from the policy before its last updates. So let the policy blow with a wind of strength $\sqrt2$, and compare two values on its trajectories: its own exact ones, and the exact ones *of the calm policy*. **Predict** the two curves of the bias against $\lambda$.
+# Values are often wrong because they are outdated: a network that estimates them has learned from the policy before its last updates. To imitate this, we give the policy a wind of strength $\sqrt2$, and compare two values on its trajectories: its own exact ones, and the exact ones *of the calm policy*, which are outdated.
+#
+# ### Exercise 6 · outdated values
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 3 minutes*
+#
+# The next cell measures the bias of the gradient for several $\lambda$. With the outdated values, the bias is
+#
+# - **a** the same for all $\lambda$, because the values are equally wrong
+# - **b** smallest at $\lambda = 0$, because a gain contains the fewest terms
+# - **c** smallest at $\lambda = 1$
+# - **d** 0 for all $\lambda$, because values are only baselines
+
+# %% tags=["exercise"]
+bias = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Write down the credit for $\lambda = 0$ and for $\lambda = 1$. In which of them does a value occur that depends on decision $k$ itself?
+
+# %% tags=["solution"]
+bias = "c"
+
+# %%
+lesson.check_bias(bias)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** At $\lambda = 1$ the sum telescopes to $R - \hat V_k$, in which the wrong value is only a baseline. For $\lambda < 1$ the credit contains $(1 - \lambda)\hat V_{k+1}$, whose error depends on decision $k$, so the bias is largest at $\lambda = 0$.
 
 # %%
 now = torch.ones(2, dtype=torch.float64)
@@ -475,23 +509,23 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# The prediction of theory holds. With its own values the estimate has no bias at any $\lambda$ beyond the standard error of 0.01, and the smallest $\lambda$ has the least noise. With yesterday's values the gain is wrong by 31% of the gradient's length, and the reward to go has no bias beyond two standard errors: at $\lambda = 1$ a wrong value is only a baseline.
+# With the policy's own values no bias exceeds the standard error of 0.01, and the smallest $\lambda$ has the least noise. With outdated values the gain is wrong by 31% of the gradient's length, and the reward to go has no bias beyond two standard errors.
 #
-# Here the price of $\lambda = 1$ is only a tenth more noise. So the reward to go is the better choice as soon as a batch is not tiny: bias does not average out, noise does. This is a statement about this chain. If later decisions bring much luck, as in games of a thousand moves, the right-hand curve is steep, and $\lambda$ between 0.9 and 0.99 is common. The lesson What is a step worth? lets the data choose the mixture, decision by decision.
+# The cost of $\lambda = 1$ is here only a tenth more noise. So the reward to go is the better choice unless the batch is tiny, because noise averages out and bias does not. This result holds for our chain. In games with a thousand moves, later decisions add much noise, so $\lambda$ between 0.9 and 0.99 is common there. The lesson What is a step worth? estimates the best mixture for each decision from data.
 #
 # ## The number of decisions
 #
-# How does the noise grow with $D$? Let us first neglect that a decision's credit depends on its own draw. Then the variance of the estimate is a sum over decisions,
+# How does the noise grow with $D$? Let us first neglect that the credit of a decision depends on the noise of this decision. Then the variance of the estimate is a sum over decisions,
 #
 # $$\sum_k \mathbb E\lvert\psi_k\rvert^2 \cdot \operatorname{var}(A_k).$$
 #
-# Gains of different decisions are uncorrelated (each has mean 0 given what came before). So the variance of a credit is the sum of the variances of the parts that it contains: $\operatorname{var}(V_0)$, and $\operatorname{var}(A^*_j)$ for each $j$.
+# Gains of different decisions are uncorrelated, because each has mean 0 given all earlier states. So the variance of a credit is the sum of the variances of the parts that it contains: $\operatorname{var}(V_0)$, and $\operatorname{var}(A^*_j)$ for each $j$.
 #
-# ### Exercise 6 · the noise of three credits
+# ### Exercise 7 · the noise of three credits
 #
-# *Difficulty: harder · importance: useful · time: 10 minutes*
+# *Difficulty: harder · kind: formula · importance: useful · time: 10 minutes*
 #
-# `sizes` `[decision]` has $\mathbb E\lvert\psi_k\rvert^2$; `shares` `[1 + decision]` has $\operatorname{var}(V_0)$ and then $\operatorname{var}(A^*_k)$ of every decision. Return this sum for uniform credit $R - J$, the reward to go $R - V_k$, and the gain $A^*_k$. **Predict** the three numbers for $D$ decisions of equal size 1 and equal share $1/D$, with $\operatorname{var}(V_0) = 0$.
+# `sizes` `[decision]` has $\mathbb E\lvert\psi_k\rvert^2$; `shares` `[1 + decision]` has $\operatorname{var}(V_0)$ and then $\operatorname{var}(A^*_k)$ of every decision. Return this sum for uniform credit $R - J$, the reward to go $R - V_k$, and the gain $A^*_k$. What are the three numbers for $D$ decisions of equal size 1 and equal share $1/D$, with $\operatorname{var}(V_0) = 0$?
 
 
 # %% tags=["exercise"]
@@ -501,7 +535,7 @@ def noise_parts(sizes, shares):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Draw a table like the figure above, with row $k$ and a column for $V_0$ and for each gain. Mark the cells that each credit adds up in row $k$. `flip(0).cumsum(0).flip(0)` sums from an entry to the end.
+# **Hint.** Draw a table like the figure above, with row $k$ and a column for $V_0$ and for each gain. Mark the cells that each credit contains in row $k$. `flip(0).cumsum(0).flip(0)` sums from an entry to the end.
 
 
 # %% tags=["solution"]
@@ -516,7 +550,7 @@ def noise_parts(sizes, shares):
 lesson.check_noise(noise_parts)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Each credit adds up its part of the row. For equal decisions the three numbers are $D$, $(D+1)/2$ and $1$. So the reward to go saves half of the variance, and exact credit all but one part in $D$: the more decisions, the more there is to gain.
+# **Why.** Each credit is the sum over its part of the row. For equal decisions the three numbers are $D$, $(D+1)/2$ and $1$. So the reward to go removes nearly half of the variance, and exact credit leaves one part in $D$. The more decisions there are, the more exact credit can reduce the noise.
 
 # %%
 COUNTS = (3, 5, 10, 20, 40)
@@ -551,7 +585,7 @@ for column, (name, shade) in enumerate((("uniform", NOISE), ("reward to go", DAT
 axes[0].set(xscale="log", yscale="log", xlabel="decisions D", ylabel="variance / |gradient|²", ylim=(0.2, 2000))
 axes[0].plot([], [], ":", color=INK, label="predicted")
 axes[0].plot(decisions, floors, "--", color=INK, linewidth=1, label="floor")
-axes[0].set_title("Uniform credit pays for every decision")
+axes[0].set_title("Uniform credit: more decisions, more noise")
 axes[0].set_xticks(decisions, [str(count) for count in decisions])
 axes[0].minorticks_off()
 axes[0].legend(frameon=False, fontsize=9)
@@ -564,15 +598,15 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# Look at uniform credit first. Its variance grows with $D$, from 4 to 47 squared lengths of the gradient, and the simple sum predicts it well. The right-hand panel has the reason: the scores of late decisions are large, because their $\sigma_k$ is small, but their gains are small, because the sample is nearly finished. Uniform credit multiplies the large scores by a reward that was decided long before.
+# Consider uniform credit first. Its variance grows with $D$, from 4 to 47 squared lengths of the gradient, and the simple sum predicts it well. The right-hand panel shows the reason. The scores of late decisions are large, because their $\mathrm{std}_k$ is small, but their gains are small, because the sample is nearly finished. Uniform credit multiplies these large scores by a reward that was determined by earlier decisions.
 #
-# The variance with the reward to go and with gains does not grow much, but it does not fall like $1/D$ either, as the sum would have it. The sum has neglected something: a gain depends on its own draw, and that is the signal. In each state the expected term $\mathbb E[\psi_k A^*_k\mid z_k]$ has a value of its own, and a trajectory on the far side of the ring has another gradient than one beside the target. The column *floor* is the variance of the sum of these expectations along trajectories (`Chain.expected_terms`). A better credit does not remove it; more trajectories do. Floor and predicted noise together explain at least 85% of the variance that is measured for gains.
+# With the reward to go and with gains, the variance does not grow much. However, the variance with gains does not fall with $D$ either, although the sum predicts this. The sum neglects that a gain depends on the noise of its own decision, and this dependence is the signal. The expected term $\mathbb E[\psi_k A^*_k\mid z_k]$ varies with the state: a trajectory on the far side of the ring has another gradient than one near the target. The column *floor* is the variance of the sum of these expectations along trajectories (`Chain.expected_terms`). Only more trajectories reduce it, not a better credit. Floor and predicted noise together explain at least 85% of the variance that is measured for gains.
 #
-# So the ratio of uniform to exact credit rises from 1.3 at two decisions to 15 at 39. This is the room that credit by step has, and the reward to go fills most of it. Remember its condition: exact values, or a good guess as in exercise 3.
+# So the ratio of uniform to exact credit rises from 1.3 at two decisions to 15.5 at 39. This ratio limits the benefit of credit per step, and the reward to go achieves most of it. The condition is exact values, or a good estimate as in exercise 3.
 #
 # ## Old samples
 #
-# So far the policy that is improved has drawn the samples itself. In practice the samples of one rollout serve several updates. What may be said about a new policy $\pi'$ from samples of the old one?
+# So far every policy has made its own samples. In practice the samples of one rollout are used for several updates. What can we conclude about a new policy $\pi'$ from samples of the old one?
 #
 # **The improvement is a sum of advantages.** Under the *new* policy, $\sum_k A^*_k = R - V_0(z_0)$ with the values $V$ of the *old* one. Its mean under the new policy is $J(\pi') - J(\pi)$, since both policies begin with the same noise. So
 #
@@ -580,13 +614,13 @@ plt.show()
 #
 # The first equality is due to Kakade & Langford (2002); the second is the importance-sampling identity of the lesson on GRPO for the path up to $z_{k+1}$. (Later ratios have mean 1 and may be left out, which is causality again.)
 #
-# The loss of PPO and GRPO keeps only the last factor: its *surrogate* is $L(\pi') = \mathbb E_\pi[\sum_k\rho_k A^*_k]$. The ratio $\rho_k$ corrects the draw of decision $k$. It does not correct the state $z_k$ from which the decision starts: the old policy has brought us there, and the new one visits other states.
+# The loss of PPO and GRPO keeps only the last factor: its *surrogate* is $L(\pi') = \mathbb E_\pi[\sum_k\rho_k A^*_k]$. The ratio $\rho_k$ corrects the probability of decision $k$. It does not correct the probability of the state $z_k$ from which the decision starts, although the new policy visits other states than the old one.
 #
-# ### Exercise 7 · two estimates of an improvement
+# ### Exercise 8 · two estimates of an improvement
 #
-# *Difficulty: medium · importance: essential · time: 7 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 7 minutes*
 #
-# `log_ratios` $\log\rho_k$ and `advantages` $A^*_k$ are `[sample, decision]`. Return two numbers, means over samples of the sum over decisions: the surrogate, and the exact estimate with the weights of whole paths. **Predict** which of them has the larger noise.
+# `log_ratios` $\log\rho_k$ and `advantages` $A^*_k$ are `[sample, decision]`. Return two numbers, means over samples of the sum over decisions: the surrogate, and the exact estimate with the weights of whole paths. Which of them has the larger noise?
 
 
 # %% tags=["exercise"]
@@ -610,10 +644,10 @@ def improvement(log_ratios, advantages):
 lesson.check_improvement(improvement)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A product of nine ratios fluctuates far more than one ratio: its logarithm adds up nine terms, and the exponential turns a spread into a factor. The surrogate has little noise and the wrong states. At $\pi' = \pi$ all weights are 1, and both have the same gradient, the theorem's.
+# **Why.** A product of nine ratios varies far more than one ratio: its logarithm is a sum of nine terms, and the exponential turns a spread into a factor. The surrogate has little noise, but weighs the states of the old policy. At $\pi' = \pi$ all ratios are 1, and both estimates have the policy gradient of the theorem.
 
 # %% [markdown]
-# We have exact values of $J$ for every wind, so let us see how long the surrogate can be trusted. The old policy is calm; the new ones blow towards the target with more and more strength.
+# We know $J$ exactly for every wind, so let us see how far the surrogate can be trusted. The old policy is calm; the new ones have winds of increasing strength towards the target.
 
 
 # %%
@@ -662,27 +696,25 @@ axes[0].plot(strengths, exact, color=INK, linewidth=2, label="exact")
 axes[0].plot(tried, found["surrogate"], color=ACCENT, label="surrogate: one ratio per decision")
 axes[0].plot(tried, found["clipped"], color=DATA, label="clipped surrogate, c = 0.2")
 axes[0].set(xlabel="strength of the new wind", ylabel="improvement of J over calm", ylim=(-0.05, 0.6))
-axes[0].set_title("The surrogate promises without end")
+axes[0].set_title("Far away, the surrogate is too high")
 axes[0].legend(frameon=False, fontsize=8, loc="upper left")
 axes[1].semilogy(tried, found["effective"], "o-", color=OTHERS[0], markersize=4)
-axes[1].set(
-    xlabel="strength of the new wind", ylabel="effective share of the samples", title="Whole paths: soon few samples count"
-)
+axes[1].set(xlabel="strength of the new wind", ylabel="effective share of the samples", title="Whole paths: few samples dominate")
 for cell in axes:
     clean(cell)
 plt.show()
 
 # %% [markdown]
-# - Up to a strength of 0.4 surrogate and whole path agree with the exact curve to a few percent: the surrogate has the right value and the right slope at the old policy, and its error is of second order in the step.
-# - Further out the **surrogate** promises more and more: it weighs the old states, in which the same wind always helps, and does not see that the new policy overshoots. The true $J$ has its maximum at about 2.3.
-# - The **whole path** follows the truth until its noise becomes larger than the improvement. The *effective share* $\bar w^2/\overline{w^2}$ of the weights $w$ says how many equally weighted samples they are worth. At a strength of 2 it is 0.14%: a few trajectories of 40,000 decide the average, and even the standard error is no longer reliable.
-# - The **clip** takes the incentive away: a decision whose ratio has left $[1-c, 1+c]$ in the direction of its advantage contributes no gradient. The clipped curve stops rising at a strength of 0.8, where the surrogate is still accurate to 5%. Its height has no meaning; what matters is that an update has nothing to gain beyond.
+# - Up to a strength of 0.4 surrogate and whole path agree with the exact curve to about 6%. The surrogate has the right value and the right slope at the old policy, and its error is of second order in the strength.
+# - Further out the **surrogate** keeps rising. It averages over the old states, in which the same wind always helps, and so it misses that the new policy overshoots. The printed exact $J$ is lower at a strength of 3 than at 2.
+# - The **whole path** agrees with the exact values until its noise becomes large. The *effective share* of the samples is $\bar u^2/\overline{u^2}$, in which $u$ are the weights of the paths: the number of equally weighted samples with the same precision, as a fraction. At a strength of 2 it is 0.14%: a few of the 40,000 trajectories determine the average, and even the standard error is no longer reliable.
+# - The **clip** removes the incentive to go further: a decision whose ratio has left $[1-c, 1+c]$ in the direction of its advantage contributes no gradient. The clipped curve stops rising at a strength between 0.8 and 1, where the surrogate still agrees to about 6%. Its height has no meaning; what matters is that no update can increase it beyond this strength.
 #
-# So we clip for two reasons: the weights of whole paths are right but soon too noisy, and one ratio per decision has little noise but is wrong far from the old policy. Close to the old policy both are harmless. A bound makes this exact: the error of the surrogate is at most a constant times the largest KL divergence between the two policies (Schulman et al. 2015, TRPO, theorem 1).
+# So there are two reasons for the clip. The weights of whole paths are right, but soon too noisy. One ratio per decision has little noise, but is wrong far from the old policy. Close to the old policy both are accurate. A bound states this precisely: the error of the surrogate is at most a constant times the largest KL divergence between the two policies (Schulman et al. 2015, TRPO, theorem 1).
 #
 # ## The same with the weights of a network
 #
-# The proof never used the wind. The next cell repeats the comparison with the policy of the 2-D world, a network with 4,802 weights, and all of its prompts, by functions of the library: `RawCredit` is a credit without normalisation, `Exact` the values by dynamic programming, and `policy_gradients` the estimate of each of 24 batches. The truth comes from yet another method (derivatives through the sampler with its noise held fixed).
+# The proof does not use any property of the wind. The next cell repeats the comparison with the policy of the 2-D world, a network with 4,802 weights, and all of its prompts, by functions of the library: `RawCredit` is a credit without normalisation, `Exact` the values by dynamic programming, and `policy_gradients` the estimate of each of 24 batches. The true gradient comes from another method (derivatives through the sampler with fixed noise).
 
 # %%
 trainer = start(window="0:9", initial_noise="independent")
@@ -717,23 +749,49 @@ for name, rule in RULES.items():
 # exact: A*                  scale 0.98 [0.89, 1.07]   noise of one batch 0.8
 
 # %% [markdown]
-# All intervals contain the scale 1: each credit gives the true gradient on average. One batch of 216 trajectories is worth far more with exact credit: uniform credit needs about fifteen batches for the same precision.
+# All intervals contain the scale 1, so each credit gives the true gradient on average. The noise of one batch of 216 trajectories, however, is about four times as large with uniform credit, which therefore needs about fifteen batches for the precision of one batch with exact credit.
 #
-# Three things that the methods of the next lessons do are *not* covered by the theorem:
+# The theorem does *not* cover three parts of the methods of the next lessons:
 #
-# - **Normalisation.** A division by a standard deviation changes the scale of a group, and so the weights of the prompts. With the member's own reward in the group's mean, the gradient is shorter by $1 - 1/G$ (term H). Z over members and decisions mixes in later draws, as the second bug of exercise 4 did; it is harmless only because a group has many members.
-# - **Wrong values.** The gains of Stepwise-Flow-GRPO come from one-step estimates, so they are biased; TP-GRPO's reward to go is not. How biased they are is measured in the lessons on both.
-# - **Old samples.** The theorem holds at the policy that drew the samples. The clip keeps later updates near it.
+# - **Normalisation.** A division by a standard deviation changes the scale of a group, and so the weights of the prompts. With the member's own reward in the group's mean, the gradient is shorter by the factor $1 - 1/G$ (term H). A normalisation over members and decisions contains later decisions, like the second bug of exercise 4; its effect is small only because a group has many members.
+# - **Wrong values.** The gains of Stepwise-Flow-GRPO come from one-step estimates, so they are biased; TP-GRPO's reward to go is not. The lessons on both methods measure the bias.
+# - **Old samples.** The theorem holds at the policy that made the samples. The clip keeps later updates near it.
 #
-# ## To keep
+# ## Quiz
+#
+# *Kind: quiz · time: 5 minutes*
+#
+# 1. Which of these can be subtracted from the reward in the credit of decision $k$ without changing the expected gradient? **a** the exact value after the decision, $V_{k+1}(z_{k+1})$, **b** the reward of the Tweedie estimate at $z_k$, **c** the mean credit of the trajectory's own decisions.
+# 2. The value estimate $\hat V$ is wrong, and its error depends on the state. Which credit still has the right expected gradient? **a** the gain $\hat V_{k+1} - \hat V_k$, **b** the reward to go $R - \hat V_k$, **c** neither.
+# 3. With exact values, uniform credit and gains have the same expected gradient. Why are gains better? **a** less noise, **b** less bias, **c** fewer network evaluations.
+# 4. The variance of the estimate with uniform credit is nine times that with gains. For the same precision it needs **a** three times, **b** nine times, **c** 81 times as many trajectories.
+# 5. Why does the surrogate overestimate the improvement far from the old policy? **a** Its noise is too large. **b** The clip raises it. **c** It corrects the decisions, but not the states from which they start.
+
+# %% tags=["exercise"]
+quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Question 1: which of them is known before decision $k$ is made? Question 2: exercise 6. Question 4: how does the variance of a mean depend on the number of samples? Question 5: which probability does $\rho_k$ correct?
+
+# %% tags=["solution"]
+quiz = {1: "b", 2: "b", 3: "a", 4: "b", 5: "c"}
+
+# %%
+lesson.check_quiz(quiz)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 1: the Tweedie estimate is a function of $z_k$. 2: $\hat V_k$ is then a baseline. 3: the terms that gains leave out have mean 0, and only add noise. 4: the variance of a mean of $n$ estimates is proportional to $1/n$. 5: the ratio $\rho_k$ belongs to the transition from $z_k$; the new policy visits other $z_k$.
+
+# %% [markdown]
+# ## Summary
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
-# | $x_t$; $z_j$ | state at time $t$ ($x_0$ is data); state at node $j$ ($z_0$ is noise) | `Trajectories.nodes` |
-# | $D$, $k$, $\sigma_k$ | decisions, their index, standard deviation of the whole step | `Decisions`, `samplers.transition_stds` |
+# | $z_j$ | state at node $j$ ($z_0$ is noise) | `Trajectories.nodes` |
+# | $D$, $k$, $\mathrm{std}_k$ | number of decisions, index of a decision, its standard deviation | `Decisions`, `samplers.transition_stds` |
 # | $\psi_k = \nabla_\theta\log\pi_\theta(z_{k+1}\mid z_k)$ | score of a decision | `losses.PolicyGradientLoss` |
-# | $\mathbb E[\psi_k f(z_0, \dots, z_k)] = 0$ | causality; any baseline $b(z_k)$ is free | `flowrl_bench.gradients.RawCredit` |
-# | $V_k$, $Q_k = V_{k+1}(z_{k+1})$ | value before and after the draw | the probe `flowrl_bench.exact.Exact` |
+# | $\mathbb E[\psi_k f(z_0, \dots, z_k)] = 0$ | causality; any baseline $b(z_k)$ leaves the mean unchanged | `flowrl_bench.gradients.RawCredit` |
+# | $V_k$, $Q_k = V_{k+1}(z_{k+1})$ | value before and after the decision | the probe `flowrl_bench.exact.Exact` |
 # | $A^*_k = V_{k+1}(z_{k+1}) - V_k(z_k)$ | gain; same expected gradient as $R$ | `credit.gains` |
 # | $R - V_k(z_k)$ | reward to go; unbiased for every $V_k$ | `credit.reward_to_go` |
 # | $A_k^\lambda$ | generalised advantage: gain at 0, reward to go at 1 | `credit.generalised_gains` |

@@ -13,17 +13,22 @@
 # %% [markdown]
 # # 8 · Side by side
 #
-# **After this lesson you can** review a comparison of fine-tuning methods: compute confidence intervals, compare costs on several
-# horizontal axes, separate the effect of a rule from the effect of a setting, and name the experiment that would refute a claim.
+# **After this lesson you can** review a comparison of fine-tuning methods: compute confidence intervals, compare costs in several
+# units, separate the effect of a rule from the effect of a setting, and name the experiment that would refute a claim.
 #
-# **Time** 75 minutes, of which the computer needs about one. **You need** the lessons from GRPO on a flow to TP-GRPO: uniform, stepwise and turning-point credit.
+# **Time** 95 minutes, of which the computer needs about one. **You need** the lessons from GRPO on a flow to TP-GRPO: uniform, stepwise and turning-point credit.
 #
-# The lesson begins with a result that looks conclusive: one model, one group of settings, one seed, three rules. Then it tests the result.
+# We begin with a result that looks conclusive: three rules with the same model, the same settings and one seed. Then we test this result.
+#
+# **Symbols of this lesson**
+#
+# {symbols: $R$; $\rho$; $c$; NFE; turning point}
 
 # %% tags=["hide-input"]
 import itertools
 import math
 from dataclasses import replace
+from statistics import median
 
 import matplotlib.pyplot as plt
 import torch
@@ -84,28 +89,28 @@ def opening():
 opening()
 
 # %% [markdown]
-# The prompts ask for six directions (crosses); the colour of a sample is that of its direction. With Stepwise-Flow-GRPO the samples have reached
-# the targets after 8 iterations, with TP-GRPO after 10 (both stop at 12), while Flow-GRPO has not converged after 20. A tempting conclusion is that *step-wise credit learns
-# several times faster*. The four parts of this lesson ask four questions about it.
+# The prompts describe six directions (crosses); the colour of a sample is that of its direction. With Stepwise-Flow-GRPO the samples have reached
+# the targets after 8 iterations, with TP-GRPO after 10 (both stop at 12), while Flow-GRPO has not converged after 20. So it is tempting to conclude that *step-wise credit learns
+# several times faster*. The four parts of this lesson ask four questions about this conclusion.
 #
-# 1. **Is it chance?** One seed is one random sample.
-# 2. **At what cost?** An iteration costs a different amount with each rule.
+# 1. **Is the result due to chance?** One seed is one random sample.
+# 2. **At what cost?** The cost of an iteration differs between the rules.
 # 3. **Is it the rule, or a setting that suits the rule?** The same settings for all rules are not necessarily fair.
 # 4. **Is it the part that gives the rule its name?** TP-GRPO without turning points is a rule too.
 #
-# ## 1 Is it chance?
+# ## 1 Is the result due to chance?
 #
-# A seed determines the small network's initial weights, the order of the prompts and all noise. Call the reward of seed $k$ after training $r_k$. With
-# $n$ seeds, mean $\bar r$ and sample standard deviation $s$ (divided by $n - 1$), the 95% confidence interval of the mean over infinitely many seeds is
+# A seed determines the initial weights of the small network, the order of the prompts and all noise, so the reward after training differs from seed to seed. How precise is a mean over a few seeds? With
+# $n$ seeds, let $\bar R$ be the mean of their rewards and SD the sample standard deviation (divided by $n - 1$). Then the 95% confidence interval of the mean over infinitely many seeds is
 #
-# $$\bar r \pm t_{n-1}\, \frac{s}{\sqrt n},$$
+# $$\bar R \pm q_{n-1}\, \frac{\mathrm{SD}}{\sqrt n},$$
 #
-# where $t_{n-1}$ is the 97.5% quantile of Student's t distribution: 4.30 for three seeds, 2.57 for six, 1.96 only for very many. It is
-# large because $s$ itself is an estimate from few numbers. The $\pm$ in most tables is $s$, which measures something else: the spread of single seeds.
+# in which $q_{n-1}$ is the 97.5% quantile of Student's t distribution: 4.30 for three seeds, 2.57 for six, and 1.96 only for very many. The quantile is
+# large for few seeds because SD itself is an estimate from few numbers. In most tables $\pm$ is SD, which measures something else: the spread of single seeds.
 #
 # ### Exercise 1 · an interval from few seeds
 #
-# *Difficulty: easy · importance: essential · time: 5 minutes*
+# *Difficulty: easy · kind: formula · importance: essential · time: 5 minutes*
 #
 # `values` is `[seed]`. `lesson.T_QUANTILE[d]` is the quantile for `d` degrees of freedom.
 
@@ -117,7 +122,7 @@ def interval(values):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Three parts: the mean; the sample standard deviation (`Tensor.std` divides by $n - 1$); the quantile. How many degrees of freedom do $n$ seeds leave?
+# **Hint.** You need three parts: the mean; the sample standard deviation (`Tensor.std` divides by $n - 1$); the quantile. How many degrees of freedom do $n$ seeds leave?
 
 
 # %% tags=["solution"]
@@ -132,11 +137,11 @@ lesson.check_interval(interval)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** `Tensor.std` divides by $n - 1$ by default, and $n$ seeds leave $n - 1$ degrees of freedom. With 1.96 instead of 4.30 for three seeds, the interval is less
-# than half as wide as it should be: it misses the true mean in 19 cases of 100 instead of 5. The formula assumes normally distributed results; rewards near
-# their maximum of 1 are not, which is one reason to plot the single runs as well.
+# than half as wide as it should be: it misses the true mean in 19 cases of 100 instead of 5. The formula assumes normally distributed results. Rewards near
+# their maximum of 1 are not normally distributed, so plot the single runs as well.
 
 # %% [markdown]
-# The next cell trains five more seeds of each rule. `learn` (in `flowrl_course.runs`) runs the trainer with a fixed evaluation: 96 ODE samples of the averaged weights for six
+# Now we train five more seeds of each rule. `learn` (in `flowrl_course.runs`) runs the trainer with a fixed evaluation: 96 ODE samples of the averaged weights for six
 # held-out directions, with the same noise in every evaluation.
 
 # %%
@@ -179,19 +184,19 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# In the early iterations the ranking is not due to chance: at iterations 4 and 6 every seed of Stepwise is above every seed of TP-GRPO, and these are above every seed of Flow-GRPO. At the end the
-# two step-wise rules are equal, and Flow-GRPO has the widest band, because its seeds begin to learn at different times. The spread is a result in itself: the
+# In the early iterations the ranking is not due to chance: in the figure, at iterations 4 and 6, every seed of Stepwise is above every seed of TP-GRPO, and these are above every seed of Flow-GRPO. At the end the
+# two step-wise rules are equal. Flow-GRPO has the widest band, because its seeds begin to learn at different times. The spread is a result in itself: the
 # number of iterations that Flow-GRPO needs depends strongly on the seed.
 #
-# An interval describes one rule. For a *difference* there is a test without assumptions about the shape of the distribution. If rules $a$ and $b$ were equivalent,
-# the labels of their seeds would be arbitrary, and every split of the $n_a + n_b$ rewards into two groups of these sizes would be equally likely. The $p$ value is the fraction of all splits whose
+# An interval describes one rule. For a *difference* there is a test without assumptions about the shape of the distribution. If two rules were equivalent,
+# the labels of their seeds would be arbitrary. So every split of all rewards into two groups of these sizes would be equally likely. The *p value* is the fraction of all splits whose
 # means differ at least as much, in either direction, as those of the observed split.
 #
 # ### Exercise 2 · a permutation test
 #
-# *Difficulty: medium · importance: useful · time: 10 minutes*
+# *Difficulty: medium · kind: code · importance: useful · time: 10 minutes*
 #
-# `itertools.combinations(range(n), k)` lists the choices. Rounding must not decide a tie, so compare with `>= observed - 1e-6` (rewards are float32, with a relative precision of about $10^{-7}$).
+# Return this p value for the rewards `a` and `b`, both `[seed]`. `itertools.combinations(range(n), size)` lists all choices of `size` indices. Rounding must not decide a tie, so compare with `>= observed - 1e-6` (rewards are float32, with a relative precision of about $10^{-7}$).
 
 
 # %% tags=["exercise"]
@@ -223,7 +228,7 @@ lesson.check_permutation(permutation_p)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** The observed split is one of the splits, so $p$ is never 0: with three seeds against three there are 20 splits, and the smallest possible $p$ is 2/20 = 0.1. *Three seeds per rule cannot reach
-# the 5% level, whatever the result.* With six per rule there are 924 splits. The differences are absolute because a difference of either sign would have been reported.
+# the 5% level, whatever the result.* With six per rule there are 924 splits. The differences are absolute because we would have reported a difference of either sign.
 
 # %%
 print("splits of 3 + 3 seeds:", math.comb(6, 3), "   of 6 + 6:", math.comb(12, 6))
@@ -238,8 +243,33 @@ for at in (4, 6):
 # Stepwise against TP-GRPO after 12 iterations: p = 0.100..1.000 with 3 seeds, 0.060..1.000 with 6
 
 # %% [markdown]
-# How far apart are three and three seeds *without* any difference between the methods? The next cell trains Flow-GRPO with ten seeds, calls three of them "method A" and three others "method B", and compares the two "methods". There
+# How far apart are the means of three and three seeds *without* any difference between the methods? The next cell trains Flow-GRPO with ten seeds, calls three of them "method A" and three others "method B", and compares the two "methods". There
 # are 2,100 such pairs, and every difference is due to chance.
+#
+# ### Exercise 3 · a method against itself
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 3 minutes*
+#
+# Many papers plot the mean ± one standard deviation of three seeds, and call a difference real if these bars do not overlap. In what fraction of the 2,100 pairs of *the same* method will the bars not overlap?
+#
+# - **a** below 1%, because there is no difference
+# - **b** about 10%
+# - **c** about 50%
+
+# %% tags=["exercise"]
+apart_by_chance = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** How precisely do three numbers determine a standard deviation? What happens if all three are close together by chance?
+
+# %% tags=["solution"]
+apart_by_chance = "b"
+
+# %%
+lesson.check_apart(apart_by_chance)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The means of three seeds vary with the standard deviation $\mathrm{SD}/\sqrt 3$, so a gap of two SD would be rare. But SD is estimated from the same three numbers, and is often far too small by chance. Then the bars are short, and do not overlap although nothing differs.
 
 # %%
 same = torch.stack(
@@ -270,14 +300,14 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# Such a figure is useful for every comparison with few seeds: it needs no second method, only more seeds of the first. The rule of thumb
-# that non-overlapping error bars show a real difference would have declared *the same method* different from itself in one pair of ten.
+# Such a figure is useful for every comparison with few seeds, and it needs only more seeds of one method. If non-overlapping bars showed a real difference,
+# *the same method* would differ from itself in about one pair of ten.
 #
-# The required number of seeds can be estimated. To detect a true difference $\delta$ at a spread $s$ with a power of 80% at the 5% level, about
+# How many seeds are enough? To detect a true difference $\delta$ at a standard deviation SD with a power of 80% at the 5% level, we need about
 #
-# $$n \approx 2\,(1.96 + 0.84)^2\, \frac{s^2}{\delta^2}$$
+# $$n \approx 2\,(1.96 + 0.84)^2\, \frac{\mathrm{SD}^2}{\delta^2}$$
 #
-# seeds per rule are needed. For example, one recorded `flowrl compare` of the default preset (images, three seeds) ended at a soft reward of 0.868 ± 0.011 for Flow-GRPO and 0.877 ± 0.013 for
+# seeds per rule. For example, one recorded `flowrl compare` of the default preset (images, three seeds) ended at a soft reward of 0.868 ± 0.011 for Flow-GRPO and 0.877 ± 0.013 for
 # Stepwise-Flow-GRPO, where ± is the standard deviation.
 
 # %%
@@ -292,16 +322,16 @@ print(
 # That comparison excludes a difference as large as 0.04 in favour of Stepwise, and one as large as 0.02 in favour of Flow-GRPO. It does not show that the difference is 0.
 #
 # All runs are evaluated on the same six directions and the same noise. Fixed prompts make differences between rules more precise, but the interval
-# is then valid for these six prompts only. A claim about prompts in general needs randomly drawn prompts.
+# is then valid for these six prompts only. A claim about prompts in general needs randomly chosen prompts.
 #
 # ## 2 At what cost?
 #
-# An iteration of Flow-GRPO samples 96 trajectories of 10 steps: 960 network evaluations (NFE). Stepwise adds substeps, TP-GRPO adds completions (the lessons on both). The update adds a forward *and* a backward pass
-# for every (trajectory, stochastic step) pair. A backward pass costs about two forward passes, so a trained pair counts as three:
+# An iteration of Flow-GRPO samples 96 trajectories of 10 steps, which takes 960 network evaluations (NFE). Stepwise adds substeps and TP-GRPO adds completions, as the lessons on both explain. The update adds a forward *and* a backward pass
+# for every pair of a trajectory and a random step. A backward pass costs about two forward passes, so a trained pair counts as three:
 #
 # $$\text{work} = \text{NFE while sampling} + 3 \times \text{pairs trained}.$$
 #
-# Reports often give the first term alone, or neither. `Curve.sampled`, `Curve.trained` and `Curve.work` are the two terms and the sum.
+# Reports often contain only the first term, or neither. `Curve.sampled`, `Curve.trained` and `Curve.work` are the two terms and the sum.
 
 # %%
 for rule in RULES:
@@ -312,11 +342,11 @@ for rule in RULES:
     )
 
 # %% [markdown]
-# To compare costs, compute the cost of *reaching* a reward from the curve.
+# To compare costs, we compute from each curve the cost at which it *reaches* a certain reward.
 #
-# ### Exercise 3 · the cost of a target
+# ### Exercise 4 · the cost of a target
 #
-# *Difficulty: medium · importance: essential · time: 8 minutes*
+# *Difficulty: medium · kind: code · importance: essential · time: 8 minutes*
 #
 # `cost` and `reward` are `[evaluation]`, `cost` increases. Return the cost at which the curve first reaches `target`, by linear interpolation between evaluations, or `math.nan` if it never does.
 
@@ -328,7 +358,7 @@ def reach(cost, reward, target):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Find the first index with `reward >= target`. Treat two cases separately: no such index, and index 0. Otherwise interpolate between this evaluation and the one before.
+# **Hint.** Find the first index with `reward >= target`. There are two special cases: no such index, and index 0. Otherwise interpolate between this evaluation and the one before.
 
 
 # %% tags=["solution"]
@@ -349,7 +379,48 @@ lesson.check_reach(reach)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** Without interpolation the result is rounded to whole evaluation intervals, and one interval is here half of Stepwise's total. The *first* crossing favours
-# noisy curves, so reports should name this choice. A run that never reaches the target must not get the last cost: `nan` propagates through every mean and cannot be overlooked.
+# noisy curves, so reports should mention this choice. A run that never reaches the target must not get the last cost. With `nan` every mean becomes `nan`, which cannot be overlooked.
+
+# %% [markdown]
+# It can be removed, however.
+#
+# ### Exercise 5 · the missing runs
+#
+# *Difficulty: medium · kind: debugging · importance: useful · time: 6 minutes*
+#
+# A colleague computes the cost of a target for five seeds of two rules. The summary prefers rule A, although most of its runs never reach the target. What is wrong? Repair `summary(costs)`, so that a run that never reaches the target counts as more expensive than every other run.
+# Return the **median** over *all* seeds `[seed]` as a number, which is `math.inf` if most runs never reach the target. (The median of an even number of costs is the mean of the two in the middle.)
+
+
+# %% tags=["exercise"]
+def summary(costs):
+    """The typical cost of reaching the target; costs is [seed], nan for a run that never reaches it."""
+    return float(costs.nanmean())
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Which runs does `nanmean` average? Replace each `nan` by a number that is larger than every cost; the function `median` of Python's module `statistics` is already imported.
+
+
+# %% tags=["solution"]
+def summary(costs):
+    """The typical cost of reaching the target; costs is [seed], nan for a run that never reaches it."""
+    return median(math.inf if math.isnan(cost) else cost for cost in costs.tolist())
+
+
+# %%
+lesson.check_summary(summary)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** `nanmean` averages only the runs that reached the target, which are the best ones (survivorship bias). The more runs fail, the better the mean can look. A median needs only the order of the costs, so a failed run can take part without a number of its own.
+
+# %%
+five = {"A": torch.tensor([9.0, 10.0, math.nan, math.nan, math.nan]), "B": torch.tensor([12.0, 12.0, 13.0, 13.0, 14.0])}
+for name, costs in five.items():
+    print(f"rule {name}: mean of the runs that reach the target {float(costs.nanmean()):.1f}, median of all {summary(costs):.1f}")
+
+# %% [markdown]
+# Back to our runs: how much cheaper is step-wise credit, in each unit of cost?
 
 # %%
 PRICES = {"iterations": "iterations", "sampled": "NFE while sampling", "work": "forward passes in all", "seconds": "seconds"}
@@ -396,10 +467,10 @@ for rule in RULES[1:]:
     )
 
 # %% [markdown]
-# One experiment has four different speed-ups. Stepwise needs less than a third of the iterations, but its lead in sampling evaluations is small, and TP-GRPO needs *more* of them. With the update counted both are cheaper again. The factor in seconds is different, because the time of a tiny network depends on calls and not on
-# evaluations (Stepwise needs 14 sequential calls per iteration, the others 10). The factor also depends on the target reward. A statement such as "x times faster" needs the unit of cost and the target.
+# The same experiment gives four different speed-ups. Stepwise needs less than a third of the iterations. However, its lead in sampling evaluations is small, and TP-GRPO needs *more* of them. If the update is included, both are cheaper again. The factor in seconds is different, because the time of a tiny network depends on calls and not on
+# evaluations (Stepwise needs 14 sequential calls per iteration, the others 10). The factor also depends on the target reward. So a statement such as "x times faster" needs the unit of cost and the target.
 #
-# Choose the cost that limits you: reward calls if the reward model is slow, forward passes if the GPUs are busy, or seconds *on your hardware with your model*.
+# Choose the cost that limits you: calls of the reward model if it is slow, forward passes if the GPUs are busy, or seconds *on your hardware with your model*.
 #
 # ## 3 Is it the rule, or the setting?
 #
@@ -416,10 +487,33 @@ for rule in RULES:
 # tp-grpo              64..74% of all (trajectory, step) pairs have a ratio beyond the clip range
 
 # %% [markdown]
-# Most pairs are outside the trust region, for every rule: the clip range $c = 0.002$ is very narrow. It is the default of the image world, whose latents have 128 elements. The log-probability is a *mean* over the latent's elements (the lesson on GRPO), and the standard deviation of a mean of 2 elements
-# is $\sqrt{128/2} = 8$ times that of a mean of 128. In two dimensions the same number is therefore a trust region eight times narrower. It is the same for all rules, but it may affect them differently.
+# For every rule, most pairs have a ratio $\rho$ outside $1 \pm c$: the clip range $c = 0.002$ is very narrow. It is the default of the image world, whose latents have 128 elements. The log-probability is a *mean* over the elements of the latent (the lesson on GRPO), and the standard deviation of a mean of 2 elements
+# is $\sqrt{128/2} = 8$ times that of a mean of 128. In two dimensions the same number is therefore a clip range that is eight times narrower. It is the same for all rules, but it may affect them differently.
 #
-# *Before you run the next cell, write down a prediction: with a clip range ten and a hundred times wider, what happens to Stepwise's fourfold lead in iterations?*
+# ### Exercise 6 · a wider clip range
+#
+# *Difficulty: medium · kind: prediction · importance: essential · time: 3 minutes*
+#
+# With this clip range Stepwise needs less than a third of the iterations of Flow-GRPO. The next cell repeats the runs with a clip range ten and a hundred times wider. What will happen to this lead?
+#
+# - **a** little: the clip range is the same for all rules
+# - **b** it grows, because better credit can make larger steps
+# - **c** it shrinks until the rules need about equally many iterations
+
+# %% tags=["exercise"]
+wider = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** A pair that moved against its advantage is pulled back, with any clip range. With which rule does an update move the most pairs in the wrong direction?
+
+# %% tags=["solution"]
+wider = "c"
+
+# %%
+lesson.check_wider(wider)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** A narrow range stops each pair after a small change, and Flow-GRPO, whose gradient is the noisiest, loses the most by this. With a wide range all rules can use large steps. The text below the figure measures this mechanism.
 
 # %%
 CLIPS = (TIGHT, 2e-2, 2e-1)
@@ -466,8 +560,8 @@ for text, x, y, rule in (("Stepwise", 3.9, 0.62, RULES[1]), ("TP", 7.1, 0.56, RU
 plt.show()
 
 # %% [markdown]
-# The lead in iterations shrinks from left to right and is nearly 0 at a clip range of 0.2. Since an iteration of Flow-GRPO is the cheapest, the *order* in the lower row is reversed: Stepwise needs the fewest forward passes on the left, uniform credit on the right. The rules are unchanged: the narrow clip range slowed uniform credit most. The reason is not the number of its pairs
-# outside the range, which is the smallest, but their direction. Pairs that moved along their advantage have no gradient outside the range; pairs that moved against it keep their gradient, which points back. The loss below counts both kinds.
+# The lead in iterations shrinks from left to right and is nearly 0 at a clip range of 0.2. Since an iteration of Flow-GRPO is the cheapest, the *order* in the lower row is reversed: Stepwise needs the fewest forward passes on the left, uniform credit on the right. So the narrow clip range slowed uniform credit most. The reason is not the number of its pairs
+# outside the range, which is the smallest, but their direction. Outside the range, pairs that moved along their advantage have no gradient. Pairs that moved against it keep their gradient, which points back. The loss below counts both kinds.
 
 
 # %%
@@ -505,37 +599,37 @@ for rule in RULES:
 #
 # The wide clip range has a disadvantage: some runs fall after their maximum. A complete table would have a column for the final reward.
 #
-# A fair comparison needs the **same tuning effort**, not the same settings: each rule gets its best setting from the same list, chosen on some seeds and reported on others. The separation of the seeds matters: the best of three noisy numbers is too good on average, and the bias grows with the number of settings tried.
+# A fair comparison needs the **same tuning effort**, not the same settings. Each rule gets its best setting from the same list, chosen on some seeds and reported on others. Different seeds are necessary because the best of three noisy numbers is too good on average, and this bias grows with the number of settings.
 #
-# ### Exercise 4 · equal tuning
+# ### Exercise 7 · equal tuning
 #
-# *Difficulty: medium · importance: essential · time: 8 minutes*
+# *Difficulty: medium · kind: code · importance: essential · time: 8 minutes*
 #
-# `scores` is `[rule, setting, seed]`. Choose each rule's setting with the first `tuning` seeds, and return `[rule]`: its mean score on the *other* seeds.
+# `results` is `[rule, setting, seed]`. Choose each rule's setting with the first `tuning` seeds, and return `[rule]`: its mean result on the *other* seeds.
 
 
 # %% tags=["exercise"]
-def tuned(scores, tuning):
-    """The score of each rule at its own best setting, on seeds that did not choose the setting; [rule]."""
+def tuned(results, tuning):
+    """The mean of each rule at its own best setting, on seeds that did not choose the setting; [rule]."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Two steps: for each rule the setting with the highest mean over the first `tuning` seeds (`argmax` over settings), then the mean of this setting over the remaining seeds.
+# **Hint.** There are two steps: for each rule the setting with the highest mean over the first `tuning` seeds (`argmax` over settings), then the mean of this setting over the remaining seeds.
 
 
 # %% tags=["solution"]
-def tuned(scores, tuning):
-    """The score of each rule at its own best setting, on seeds that did not choose the setting; [rule]."""
-    best = scores[..., :tuning].mean(-1).argmax(1)
-    return scores[torch.arange(len(scores)), best, tuning:].mean(-1)
+def tuned(results, tuning):
+    """The mean of each rule at its own best setting, on seeds that did not choose the setting; [rule]."""
+    best = results[..., :tuning].mean(-1).argmax(1)
+    return results[torch.arange(len(results)), best, tuning:].mean(-1)
 
 
 # %%
 lesson.check_tuned(tuned)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Selecting and reporting on the same seeds overstates the result, like tuning on a test set. One common setting for all rules, chosen by their mean score, has the problem of part 3 again.
+# **Why.** Selecting and reporting on the same seeds overstates the result, like tuning on a test set. One common setting for all rules, chosen by their mean, would again favour the rule that it suits.
 
 
 # %%
@@ -564,13 +658,13 @@ for price, budget in (("iterations", 6), ("work", 14_400)):
 #   tp-grpo              0.21..0.28  0.26..0.35  0.34..0.46   tuned 0.32..0.46
 
 # %% [markdown]
-# (14,400 forward passes are six iterations of Flow-GRPO.) Per iteration and tuned, the three rules are close. Per forward pass, tuned uniform credit is ahead. Two seeds per rule, three clip ranges, one learning rate and one world decide nothing about the rules. They show that the *first figure* of this lesson measures mainly the effect of a clip range.
+# (14,400 forward passes are six iterations of Flow-GRPO.) Per iteration and tuned, the three rules are close. Per forward pass, tuned uniform credit is ahead. Two seeds per rule, three clip ranges, one learning rate and one world are too few to judge the rules. However, they show that the *first figure* of this lesson measures mainly the effect of a clip range.
 #
-# The project's own comparison has 15 seeds, 40 iterations and a larger search (`docs/claims.md`). Per iteration, Stepwise leads tuned uniform credit by 0.034 [0.013, 0.055] and TP-GRPO by 0.040 [0.020, 0.060] in mean reward over training. Per forward equivalent they trail it, by 0.044 and 0.041. The direction is the one found here; the size is not visible with two seeds.
+# The project's own comparison has 15 seeds, 40 iterations and a larger search (`docs/claims.md`). Per iteration, the mean reward over training is higher than with tuned uniform credit: by 0.034 with Stepwise (95% interval 0.013 to 0.055) and by 0.040 with TP-GRPO (0.020 to 0.060). At equal cost in forward passes it is lower, by 0.044 and 0.041. These differences have the same signs as ours, but two seeds are too few to measure their size.
 #
 # ## 4 Is it the part that gives the rule its name?
 #
-# TP-GRPO differs from Flow-GRPO in three parts: rewards of unfinished states (by ODE completion), normalisation step by step, and long-term rewards at turning points. The third gives the rule its name. A **control** changes only this part: the same completions,
+# TP-GRPO differs from Flow-GRPO in three parts: rewards of unfinished states (by ODE completion), normalisation step by step, and long-term rewards at turning points. The third gives the rule its name. To measure its effect, we need **controls** that change only this part. They have the same completions,
 # but the long-term reward at *random* steps (as many as there are turning points), or at no step. The clip range is the narrow one again, where the lead over Flow-GRPO is largest:
 
 # %%
@@ -617,14 +711,14 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# The rewards of the controls rise as fast: no advantage of the turning points is visible with six seeds. TP-GRPO's lead over Flow-GRPO is here due to the rewards of unfinished states. (With 15 seeds at tuned settings, turning points at random steps differ from real ones by -0.004 [-0.009, 0.001] over training, `docs/claims.md`.) The differences are paired by seed because runs of one seed have the same prompts and initial weights, so that
+# The rewards of the controls rise as fast, so no advantage of the turning points is visible with six seeds. TP-GRPO's lead over Flow-GRPO must come from the parts that the controls share with it. (With 15 seeds at tuned settings, random instead of real turning points change the reward over training by -0.004, with a 95% interval from -0.009 to 0.001; see `docs/claims.md`.) The differences are paired by seed. Runs of one seed have the same prompts and initial weights, so
 # the common effect of the seed cancels.
 #
-# The paper (arXiv 2602.06422) compares TP-GRPO with Flow-GRPO, and two definitions of turning points with each other; the controls are additions of this lesson. Their result may not transfer: turning points may matter with larger changes of the reward along a trajectory, with other rewards, or with larger models. But the claim that turning points help needs *this* control, at *that* scale.
+# The paper (arXiv 2602.06422) compares TP-GRPO with Flow-GRPO, and two definitions of turning points with each other; the controls are additions of this lesson. Their result may not transfer to other scales: turning points may matter with larger changes of the reward along a trajectory, with other rewards, or with larger models. To show that turning points help there, the same control is needed at that scale.
 #
 # ## Which result would refute the claim?
 #
-# Before a comparison, write down each claim together with the result that would refute it. Without such a result the comparison does not test the claim.
+# Before a comparison, write down each claim together with the result that would refute it. If no result would refute the claim, the comparison does not test it.
 #
 # | claim | refuted if | result |
 # |---|---|---|
@@ -633,11 +727,11 @@ plt.show()
 # | step-wise credit needs far fewer iterations | equal tuning of Flow-GRPO closes most of the gap | refuted in this world |
 # | TP-GRPO's lead is due to turning points | random turning points do as well | refuted in this world |
 #
-# ### Exercise 5 · a review
+# ### Exercise 8 · a review
 #
-# *Difficulty: harder · importance: useful · time: 10 minutes*
+# *Difficulty: harder · kind: debugging · importance: useful · time: 10 minutes*
 #
-# Judge each claim by this notebook alone: `"supported"`, `"contradicted"`, or `"open"` (not decided by this notebook).
+# A report on this lesson contains seven claims, some of them wrong. Judge each by this notebook alone: `"supported"`, `"contradicted"`, or `"open"` (not decided by this notebook).
 #
 # - **A** With a clip range of 0.002, step-wise credit needs fewer iterations than uniform credit to reach a reward of 0.4.
 # - **B** Step-wise credit needs at most half as many iterations as uniform credit, for every clip range.
@@ -651,7 +745,7 @@ plt.show()
 verdicts = {"A": ..., "B": ..., "C": ..., "D": ..., "E": ..., "F": ..., "G": ...}
 
 # %% [markdown] tags=["hint"]
-# **Hint.** For each claim ask first whether the notebook contains an experiment about it at all. If not, the claim is open, however plausible it is. A claim about *every* setting is contradicted by one.
+# **Hint.** For each claim ask first whether the notebook contains an experiment about it at all. If not, the claim is open, even if it is plausible. A claim about *every* setting is contradicted by one counterexample.
 
 # %% tags=["solution"]
 verdicts = {
@@ -668,15 +762,41 @@ verdicts = {
 lesson.check_claims(verdicts)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The tables of parts 2 and 3 decide A, B and D, the controls decide C. F is contradicted because seeds were drawn at random, and prompts were not. E and G are beyond the measurements of a small world, in opposite directions. The small world shows which experiment could decide them: for G, an image model with uniform credit whose clip range is tuned with the same effort as
+# **Why.** The tables of parts 2 and 3 decide A, B and D, and the controls decide C. F is contradicted because all runs use the same prompts. E and G concern large models, which this notebook does not measure. The small world only shows which experiment could decide them: for G, an image model with uniform credit whose clip range is tuned with the same effort as
 # that of the other rule.
 
 # %% [markdown]
-# ## To keep
+# ## Quiz
+#
+# *Kind: quiz · time: 5 minutes*
+#
+# 1. Three seeds per rule, and every seed of A is better than every seed of B. The exact two-sided permutation test gives **a** p = 0.05, **b** p = 0.1, **c** p below 0.01.
+# 2. A table gives 0.80 ± 0.02 for five seeds, in which ± is the standard deviation. The 95% interval of the mean is about **a** 0.80 ± 0.02, **b** 0.80 ± 0.025, **c** 0.80 ± 0.04.
+# 3. Rule A needs half as many iterations as rule B, with twice the NFE per iteration. Your reward model is by far the most expensive part, and is called once per finished image, equally often per iteration. For you **a** A is cheaper, **b** both cost the same, **c** B is cheaper.
+# 4. Two rules are compared at the default settings of one of them. The best repair is **a** default settings for each, chosen by its authors, **b** the same tuning effort for both, reported on new seeds, **c** the same tuning effort for both, reported at the best seed.
+# 5. A rule leads by 0.62. A control without the part that gives the rule its name differs from the rule by 0.00 ± 0.02. The lead comes from **a** this part, **b** the parts that rule and control share, **c** chance.
+
+# %% tags=["exercise"]
+quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Question 1: how many splits are as extreme as the observed one? Question 2: use the quantile 2.78 for four degrees of freedom. Question 3: count only calls of the reward model. Questions 4 and 5: parts 3 and 4.
+
+# %% tags=["solution"]
+quiz = {1: "b", 2: "b", 3: "a", 4: "b", 5: "b"}
+
+# %%
+lesson.check_quiz(quiz)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 1: 2 of the 20 splits are as extreme, one in each direction. 2: $2.78 \cdot 0.02/\sqrt 5 = 0.025$. 3: half the iterations need half the calls of the reward model. 4: defaults result from unknown effort, and the best seed is selected by chance. 5: the control has all parts but one, and the same reward.
+
+# %% [markdown]
+# ## Summary
 #
 # | question | tool | in `flowrl` |
 # |---|---|---|
-# | how precise is a number | $\bar r \pm t_{n-1}\, s/\sqrt n$ over seeds | `flowrl compare --seeds 0 1 2 3 4 5` |
+# | how precise is a number | $\bar R \pm q_{n-1}\, \mathrm{SD}/\sqrt n$ over seeds | `flowrl compare --seeds 0 1 2 3 4 5` |
 # | is a difference due to chance | exact permutation test; the method against itself | `training.results.load_comparison` returns the curves of all seeds |
 # | at what cost | iterations, NFE, NFE + 3 × pairs trained, seconds | `nfe_total`, `train_nfe_total`, `seconds_total` of every metrics line |
 # | rule or setting | equal tuning effort for all rules; report on other seeds | `--clip-range`, `--learning-rate`, `--loss`; the metric `clip_fraction` |

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from flowrl_course.chain import Chain
-from flowrl_course.checking import answered, check, close, expect, number, same, tensor
+from flowrl_course.checking import (
+    answered,
+    check,
+    choice,
+    close,
+    expect,
+    number,
+    quiz,
+    same,
+    tensor,
+)
 
 Answer = Callable[..., Any]
 
@@ -35,7 +45,7 @@ def check_score(answer: Answer) -> None:
         "the wind has two components, and so has the gradient by it: do not sum over dimensions",
     )
     mistakes = {
-        "the sign is wrong: a draw beyond the mean makes a stronger wind more likely": -right,
+        "the sign is wrong: a sample beyond the mean makes a stronger wind more likely": -right,
         "push is missing: by the chain rule, the mean moves by push times the wind": right / push,
         "the derivative of -(z - mean)^2 / (2 std^2) by the mean has std squared below the "
         "fraction bar": right * std,
@@ -50,13 +60,13 @@ def check_score(answer: Answer) -> None:
 
 
 TERMS = {
-    "A": (True, "A: the noise z_0 was drawn before decision 4"),
-    "B": (True, "B: V_4 depends on z_4, from which decision 4 starts, and not on its draw"),
+    "A": (True, "A: the noise z_0 is known before decision 4"),
+    "B": (True, "B: V_4 depends on z_4, from which decision 4 starts, and not on its result"),
     "C": (False, "C: V_5 depends on z_5, which decision 4 draws; this term is the gradient itself"),
     "D": (True, "D: given z_5, the mean of R is V_5, so that what remains of R has mean 0"),
     "E": (True, "E: decision 2 was made before z_4 was reached"),
-    "F": (True, "F: given z_6, the gain of decision 6 has mean 0, whatever decision 4 drew"),
-    "G": (True, "G: the other members' rewards are independent of this member's draws"),
+    "F": (True, "F: given z_6, the gain of decision 6 has mean 0 for every z_5"),
+    "G": (True, "G: the other members' rewards are independent of this member's decisions"),
     "H": (False, "H: the mean of the group contains the member's own reward, a quarter of it"),
 }
 """Whether E[psi_4 f] is 0 for each f of the exercise, and the reason."""
@@ -142,11 +152,11 @@ def check_repaired(answer: Answer) -> None:
     got = tensor(answer(values.clone(), scores.clone()), (5, 2), "the estimate")
     mistakes = {
         "both bugs are still there": estimate(after, 1),
-        "one bug is left: the baseline of decision k is V_{k+1}, which depends on its own draw": (
+        "one bug is left: the baseline is V_{k+1}, which depends on the decision itself": (
             estimate(after, 0)
         ),
         "one bug is left: the mean is taken over the decisions of the trajectory itself, which "
-        "contains later draws; take it over trajectories": estimate(before, 1),
+        "contains later decisions; take it over trajectories": estimate(before, 1),
         "the baseline is right; the mean of a decision's credit over trajectories should still be "
         "subtracted": estimate(before, None),
         "the mean is taken over everything; each decision has its own": (
@@ -171,7 +181,7 @@ def check_lambda(answer: Answer) -> None:
     to_go = values[:, -1:] - values[:, :-1]
     got = tensor(answer(values.clone(), lam), (5, 4), "the credit")
     mistakes = {
-        "this adds up the gains of earlier decisions; a decision is not the cause of them": (
+        "this is the sum of earlier gains; a decision is not the cause of them": (
             gains @ weights.T
         ),
         "the weights count from the start, lam^j; they count from the decision, lam^(j - k)": (
@@ -200,6 +210,20 @@ def check_lambda(answer: Answer) -> None:
 
 
 @check("Exercise 6")
+def check_bias(answer: str) -> None:
+    """`answer` is how the bias with outdated values depends on lambda."""
+    reasons = {
+        "a": "the values are equally wrong, but the credit contains them with other weights:"
+        " write down both ends",
+        "b": "the gain contains V_{k+1}, whose error depends on decision k: causality does not"
+        " remove it",
+        "d": "V_k is a baseline, but V_{k+1} is not: for which lambda does it occur?",
+    }
+    letter = choice(answer, "abcd")
+    expect(letter == "c", reasons.get(letter, ""))
+
+
+@check("Exercise 7")
 def check_noise(answer: Answer) -> None:
     """`answer(sizes, shares)` is the noise of uniform credit, reward to go and gains."""
     sizes = torch.tensor([0.3, 0.5, 0.8, 1.7])
@@ -246,7 +270,7 @@ def check_noise(answer: Answer) -> None:
     close(result, right, "these are not the sums of size times the variance of credit", mistakes)
 
 
-@check("Exercise 7")
+@check("Exercise 8")
 def check_improvement(answer: Answer) -> None:
     """`answer(log_ratios, advantages)` is the surrogate and the exact estimate of
     J(new) - J(old).
@@ -281,3 +305,43 @@ def check_improvement(answer: Answer) -> None:
         "both numbers use one ratio per decision": two(ratios, ratios),
     }
     close(result, right, "these are not the means of sums of ratio times A*", mistakes)
+
+
+check_quiz = quiz(
+    __name__,
+    (
+        "b",
+        {
+            "a": "the value after the decision contains its effect, and removes the signal",
+            "c": "this mean contains later decisions",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "the error of the value after the decision depends on the decision",
+            "c": "one of them uses the wrong value as a baseline only",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "equal expectations mean that neither has a bias",
+            "c": "values need additional evaluations",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "the noise is three times as large, and its square counts",
+            "c": "the variance is already a square",
+        },
+    ),
+    (
+        "c",
+        {
+            "a": "noise has no direction; this error does not average out",
+            "b": "the clip only lowers the surrogate",
+        },
+    ),
+)

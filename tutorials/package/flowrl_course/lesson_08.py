@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl_course.checking import answered, check, close, expect, number, tensor
+from flowrl_course.checking import answered, check, choice, close, expect, number, quiz, tensor
 
 Answer = Callable[..., Any]
 
@@ -64,7 +64,7 @@ def check_interval(answer: Answer) -> None:
             "this divides by n inside the std; the sample std divides by n - 1": _interval(
                 values, T_QUANTILE[n - 1], False
             ),
-            "this is how far single seeds lie apart; divide by the root of n for their mean": (
+            "this describes single seeds: divide by the root of n for their mean": (
                 _interval(values, T_QUANTILE[n - 1], root=False)
             ),
             "n seeds leave n - 1 degrees of freedom: T_QUANTILE[n - 1]": _interval(
@@ -114,7 +114,7 @@ def check_permutation(answer: Answer) -> None:
         got = number(answer(a, b), "p")
         expect(
             got > 0,
-            "p = 0 cannot be: the split that was observed is one of all splits, so count"
+            "p = 0 is impossible: the split that was observed is one of all splits, so count"
             " differences >= the observed",
         )
         one_sided = "this counts one side only; compare absolute differences"
@@ -140,17 +140,27 @@ def check_permutation(answer: Answer) -> None:
 
 
 @check("Exercise 3")
+def check_apart(answer: str) -> None:
+    """`answer` is the fraction of pairs of one method whose bars do not overlap."""
+    letter = choice(answer, "abc")
+    expect(
+        letter != "a",
+        "a standard deviation of three numbers is imprecise: what if it is small by chance?",
+    )
+    expect(
+        letter == "b",
+        "the means of three seeds vary less than single seeds: compare SD / sqrt(3) with two SD",
+    )
+
+
+@check("Exercise 4")
 def check_reach(answer: Answer) -> None:
     """`answer(cost, reward, target)` is the cost at which the curve first reaches the target."""
     cost = torch.tensor([0.0, 10.0, 30.0, 40.0, 80.0])
     reward = torch.tensor([0.2, 0.4, 0.8, 0.5, 0.9])
     mistakes = {
-        "this is the next evaluation after the crossing; go between the two on a straight line": (
-            30.0
-        ),
-        "this is the last evaluation before the crossing; go between the two on a straight line": (
-            10.0
-        ),
+        "this is the next evaluation after the crossing: interpolate between the two": 30.0,
+        "this is the last evaluation before the crossing: interpolate between the two": 10.0,
         "this is the last crossing; the curve fell back once, and the first one counts": 60.0,
         "this is a number of evaluations, not a cost": 1.75,
         "this is the place of the evaluation, not its cost": 2.0,
@@ -182,15 +192,51 @@ def check_reach(answer: Answer) -> None:
     expect(start == 0.0, "a target below the first evaluation is reached at once: at cost[0]")
 
 
-@check("Exercise 4")
+@check("Exercise 5")
+def check_summary(answer: Answer) -> None:
+    """`answer(costs)` is the median, with nan as a cost above all others."""
+    nan = math.nan
+    mistakes = {
+        "only the runs that reach the target are averaged: give the others a cost": 31 / 3,
+        "this is the median of the runs that reach the target: give the others a cost": 10.0,
+        "a run that never reaches the target counts as cheap: it is the most expensive": 9.0,
+    }
+    got = number(answer(torch.tensor([12.0, nan, 9.0, nan, 10.0])), "the cost")
+    expect(not math.isnan(got), "the result is nan: replace nan by a number before the median")
+    close(got, 12.0, "this is not the median of all five costs", mistakes)
+    even = number(answer(torch.tensor([14.0, 8.0, nan, 10.0])), "the cost")
+    expect(even != 10, "torch.median takes the lower of the two in the middle: return their mean")
+    expect(even == 12, "with four costs the median is the mean of the second and the third")
+    most = number(answer(torch.tensor([nan, 9.0, nan, 10.0, nan])), "the cost")
+    expect(
+        most == math.inf,
+        "most runs never reach the target, so the median is infinite: use math.inf for them",
+    )
+
+
+@check("Exercise 6")
+def check_wider(answer: str) -> None:
+    """`answer` is the predicted effect of a wider clip range on the lead."""
+    letter = choice(answer, "abc")
+    expect(
+        letter != "a",
+        "the same range can restrict rules differently: more than half of all pairs are outside",
+    )
+    expect(
+        letter == "c",
+        "a wider range lets every rule take larger steps: which one was restricted most?",
+    )
+
+
+@check("Exercise 7")
 def check_tuned(answer: Answer) -> None:
-    """`answer(scores, tuning)` is [rule]: the mean over the reporting seeds at the setting that the
-    tuning seeds chose.
+    """`answer(results, tuning)` is [rule]: the mean over the reporting seeds at the setting
+    that the tuning seeds chose.
     """
-    scores = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(4))
+    results = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(4))
     for tuning in (2, 3):
-        tune, report = scores[..., :tuning].mean(-1), scores[..., tuning:].mean(-1)
-        everything = scores.mean(-1)
+        tune, report = results[..., :tuning].mean(-1), results[..., tuning:].mean(-1)
+        everything = results.mean(-1)
 
         def pick(choice: Tensor, values: Tensor) -> Tensor:
             return values.gather(1, choice[:, None])[:, 0]
@@ -214,11 +260,11 @@ def check_tuned(answer: Answer) -> None:
                 everything.amax(1)
             ),
         }
-        got = tensor(answer(scores.clone(), tuning), (3,), "tuned")
+        got = tensor(answer(results.clone(), tuning), (3,), "tuned")
         close(
             got,
             pick(best, report),
-            "this is not each rule's own best setting, scored on the seeds left over",
+            "this is not the mean at each rule's own best setting, on the remaining seeds",
             mistakes,
         )
 
@@ -272,7 +318,7 @@ _CLAIMS: dict[str, tuple[str, str]] = {
 }
 
 
-@check("Exercise 5")
+@check("Exercise 8")
 def check_claims(answer: Mapping[str, str]) -> None:
     """`answer` maps a claim's letter to supported, contradicted or open."""
     allowed = (SUPPORTED, CONTRADICTED, OPEN)
@@ -288,3 +334,43 @@ def check_claims(answer: Mapping[str, str]) -> None:
         else:
             wrong = f"claim {letter}: {reason}"
         expect(choice == verdict, wrong)
+
+
+check_quiz = quiz(
+    __name__,
+    (
+        "b",
+        {
+            "a": "there are 20 splits, and the opposite one is as extreme: 2/20",
+            "c": "the smallest possible p is 2/20",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "0.02 is the spread of single seeds",
+            "c": "1.96 SD describes single seeds: divide by the root of 5, and use 2.78",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "this is true of the NFE, which are not your limit",
+            "c": "compare the number of calls of the reward model until the target",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "default settings may have cost very different tuning efforts",
+            "c": "the best seed is chosen by chance, and too good on average",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "the control lacks this part and reaches the same reward",
+            "c": "an interval of ± 0.02 excludes chance as the cause of 0.62",
+        },
+    ),
+)
