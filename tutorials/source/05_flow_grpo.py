@@ -16,10 +16,14 @@
 # **After this lesson you can** fine-tune a text-to-image model with Flow-GRPO (arXiv 2505.05470), choose the group size and the steps that are decisions,
 # compute the saving of training with 10 steps instead of 40, measure the distance from the base model, and detect a collapse early.
 #
-# **Time** 80 minutes, of which the computer needs about one. **You need** the lesson on GRPO (GRPO on a flow: ratio, clip, KL).
+# **Time** 105 minutes, of which the computer needs about one. **You need** the lesson on GRPO (GRPO on a flow: ratio, clip, KL).
 #
-# The first lessons used two-dimensional data. In this lesson a small text-to-image model, a diffusion transformer, is trained with the method of
-# the lesson on GRPO: *make the better members of a group more likely*. A rule-based judge scores the images.
+# The first lessons used two-dimensional data. In this lesson we train a small text-to-image model, a diffusion transformer, with the method of
+# the lesson on GRPO: *make the better members of a group more likely*. The reward comes from a rule-based judge of the images.
+#
+# **Symbols of this lesson**
+#
+# {symbols: $z_j$; step $i$; decision $k$; window; $p$, $m$, $G$; $R$; $A$; $\rho$; $c$; $\beta$}
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
@@ -30,8 +34,10 @@ from flowrl.flow import kl, log_prob
 from flowrl.samplers import FlowSDE, Windowed, transition_stds
 from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_05 as lesson
+from flowrl_course import recorded
 from flowrl_course.batches import ode_images, sample_groups
 from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, ImageRow, clean, panels, show_images
+from flowrl_course.recorded import cosine, measured
 from flowrl_course.runs import train
 
 shapes = world("shapes")
@@ -46,7 +52,7 @@ opening = ode_images(base, judge, opening_prompts)
 show_images(
     ImageRow(opening.images, opening.rewards, "base model"),
     heads=[prompt.text for prompt in opening_prompts],
-    title="Samples of the base model, and the judge's scores (0 to 1)",
+    title="Samples of the base model, and the judge's rewards (0 to 1)",
 )
 plt.show()
 
@@ -57,7 +63,7 @@ plt.show()
 # (`SD3Transformer2DModel` of diffusers) at a small size. The trained weights are a LoRA adapter on its attention projections (a low-rank matrix added to each frozen weight matrix), as in Flow-GRPO for SD3.5.
 # The base model was trained with captions that were often inaccurate, so it can draw every word but does not always follow the prompt.
 #
-# The task is `preference`, for example "calm red and blue pattern": the judge scores the requested colours, mirror symmetry, and the right amount of paint. The score has
+# The task is `preference`, for example "calm red and blue pattern": the judge rewards the requested colours, mirror symmetry, and the right amount of paint. The reward has
 # three forms: `strict` (0 or 1, all three conditions), `graded` (the fraction of conditions that hold), `soft` (continuous). Training uses `soft`; the tables also have `strict`.
 
 # %%
@@ -75,13 +81,13 @@ print("base model on 96 held-out samples:", {form: round(value, 2) for form, val
 #
 # A *group* is several samples of one prompt. Flow-GRPO's credit compares an image with its group,
 #
-# $$A^{(m)} = \frac{R^{(m)} - \operatorname{mean}_j R^{(j)}}{\operatorname{std}_j R^{(j)} + 10^{-4}},$$
+# $$A_{p,m} = \frac{R_{p,m} - \operatorname{mean}_m R_p}{\operatorname{std}_m R_p + 10^{-4}},$$
 #
-# and every **decision** of the trajectory, that is every random step, gets the same number (the lesson on ODE and SDE: an ODE step has standard deviation 0 and is not a decision). The lessons on Stepwise-Flow-GRPO and TP-GRPO estimate which decision made the image good.
+# and every **decision** of the trajectory, that is, every random step, gets the same number. An ODE step is not a decision, because its standard deviation is 0 (the lesson on ODE and SDE). The lessons on Stepwise-Flow-GRPO and TP-GRPO estimate which decision made the image good.
 #
 # ### Exercise 1 · uniform credit
 #
-# *Difficulty: easy · importance: essential · time: 4 minutes*
+# *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
 #
 # `final` is $R$, `[prompt, member]`. Return the advantages `[prompt, member, decision]`, the same at each of the `decisions` decisions. Use the population standard deviation
 # (`unbiased=False`) of the group.
@@ -132,9 +138,34 @@ plt.show()
 #
 # ## Which steps are decisions?
 #
-# The loss contains only the decisions, the stochastic steps, in which the policy is a Gaussian with a log-probability. In Flow-GRPO every step but the last is stochastic. However, the noise of some
-# steps has no visible effect on the image. To measure the effect, let the members of a group start from the *same* noise, make *one* step stochastic, and compute the spread of
-# the final rewards within the group.
+# The loss contains only the decisions, the stochastic steps, in which the policy is a Gaussian with a log-probability. In Flow-GRPO every step but the last is stochastic. However, the noise of a
+# step may have no visible effect on the image. To measure the effect, we let the members of a group start from the *same* noise, make *one* step stochastic, and compute the spread of
+# the final rewards within the group. Before we run this experiment, predict its result.
+#
+# ### Exercise 2 · early or late noise
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 3 minutes*
+#
+# Ten ODE steps are taken, and one of them adds noise. In which case do the rewards of the group differ most?
+#
+# - **a** the noise is added in step 0 or 1: all remaining steps of the ODE amplify the difference
+# - **b** the noise is added in step 8: no remaining step can remove it from the image
+# - **c** the step does not matter, since Flow-SDE preserves the distribution of the images
+
+# %% tags=["exercise"]
+strongest_step = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** What does the network predict from a state near $t = 1$, and what from a state near $t = 0$? Which of the two states still allows different images?
+
+# %% tags=["solution"]
+strongest_step = "a"
+
+# %%
+lesson.check_strongest_step(strongest_step)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Near $t = 1$ the state is compatible with many images, so its noise selects one of them. Near $t = 0$ the image is nearly determined: the network treats added noise as noise, and the remaining steps remove most of it. In addition, the noise of a late step is small, as the last printed row shows.
 
 # %%
 spread = {}
@@ -147,7 +178,7 @@ for task in ("preference", "compositional"):
     spread[task] = torch.stack([batch.values[..., -1].std(dim=1).mean() for batch in alone])
     print(f"{task:<26}" + " ".join(f"{value:.3f}" for value in spread[task]))
 stds = transition_stds(FlowSDE(0.7), base.schedule(10)).tolist()
-print("std of the step's own noise " + " ".join(f"{value:.2f} " for value in stds))
+print("std of the step's own noise " + " ".join(f"{value:.3f}" for value in stds))
 
 # %% tags=["hide-input"]
 figure, axes = panels(width=6.4, height=3.0)
@@ -163,20 +194,21 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# Noise after step 6 changes the image so little that these steps only add noise to the gradient. The last step is practically deterministic (the grid of this model, like that of
-# diffusers, ends with 0.001 and 0, so the noise of the last step has a standard deviation of 0.0007). The earliest steps have the largest effect, but the
-# default window of this world begins at step 2: Flow-SDE's noise near $t = 1$ is very large (std 0.70 and 0.66), and training with these steps
+# The earliest steps have the largest effect. Noise after step 6 changes the image so little that these steps mostly add noise to the gradient. The last step is practically deterministic, because the grid of this model, like that of
+# diffusers, ends with 0.001 and 0.
+#
+# Nevertheless, the default window of this world begins at step 2. Flow-SDE's noise near $t = 1$ is very large (the first two numbers of the last row), and training with these steps
 # was slower in the search for the defaults. The choice of the stochastic steps is a setting like the learning rate, and public code differs: all but the last
 # (Flow-GRPO), a few (Flow-GRPO-Fast), a window that slides from early to late steps (MixGRPO).
 #
 # ## How large a group?
 #
-# A fixed number of images per iteration can be divided into many small groups or few large ones. Small groups have two disadvantages. First, a group whose
-# members all get the *same* reward is silent: all its advantages are 0, and its images add nothing to the gradient. With 0/1 rewards this is common.
+# We can divide a fixed number of images per iteration into many small groups or few large ones. Small groups have two disadvantages. First, a group whose
+# members all get the *same* reward is silent: all its advantages are 0, so its images add nothing to the gradient. With 0/1 rewards this is common.
 #
-# ### Exercise 2 · silent groups
+# ### Exercise 3 · silent groups
 #
-# *Difficulty: medium · importance: useful · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 6 minutes*
 #
 # `success` `[prompt]` is the probability that an image of each prompt gets reward 1 (otherwise 0). What fraction of groups of `size` members is silent, on average over the prompts?
 
@@ -243,17 +275,17 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# The dotted line on the right is the loss of correlation due to the noise of the group's mean alone; the rest is due to the noise of the standard deviation, which at $G = 2$ leaves only the sign of a difference. Beyond
-# about a dozen members the gain is small. Papers use 24; the default of this world is 16 groups of 12, and the runs below use 8 groups of 12 to save time.
+# The dotted line on the right is the loss of correlation due to the noise of the group's mean alone. The rest is due to the noise of the standard deviation, which at $G = 2$ leaves only the sign of a difference. Beyond
+# about a dozen members the gain is small. Papers use 24, while the default of this world is 16 groups of 12. The runs below use 8 groups of 12 to save time.
 #
 # ## Train with 10 steps, evaluate with 40
 #
-# Evaluation uses 28 to 40 ODE steps. Training can use fewer: Flow-GRPO found that images of 10 steps are sufficient to *rank* the members of a group. This *denoising reduction* is
+# Evaluation uses 28 to 40 ODE steps. Training can use fewer, since images of 10 steps are sufficient to *rank* the members of a group. Flow-GRPO calls this *denoising reduction*, and it is
 # the largest saving in online RL of image models.
 #
-# ### Exercise 3 · the saving of ten steps
+# ### Exercise 4 · the saving of ten steps
 #
-# *Difficulty: medium · importance: useful · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 6 minutes*
 #
 # Count the network evaluations (NFE) of one iteration. Sampling costs one evaluation per step. The update then trains once on every stochastic step of every trajectory, and a training evaluation (forward and backward) costs about
 # three. `trajectories` are sampled with `steps` steps, `decisions` of them stochastic.
@@ -290,8 +322,36 @@ print(
 # same, and fewer steps save less; but then the window itself is the larger saving (25 instead of 37 evaluations at 10 steps).
 
 # %% [markdown]
-# The next cell trains for 8 iterations of 8 groups of 12 with 10 steps. `train` (in `flowrl_course.runs`) is a loop over `Trainer.iteration`, as in `flowrl train`, followed by
-# a held-out evaluation of the averaged weights. To test the denoising reduction, the cell also evaluates with 5 and 40 steps.
+# ### Exercise 5 · plan an iteration
+#
+# *Difficulty: medium · kind: design · importance: useful · time: 8 minutes*
+#
+# Suppose 90% of the images of every prompt succeed, with rewards of 0 or 1, and one iteration may cost at most 2,400 evaluations. Choose `groups`, the `members` of each, the `steps` of sampling and the number of `decisions`, such that
+#
+# - at most 30% of the groups are silent,
+# - there are at least 8 groups, so that the gradient does not depend on a few prompts,
+# - there are at least 8 steps and 4 decisions, and the last step follows the ODE.
+#
+# The functions `silent_share` and `iteration_cost` compute what you need; several plans are right.
+
+# %% tags=["exercise"]
+plan = {"groups": ..., "members": ..., "steps": ..., "decisions": ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Only `members` decides on the silent groups, so choose it first. The number of groups is then fixed by the second condition, and what remains of the budget limits steps and decisions.
+
+# %% tags=["solution"]
+plan = {"groups": 8, "members": 12, "steps": 10, "decisions": 5}
+
+# %%
+lesson.check_plan(plan)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** With 12 members $0.9^{12} = 28\%$ of the groups are silent; with 11 members it would be 31%. Then 96 trajectories share 2,400 evaluations, 25 each. All nine stochastic steps of ten would cost 37 per trajectory, so only a window fits, for example five decisions at ten steps or four at up to thirteen.
+
+# %% [markdown]
+# The next cell trains for 8 iterations of 8 groups of 12 with 10 steps, the plan of the solution. `train` (in `flowrl_course.runs`) is a loop over `Trainer.iteration`, as in `flowrl train`, followed by
+# a held-out evaluation of the averaged weights. To test the denoising reduction, the cell evaluates with 5, 10 and 40 steps.
 
 # %%
 settings = preset("default").apply(task="preference", groups=8, group_size=12, iterations=8)
@@ -334,7 +394,7 @@ show_images(*rows, heads=heldout[:5], title="Held-out prompts, the same noise be
 plt.show()
 
 # %% [markdown]
-# The gain holds for every number of steps, although all training samples had 10. With 96 samples the standard error of a success rate is about 0.05, so differences of that size are not significant.
+# The gain holds for every number of steps, although all training samples had 10. However, with 96 samples the standard error of a success rate is about 0.05, so differences of that size are not significant.
 #
 # ## Distance from the base model
 #
@@ -345,14 +405,14 @@ plt.show()
 #
 # The Flow-GRPO paper writes the KL of one step with velocities,
 #
-# $$D_\text{KL} = \frac{\|\mu - \mu_\text{ref}\|^2}{2\sigma^2\Delta} = \frac{\Delta}{2}\Big(\frac{\sigma(1-t)}{2t} + \frac1\sigma\Big)^2\,\|v - v_\text{ref}\|^2, \qquad \sigma = a\sqrt{\frac{t}{1-t}}.$$
+# $$\mathrm{KL} = \frac{\|\mu - \mu_\text{ref}\|^2}{2\,\mathrm{std}^2} = \frac{\Delta}{2}\Big(\frac{\sigma_t(1-t)}{2t} + \frac1{\sigma_t}\Big)^2\,\|v - v_\text{ref}\|^2, \qquad \mathrm{std} = \sigma_t\sqrt\Delta,\quad \sigma_t = a\sqrt{\frac{t}{1-t}}.$$
 #
-# Both forms are equal. In the mean of a Flow-SDE step, from the lesson on ODE and SDE, $\mu = x\,(\ldots) - \Delta\big(1 + \frac{\sigma^2(1-t)}{2t}\big)v$, the first term is the same for both policies. It cancels in $\mu - \mu_\text{ref}$, and
-# the factor of $v$, squared and divided by $2\sigma^2\Delta$, is the factor above. `flowrl` uses the form with means, because that form holds for every kernel of the lesson on ODE and SDE.
+# Both forms are equal. The mean of a Flow-SDE step is $\mu = x_t\,(\ldots) - \Delta\big(1 + \frac{\sigma_t^2(1-t)}{2t}\big)v$ (the lesson on ODE and SDE), in which the first term is the same for both policies. It cancels in $\mu - \mu_\text{ref}$, and
+# the factor of $v$, squared and divided by $2\,\mathrm{std}^2$, is the factor above. `flowrl` uses the form with means, because that form holds for every kernel of the lesson on ODE and SDE.
 #
-# ### Exercise 4 · KL from velocities
+# ### Exercise 6 · KL from velocities
 #
-# *Difficulty: medium · importance: useful · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 6 minutes*
 #
 # `velocity` and `reference_velocity` are `[sample, dim]`; `t`, `s` and `noise_level` are numbers with $s < t < 1$. Return the KL of the step per element, `[sample]`: the *mean* over elements in place of the squared norm.
 
@@ -364,7 +424,7 @@ def kl_from_velocities(velocity, reference_velocity, t, s, noise_level):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute $\sigma$ at time $t$ first (`** 0.5` takes the root of a number). The factor in front of $\|v - v_\text{ref}\|^2$ is one number; multiply it by the mean over elements of the squared difference.
+# **Hint.** Compute $\sigma_t$ first (`** 0.5` takes the root of a number). The factor in front of $\|v - v_\text{ref}\|^2$ is one number; multiply it by the mean over elements of the squared difference.
 
 
 # %% tags=["solution"]
@@ -385,15 +445,15 @@ lesson.check_kl_from_velocities(kl_from_velocities)
 # %% [markdown]
 # ### Estimators
 #
-# Language models have no closed form for the KL of a whole text, so their code estimates it from log-probabilities. For a sample of $\pi$, write $\ell = \log\pi - \log\pi_\text{ref}$ and $r = \pi_\text{ref}/\pi = e^{-\ell}$. The common estimators are
+# For language models the KL of a whole text has no closed form, so their code estimates it from log-probabilities. For a sample of $\pi$, write $\ell = \log\pi - \log\pi_\text{ref}$ and $r = \pi_\text{ref}/\pi = e^{-\ell}$. The common estimators are
 #
 # $$k_1 = \ell, \qquad k_2 = \tfrac12\ell^2, \qquad k_3 = (r - 1) + \ell$$
 #
 # (Schulman 2020; GRPO's paper uses $k_3$). $\mathbb E[k_1]$ is the KL by definition. $\mathbb E[r] = \int \pi_\text{ref} = 1$, so $k_3$ has the same expectation.
 #
-# ### Exercise 5 · three estimators
+# ### Exercise 7 · three estimators
 #
-# *Difficulty: easy · importance: useful · time: 5 minutes*
+# *Difficulty: easy · kind: formula · importance: useful · time: 5 minutes*
 #
 # `log_ratio` is $\ell$, `[sample]`. Return $k_1$, $k_2$ and $k_3$ of every sample, each `[sample]`, in this order.
 
@@ -418,7 +478,7 @@ def kl_estimates(log_ratio):
 lesson.check_kl_estimates(kl_estimates)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $k_1$ of a single sample may be negative, although a KL is not. $k_3$ is never negative, because $e^{-\ell} \ge 1 - \ell$. $k_2$ is biased: it is the second-order expansion of $k_3$ for small $\ell$.
+# **Why.** $k_1$ of a single sample may be negative, although a KL is not. In contrast, $k_3$ is never negative, because $e^{-\ell} \ge 1 - \ell$. $k_2$ is biased: it is the second-order expansion of $k_3$ for small $\ell$.
 
 # %% [markdown]
 # The next cell compares the estimators with the closed form. For two Gaussians whose means differ by $\delta$ standard deviations in each of $d$ elements, $\ell$ of the whole latent is itself Gaussian, with mean $K = d\delta^2/2$ and variance $2K$.
@@ -455,26 +515,26 @@ plt.show()
 # %% [markdown]
 # With the sum over elements and a KL of 0.01, $k_3$ has a tenth of the noise of $k_1$. At 1 this advantage is gone. At 3 the tail of $r$ makes $k_3$ five times as noisy as $k_1$, and $k_2$ is too large by a factor of 2.5.
 #
-# With the *mean* over elements $k_1$ is still right, but $k_2$ and $k_3$ are too small by a factor of 50 to 130. Both are quadratic in $\ell$ if $\ell$ is small, so they measure its variance. The mean of $\ell$ is divided by $d$, its variance by $d^2$.
-# An implementation that applies $k_3$ to mean log-probabilities has nearly no penalty.
+# With the *mean* over elements $k_1$ is still right, but $k_2$ and $k_3$ are too small by a factor of 50 to 130. Both are quadratic in $\ell$ if $\ell$ is small, so they measure its variance. However, the mean of $\ell$ is divided by $d$, whereas its variance is divided by $d^2$.
+# An implementation that applies $k_3$ to mean log-probabilities therefore has nearly no penalty.
 #
-# Flow policies need none of the three. Every step is a Gaussian, and its closed-form KL has no noise at a given state. There the closed form also has the right gradient.
-# The gradient of $k_1$ as a loss is zero on average, for the reason given in the lesson on GRPO: $\mathbb E[\nabla\log\pi] = 0$.
+# Flow policies need none of the three. Every step is a Gaussian, and its closed-form KL has no noise at a given state. The closed form also has the right gradient there.
+# In contrast, the gradient of $k_1$ as a loss is zero on average, for the reason given in the lesson on GRPO: $\mathbb E[\nabla\log\pi] = 0$.
 #
 # ### From steps to trajectories
 #
-# The probability of a trajectory is a product over its steps, $\pi(x_1 \ldots x_T \mid x_0) = \prod_i \pi(x_{i+1} \mid x_i)$. (In this formula $x_0$ is node 0, the noise.) Hence the log-ratio of a trajectory is the sum of those of its steps, and
-# the expectation of each summand, given $x_i$, is the KL of the step:
+# The probability of a trajectory, given its noise $z_0$, is a product over its steps, $\pi(z_1, \ldots, z_T \mid z_0) = \prod_i \pi(z_{i+1} \mid z_i)$. Hence the log-ratio of a trajectory is the sum of those of its steps, and
+# the expectation of each summand, given $z_i$, is the KL of the step:
 #
-# $$\mathrm{KL}(\text{path}) = \mathbb E_{\pi}\Big[\sum_i \mathrm{KL}\big(\pi(\cdot \mid x_i)\,\|\,\pi_\text{ref}(\cdot \mid x_i)\big)\Big].$$
+# $$\mathrm{KL}(\text{path}) = \mathbb E_{\pi}\Big[\sum_i \mathrm{KL}\big(\pi(\cdot \mid z_i)\,\|\,\pi_\text{ref}(\cdot \mid z_i)\big)\Big].$$
 #
-# The states $x_i$ are those that the *current* policy visits. The loss differentiates each summand at fixed states and leaves out that the states depend on the policy. Steps without noise contribute nothing. The KL between the distributions of finished images is at most the path KL, because an image is a function of its trajectory.
+# The states $z_i$ are those that the *current* policy visits. The loss differentiates each summand at fixed states, although the states depend on the policy as well. Steps without noise contribute nothing. The KL between the distributions of finished images is at most the path KL, because an image is a function of its trajectory.
 #
-# ### Exercise 6 · path KL
+# ### Exercise 8 · path KL
 #
-# *Difficulty: medium · importance: useful · time: 5 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 5 minutes*
 #
-# `step_kl` `[sample, step]` is the KL per element of every stochastic step of trajectories of the current policy, as exercise 4 computes it. A latent has `elements` elements. Return the KL of the path, one number, in nats (the unit that belongs to natural logarithms).
+# `step_kl` `[sample, step]` is the KL per element of every stochastic step of trajectories of the current policy, as exercise 6 computes it. A latent has `elements` elements. Return the KL of the path, one number, in nats (the unit that belongs to natural logarithms).
 
 
 # %% tags=["exercise"]
@@ -484,7 +544,7 @@ def path_kl(step_kl, elements):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The KL of a step per element, times `elements`, is the KL of the step. Which axis does the formula add up, and over which axis is it an expectation?
+# **Hint.** The KL of a step per element, times `elements`, is the KL of the step. Over which axis does the formula sum, and over which axis is it an expectation?
 
 
 # %% tags=["solution"]
@@ -533,17 +593,17 @@ print(
 #
 # ## A deliberate collapse
 #
-# Three settings kept this run stable: a small learning rate, few mini-batches per iteration, and the clip, which removes a pair from the gradient when its probability ratio has moved too far. The next run has none of them: learning rate 0.01
+# Three settings kept this run stable: a small learning rate, few mini-batches per iteration, and the clip, which removes a pair from the gradient when its ratio has moved too far. Let us see what happens without them: learning rate 0.01
 # instead of 0.004, 16 mini-batches instead of 4, and a clip range so wide (0.9) that it has no effect.
 #
-# All three settings keep the policy close to the one that sampled the images, and for the same reason: the advantages are valid for *that* policy. If the policy has moved far away, they
+# All three settings keep the policy close to the one that sampled the images, because the advantages are valid for *that* policy. If the policy has moved far away, they
 # no longer point in a useful direction.
 #
-# First, the exact effect of the clip. The loss of a pair is $\max(-A\,\rho,\; -A\,\mathrm{clip}(\rho, 1-c, 1+c))$ with the ratio $\rho$.
+# We begin with the exact effect of the clip. The loss of a pair is $\max(-A\,\rho,\; -A\,\mathrm{clip}(\rho, 1-c, 1+c))$ with the ratio $\rho$.
 #
-# ### Exercise 7 · pairs with a gradient
+# ### Exercise 9 · pairs with a gradient
 #
-# *Difficulty: medium · importance: useful · time: 6 minutes*
+# *Difficulty: medium · kind: code · importance: useful · time: 6 minutes*
 #
 # Given ratios, advantages (no zeros) and $c$, return which pairs have a non-zero gradient, as booleans. Before you run the check, decide whether these are all pairs within $1 \pm c$, and only those.
 
@@ -555,7 +615,7 @@ def pushing(ratio, advantage, clip_range):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Draw both terms of the maximum as functions of $\rho$ for $A > 0$. The gradient is zero where the clipped term, which is then constant, is the larger one. Repeat for $A < 0$.
+# **Hint.** Sketch both terms of the maximum as functions of $\rho$ for $A > 0$. The gradient is zero where the clipped term, which is then constant, is the larger one. Repeat for $A < 0$.
 
 
 # %% tags=["solution"]
@@ -570,8 +630,8 @@ def pushing(ratio, advantage, clip_range):
 lesson.check_pushing(pushing)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The maximum is the *pessimistic* of two losses. A good pair ($A > 0$) whose ratio has grown beyond $1 + c$ has gradient 0. But a good pair whose ratio *fell* below $1 - c$, because updates for other
-# pairs moved it, keeps its full gradient, which corrects the error. The clip therefore acts on one side only: it stops pairs from moving further, and it does not reverse what other pairs moved.
+# **Why.** The maximum is the *pessimistic* of two losses. A good pair ($A > 0$) whose ratio has grown beyond $1 + c$ has gradient 0. However, a good pair whose ratio *fell* below $1 - c$, because updates for other
+# pairs moved it, keeps its full gradient, which corrects the error. The clip therefore acts on one side only: it prevents pairs from moving further, and it keeps the gradients that move them back.
 
 # %% [markdown]
 # The next cell runs the collapse, and two remedies with the same learning rate and number of mini-batches: a clip range of $2 \times 10^{-3}$ alone, or a penalty on the KL divergence from the base model alone. The table also has
@@ -632,25 +692,147 @@ show_images(*rows, heads=heldout[2:], size=1.1, title="The same noise after each
 plt.show()
 
 # %% [markdown]
-# The unstable policy ends by painting every cell for every prompt: strict success 0. The order of events matters. In iteration 2 the training reward was still *rising*, while the KL of the update was already
-# about sixty times that of the run with a clip. The reward is the last curve to show a collapse. Watch the change of the policy per iteration (`approx_kl`, `ratio_deviation`, `clip_fraction` in the metrics), and look at images.
+# The unstable policy ends by painting every cell for every prompt, with a strict success near 0. The order of events matters. In iteration 2 the training reward was still *rising*, while the KL of the update was already
+# about sixty times that of the run with a clip. So the reward is the last curve to show a collapse. Watch the change of the policy per iteration (`approx_kl`, `ratio_deviation`, `clip_fraction` in the metrics), and look at images.
 #
-# Both remedies prevent the collapse with all other settings unchanged, but they are not equally good here. The clip keeps most of the gain. The KL penalty of weight 1 keeps the policy close to the base model: no
-# collapse, and little gain. With weight 0.1 the run collapses again. Papers use KL weights of 0.01 to 0.04 on SD3.5 against a different problem, slow drift and reward hacking over thousands of iterations.
+# Both remedies prevent the collapse with all other settings unchanged, but they are not equally good here. The clip keeps most of the gain. The KL penalty of weight 1 keeps the policy close to the base model, so there is no
+# collapse, but little gain. Papers use KL weights of 0.01 to 0.04 on SD3.5 against a different problem, slow drift and reward hacking over thousands of iterations.
+#
 # The best run is the stable one, with small steps from the beginning. All of these are single runs, and a run that collapses amplifies every rounding error, so your numbers for the first three runs may differ. The collapse is far beyond chance; the order of the two remedies may not be.
 #
-# In the right panel the spread of rewards within a group falls in the stable run, because its images succeed, and in the unstable run, because all of its images fail alike. A falling `group_std` alone is no sign of a collapse.
+# In the right panel the spread of rewards within a group falls in the stable run, because its images succeed. It also falls in the unstable run, because all of its images fail alike. A falling `group_std` alone is therefore not a sign of a collapse.
 #
-# ## To keep
+# ## A run that does not learn
+#
+# A collapse is easy to see in the metrics. The opposite failure is quieter: the next cell trains with the stable settings, except that one of them is changed. No metric alarms us, but the reward does not rise.
+
+# %% tags=["hide-input"]
+flat = train(settings.replace(iterations=5, window="7:9"))
+for name, run in (("failed run", flat), ("the stable run", healthy)):
+    print(name)
+    for metric in ("reward_mean", "group_std", "clip_fraction", "approx_kl"):
+        print(f"  {metric:<14}" + " ".join(f"{value:8.4f}" for value in run.curve(metric)[:5]))
+
+# %% [markdown] tags=["expected"]
+# failed run
+#   reward_mean     0.7563 0.7200..0.8000 0.7200..0.8000 0.7200..0.8000 0.7000..0.8000
+#   group_std       0.1910 0.1600..0.2200 0.1600..0.2200 0.1600..0.2200 0.1600..0.2200
+#   clip_fraction   0.4000..0.6000 0.1500..0.6000 0.1500..0.6000 0.1000..0.6000 0.1000..0.6000
+#   approx_kl       0.0060..0.0090 0.0005..0.0080 0.0003..0.0060 0.0001..0.0060 0.0001..0.0060
+# the stable run
+#   reward_mean     0.7400..0.7600 0.7700..0.8100 0.7800..0.8300 0.8300..0.8700 0.8500..0.9100
+#   group_std       0.1200..0.2400 0.1000..0.2400 0.1000..0.2400 0.0600..0.2400 0.0400..0.2400
+#   clip_fraction   0.0000..0.8000 0.0000..0.8000 0.0000..0.8000 0.0000..0.8000 0.0000..0.8000
+#   approx_kl       0.0009 0.0004 0.0002 0.0001..0.0004 0.0001..0.0004
+
+# %% [markdown]
+# ### Exercise 10 · a run that does not learn
+#
+# *Difficulty: medium · kind: debugging · importance: useful · time: 5 minutes*
+#
+# Which setting was changed?
+#
+# - **a** groups of 2 members, so that most groups are silent
+# - **b** a learning rate of 0, so that the policy never changes
+# - **c** a window of late steps, whose noise has no effect on the image
+# - **d** a clip range of $10^{-9}$, so that all pairs lose their gradient
+
+# %% tags=["exercise"]
+changed_setting = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Go through the four metrics in turn: do rewards differ within groups, does the policy change, and do enough pairs keep a gradient? What remains must break the connection between what is trained and the reward.
+
+# %% tags=["solution"]
+changed_setting = "c"
+
+# %%
+lesson.check_changed_setting(changed_setting)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The members start from different noise, so their rewards differ, and the advantages are not 0. The differences were decided by the initial noise and the early ODE steps, though. The trained decisions are steps 7 and 8 (window `7:9`), whose noise has nearly no effect on the image, as the figure of exercise 2 shows. So the gradient
+# correlates rewards with noise that did not cause them, and its expectation is nearly 0. A remedy in practice is to start the group from the same noise and look at `group_std`: here it would be near 0.
+#
+# ## The paper's figures, reproduced
+#
+# The training above is short. The repository also has recorded runs with settings from a search of equal size for every rule: 15 seeds in the 2-D world, and at least 11 seeds with images. The next cells read them from `benchmarks/results` of a clone. In an installation without these files, for example on Colab, they print a notice and show nothing else.
+#
+# Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded. *To be run*: the commands are in `docs/papers/coverage.md`.
+
+# %%
+recorded.table(
+    ("SD3.5: GenEval, OCR", ".63 to .95, .59 to .92", "to be run", "untested"),
+    ("SD3.5: PickScore", "21.72 to 23.31", "to be run", "untested"),
+    ("10 - 40 steps, at equal evaluations", "as good, over 4 times faster", measured("train-short"), "better"),
+    ("  final reward", "the same", measured("train-short", 1), "worse"),
+    ("different - same noise in a group", "better; curves not at hand", measured("different-noise"), "undecided"),
+    ("collapses: groups of 24 - 6", "6 falls again, 24 does not", measured("small-groups"), "untested"),
+    ("KL - none: density at equal reward", "better", measured("kl-quality"), "undecided"),
+    ("  reward", "training takes longer", measured("binding-kl"), "equal"),
+    ("KL without the step length (code)", "not at hand", measured("kl-scaling"), "undecided"),
+    ("noise levels", "not at hand", "the search below", "-"),
+    ("uniform: cosine to the true gradient", "not at hand", cosine("Uniform(group)"), "agrees"),
+    ("  std of the batch (code)", "not at hand", cosine("Uniform(batch)"), "agrees"),
+    ("curves and images", "figures not at hand", "the cells above", "-"),
+    ("ablations on images, FLUX.1-dev", "not at hand", "to be run", "untested"),
+    ("further scores, limitations", "not at hand", "-", "untested"),
+)
+
+# %% tags=["hide-input"]
+panels_of = {
+    "10 or 40 steps": ("train-short", "forwards"),
+    "Noise in a group": ("different-noise", "updates"),
+    "KL": ("kl-quality", "updates"),
+}
+recorded.curves(panels_of)
+recorded.dots(
+    {
+        "KL: reward": ("kl-frontier-uniform", "area"),
+        "KL: density": ("kl-frontier-uniform", "quality"),
+        "Group size G": ("scale-groups", "area"),
+    }
+)
+recorded.search("uniform")
+
+# %% [markdown]
+# Training with 10 steps is much faster per evaluation, as published. Its final reward is lower here, because it makes twice as many updates in this comparison and some of its runs fall again: the settings come from a search with shorter runs. For the same reason the long runs without KL fall, which widens the intervals of the two rows on KL. The last figure has one dot per run of the search for settings. Its upper edge matters, because the other settings of the runs differ, too: the best runs of all three noise levels are close to each other.
+#
+# ## Quiz
+#
+# *Kind: quiz · time: 5 minutes*
+#
+# 1. All decisions of a trajectory get the same advantage. Is the gradient of a single decision then wrong? **a** Yes, it is biased towards early decisions. **b** Yes, unless the trajectory has only one decision. **c** No, it is right on average, but noisy.
+# 2. Every image of a prompt gets reward 1. Without a KL penalty, its group **a** contributes nothing, **b** makes all its images more likely, **c** makes the best of them more likely.
+# 3. The window stays `2:7`, and the number of sampling steps grows from 10 to 20. Per trajectory, **a** the costs of sampling and update double, **b** the cost of sampling doubles, **c** the cost of the update doubles.
+# 4. The metric `kl` is 0.002 with 5 decisions and 128 elements. The path KL in nats is **a** 0.002, **b** 0.01, **c** 1.28.
+# 5. The training reward rises, and `approx_kl` is a hundred times its earlier value. What should you do? **a** Continue, since the reward rises. **b** Lower the learning rate or the clip range. **c** Enlarge the groups.
+
+# %% tags=["exercise"]
+quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The answers are in the sections on one group, on group size, on ten steps, on the path KL, and on the collapse, in this order.
+
+# %% tags=["solution"]
+quiz = {1: "c", 2: "a", 3: "b", 4: "c", 5: "b"}
+
+# %%
+lesson.check_quiz(quiz)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 1: what the other decisions contribute to $R$ does not depend on this decision's noise, so it averages out. 2: $R$ equals the mean of the group, so all advantages are 0. 3: the update trains on the decisions only. 4: $0.002 \cdot 5 \cdot 128$. 5: the advantages belong to the policy that sampled; the reward falls only later.
+
+# %% [markdown]
+# ## Summary
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
-# | $R^{(m)}$ | reward of member $m$'s finished image | the last column of the value table, `score_rollout(...).total[..., -1]` |
-# | $A = (R - \operatorname{mean})/(\operatorname{std} + 10^{-4})$ | uniform credit | `credit.Uniform` |
+# | $R$ | reward of a finished image | the last column of the value table, `score_rollout(...).total[..., -1]` |
+# | $A = (R - \operatorname{mean} R)/(\operatorname{std} R + 10^{-4})$ | uniform credit | `credit.Uniform` |
 # | $G$ | group size | `Groups(prompts, members)`, `--group-size` |
-# | stochastic steps | the decisions | `samplers.Windowed`, `--window 2:7` |
-# | 10 / 40 | steps in training / evaluation | `--num-steps`, `--eval-steps` |
-# | $\|\mu - \mu_\text{ref}\|^2/(2\sigma^2\Delta)$, mean over elements | KL of one step | `flow.kl`, the metric `kl` |
+# | window | the steps that are decisions | `samplers.Windowed`, `--window 2:7` |
+# | 10 and 40 | steps in training and in evaluation | `--num-steps`, `--eval-steps` |
+# | $\|\mu - \mu_\text{ref}\|^2/(2\,\mathrm{std}^2)$, mean over elements | KL of one step | `flow.kl`, the metric `kl` |
 # | $\mathbb E[\sum_i \mathrm{KL}_i]$ | path KL | metric `kl` times steps times elements |
 # | $c$, $\beta$ | clip range, KL weight | `ClippedLoss(clip_range, kl_weight)`, `--clip-range`, `--kl-weight` |
 #

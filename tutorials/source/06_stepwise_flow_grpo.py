@@ -13,13 +13,17 @@
 # %% [markdown]
 # # 6 · Stepwise-Flow-GRPO
 #
-# **After this lesson you can** score an unfinished image, translate the paper's figure and labels into steps, say which transitions are decisions, compute the credit of each decision from its gain, explain why the gains are normalised jointly, and measure the value of better credit
+# **After this lesson you can** estimate the reward of an unfinished image, translate the paper's figure and labels into steps, say which transitions are decisions, compute the credit of each decision from its gain, explain why the gains are normalised jointly, and measure the value of better credit
 # in network evaluations.
 #
-# **Time** 70 minutes, of which the computer needs one to two. **You need** the lesson on Flow-GRPO, and the Tweedie estimate of the lesson on flow matching.
+# **Time** 95 minutes, of which the computer needs one to two. **You need** the lesson on Flow-GRPO, and the Tweedie estimate of the lesson on flow matching.
 #
-# Flow-GRPO gives every step of a trajectory the same credit. The animation shows two trajectories of one group, from the same noise: before every random step an estimate of the finished image (computed as in
-# exercise 3), and the judge's score of the estimate. Which of the two has the better *first two steps*?
+# Flow-GRPO gives every step of a trajectory the same credit. The animation shows two trajectories of one group, from the same noise. Before every random step it has an estimate of the finished image (computed as in
+# exercise 3), and the reward of the estimate. Which of the two has the better *first two steps*?
+#
+# **Symbols of this lesson**
+#
+# {symbols: $z_j$; step $i$; $\hat x_0$; decision $k$; $D$; $V_k$; $R$; $g_k$; $R - V_k$; $T'$}
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
@@ -32,8 +36,10 @@ from flowrl.probes import Completion, Substeps
 from flowrl.samplers import FlowSDE, Windowed
 from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_06 as lesson
-from flowrl_course.batches import credit_gradients, pairwise_cosines, sample_groups
+from flowrl_course import recorded
+from flowrl_course.batches import credit_gradients, ode_images, pairwise_cosines, sample_groups
 from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, ImageRow, animation, clean, panels, pixels, show_images
+from flowrl_course.recorded import cosine, measured
 from flowrl_course.runs import train
 
 shapes = world("shapes")
@@ -49,8 +55,8 @@ def crossing(values):
     """The two members of one group whose reward curves cross most clearly: (prompt, early leader, final winner)."""
     lead = values[:, :, None] - values[:, None]
     ahead, behind = lead[..., 1:-1].amax(-1), -lead[..., -1]
-    score = torch.minimum(ahead, behind).flatten()
-    index = int(score.argmax())
+    size = torch.minimum(ahead, behind).flatten()
+    index = int(size.argmax())
     members = values.shape[1]
     return index // members**2, index // members % members, index % members
 
@@ -105,12 +111,12 @@ opening()
 
 # %% [markdown]
 # A leads after two steps and ends lower. Flow-GRPO gives *every* step of A a lower advantage than every step of B, the good early steps included. This credit is right on average over many trajectories,
-# but noisy: the credit of each random step contains the effects of eight others. Stepwise-Flow-GRPO (Savani et al. 2026, arXiv 2603.28718) gives a step its own gain. Its Figure 1 has two such crossing curves.
+# but noisy, because the credit of each random step contains the effects of eight others. Stepwise-Flow-GRPO (Savani et al. 2026, arXiv 2603.28718) gives a step its own gain. Its Figure 1 has two such crossing curves.
 #
 # ## Decisions
 #
-# Credit belongs to **decisions**: the transitions that were drawn at random. An ODE step has only one possible result. The policy chose nothing there, so an ODE step is not a decision and has no credit. We number the decisions $k = 0, \dots, D - 1$ in the order of sampling.
-# Here steps 0 to 8 are random and step 9 follows the ODE: ten steps, $D = 9$ decisions, and decision $k$ is step $k$. With the window `2:7` of the lesson on Flow-GRPO, $D = 5$, and decision 0 is step 2.
+# Credit belongs to **decisions**, the transitions that were drawn at random. An ODE step has only one possible result. The policy chooses nothing there, so an ODE step is not a decision and has no credit. We number the decisions $k = 0, \dots, D - 1$ in the order of sampling.
+# Here steps 0 to 8 are random and step 9 follows the ODE, so there are ten steps and $D = 9$ decisions, and decision $k$ is step $k$. In contrast, with the window `2:7` of the lesson on Flow-GRPO, $D = 5$ and decision 0 is step 2.
 #
 # A credit rule reads a table with $D + 1$ columns, the **value table** `[prompt, member, decision+1]`. Column $k < D$ belongs to the state in which decision $k$ is made, column $D$ to the finished image. The next cell prints the decisions of our batch.
 
@@ -124,17 +130,17 @@ print(f"value table: {tuple(batch.values.shape)} = prompts, members, D + 1")
 # %% [markdown]
 # ## Gains
 #
-# Let $R_k$ be the judge's score of the image that is estimated in the state before decision $k$, a stand-in for the expected reward there. $R_D = R$ is the reward of the finished image. Decision $k$ gains
+# Let $V_k$ be the reward of the image that is estimated in the state before decision $k$. It stands for the expected reward there. $V_D = R$ is the reward of the finished image. Decision $k$ gains
 #
-# $$g_k = R_{k+1} - R_k.$$
+# $$g_k = V_{k+1} - V_k.$$
 #
-# The gain contains everything up to the next decision: the random step, and all ODE steps between the two. The last gain, $R - R_{D-1}$, contains the ODE steps to the finished image.
+# The gain contains everything up to the next decision: the random step, and all ODE steps between the two. The last gain, $R - V_{D-1}$, contains the ODE steps to the finished image.
 #
 # The caption of the paper's Figure 1 defines the gain as $g_t = r_{t-1} - r_t$: here the paper's $t$ counts the remaining steps, so $r_{t-1}$ is the reward after the step. (In the labels of the same figure $t$ is the time of a state; see below.)
 #
 # ### Exercise 1 · gains
 #
-# *Difficulty: easy · importance: essential · time: 3 minutes*
+# *Difficulty: easy · kind: formula · importance: essential · time: 3 minutes*
 #
 # From a value table `[prompt, member, decision+1]` compute the gains `[prompt, member, decision]`.
 
@@ -159,11 +165,11 @@ def step_gains(values):
 lesson.check_gains(step_gains)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** There is one column more than decisions. The sum over decisions *telescopes* to $\sum_k g_k = R - R_0$: gains distribute the total change over the decisions. In `flowrl`: `credit.gains`.
+# **Why.** There is one column more than decisions. The sum over decisions *telescopes* to $\sum_k g_k = R - V_0$: gains distribute the total change over the decisions. In `flowrl`: `credit.gains`.
 
 # %%
 gained = step_gains(batch.values)
-print("sum of gains equals R - R_0:", torch.allclose(gained.sum(-1), batch.values[..., -1] - batch.values[..., 0], atol=1e-6))
+print("sum of gains equals R - V_0:", torch.allclose(gained.sum(-1), batch.values[..., -1] - batch.values[..., 0], atol=1e-6))
 for name, member in (("A", leader), ("B", winner)):
     print(
         f"{name}: R = {batch.values[group, member, -1]:.2f}, gains "
@@ -190,20 +196,20 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# All curves begin at the same point: in Stepwise-Flow-GRPO the members of a group start from the *same* noise $x_T$, so that differences come from the decisions alone.
+# All curves begin at the same point: in Stepwise-Flow-GRPO the members of a group start from the *same* noise $z_0$, so that differences come from the decisions alone.
 #
 # ## Figure 1 of the paper
 #
 # The animation at the top is this world's version of the paper's Figure 1, with other estimates (five substeps instead of Tweedie). Read such a figure in this order:
 #
-# 1. **Axis.** The paper labels states by their time $t$, which runs from 1 (noise) to 0. It writes $r_t$ for the reward at $t$ and $g_t = r_{t-1} - r_t$ for the gain, in which $t-1$ is the *next*, less noisy state of the grid. So $g_t$ belongs to the step that *leaves* the state at $t$.
+# 1. **Axis.** The paper labels states by their time $t$, from 1 (noise) to 0. It writes $r_t$ for the reward at $t$ and $g_t = r_{t-1} - r_t$ for the gain, in which $t-1$ is the *next*, less noisy state of the grid. So $g_t$ belongs to the step that *leaves* the state at $t$.
 # 2. **Quantity.** Each curve shows the PickScore of the Tweedie estimate $\hat x_0(t)$ of a single trajectory. An estimate at an early state is not an image that the sampler would produce.
 # 3. **Claim.** Trajectory 0 dips at $t = 0.86$ and recovers, trajectory 1 drops at $t = 0.71$, and both end near 0.90. Uniform credit is nearly equal for both. Gains differ at the marked steps.
-# 4. **Evidence.** Two trajectories illustrate the idea. The claim of faster learning rests on the right panel and on Figures 4 and 5. Figure 4 has training steps on the horizontal axis, so the extra cost of scoring is not in it; Figure 5 has hours. Table 2 gives the factor between the two: an iteration takes 1.8 to 2.4 times as long. For every such curve, ask also how many seeds were run.
+# 4. **Evidence.** Two trajectories illustrate the idea. The evidence for faster learning is in the right panel and in Figures 4 and 5. Figure 4 has training steps on the horizontal axis, so it omits the extra cost of the estimates; Figure 5 has hours. Table 2 gives the factor between the two: an iteration takes 1.8 to 2.4 times as long. For every such curve, ask also how many seeds were run.
 #
 # ### Exercise 2 · from the paper's labels to steps
 #
-# *Difficulty: easy · importance: useful · time: 5 minutes*
+# *Difficulty: easy · kind: formula · importance: useful · time: 5 minutes*
 #
 # The next cell prints the grid of SD3 with ten steps, whose nodes match the times in the caption (the paper draws every step, so step $i$ is decision $i$). Give the numbers of our steps: the step whose gain the paper calls $g_{0.86}$, the step whose gain it calls $g_{0.71}$, and the step that leads *into* the dip at $t = 0.86$.
 
@@ -252,12 +258,12 @@ print(f"largest loss of trajectory A: decision {low}, {start:.2f} to {end:.2f}")
 #
 # ## Rewards of unfinished images
 #
-# The judge scores a clean image, so $R_k$ needs an estimate of the clean image. The Tweedie estimate $\hat x_0 = x - t v$ from a state $x$ at time $t$ is free. At early states it is the *mean* of all images that are still possible, and a judge
-# for sharp images does not score blurred means well. The paper uses $T' = 5$ Euler steps on an even grid over $[t, 0]$ instead (its Figure 10 has similar results with 2, 5 and 8).
+# The reward needs a clean image, so $V_k$ needs an estimate of the clean image. The Tweedie estimate $\hat x_0 = x_t - t v$ from a state $x_t$ is free. However, at early states it is the *mean* of all images that are still possible, and a judge
+# of sharp images is unreliable for blurred means. The paper uses $T' = 5$ Euler steps on an even grid over $[t, 0]$ instead (its Figure 10 has similar results with 2, 5 and 8).
 #
 # ### Exercise 3 · a substep estimate
 #
-# *Difficulty: medium · importance: essential · time: 8 minutes*
+# *Difficulty: medium · kind: code · importance: essential · time: 8 minutes*
 #
 # `x` `[sample, dim]` is the state at time `t` (a number), `v` its velocity, which the rollout has already computed. `velocity(x, t)` evaluates the network at a time that is also a number. Return the estimate after `count` Euler steps of equal length from $t$ to 0,
 # with as few network evaluations as possible.
@@ -314,16 +320,16 @@ for name, probe in probes.items():
     tables[name] = scored
     error = (scored.values - scored.values[..., -1:]).square().mean((0, 1)).sqrt()
     print(
-        f"{name:<17} {scored.usage.nfe / 96:5.1f} NFE per trajectory; rms of R_k - R for k = 1 to 6: "
+        f"{name:<17} {scored.usage.nfe / 96:5.1f} NFE per trajectory; rms of V_k - R for k = 1 to 6: "
         + " ".join(f"{e:.2f}" for e in error[1:7])
     )
 
 # %% [markdown] tags=["expected"]
 # largest difference from the library: 0..1e-3 (latents are of size 1)
-# 1 step (Tweedie)    9.1 NFE per trajectory; rms of R_k - R for k = 1 to 6: 0.62 0.52 0.38 0.22 0.16 0.08
-# 2 steps            17.2 NFE per trajectory; rms of R_k - R for k = 1 to 6: 0.37 0.33 0.25 0.19 0.14 0.08
-# 5 steps            41.4 NFE per trajectory; rms of R_k - R for k = 1 to 6: 0.33 0.28 0.22 0.21 0.16 0.08
-# whole ODE          45.8 NFE per trajectory; rms of R_k - R for k = 1 to 6: 0.33 0.29 0.22 0.21 0.15 0.08
+# 1 step (Tweedie)    9.1 NFE per trajectory; rms of V_k - R for k = 1 to 6: 0.62 0.52 0.38 0.22 0.16 0.08
+# 2 steps            17.2 NFE per trajectory; rms of V_k - R for k = 1 to 6: 0.37 0.33 0.25 0.19 0.14 0.08
+# 5 steps            41.4 NFE per trajectory; rms of V_k - R for k = 1 to 6: 0.33 0.28 0.22 0.21 0.16 0.08
+# whole ODE          45.8 NFE per trajectory; rms of V_k - R for k = 1 to 6: 0.33 0.29 0.22 0.21 0.15 0.08
 
 # %% tags=["hide-input"]
 index, shown = group * 12 + winner, [1, 2, 3, 4, 5, 7]
@@ -348,20 +354,48 @@ for name, scored in tables.items():
     axes[0].plot(COLUMNS, mean, "o-", color=shades[name], markersize=3, label=name)
     distance = (scored.values - scored.values[..., -1:]).square().mean((0, 1)).sqrt()
     axes[1].plot(COLUMNS, distance, "o-", color=shades[name], markersize=3)
-axes[0].set(xlabel="decision k (10: image)", ylabel="mean of R_k", title="Blurred estimates score low", ylim=(0, 0.8))
-axes[1].set(xlabel="decision k (10: image)", ylabel="rms of R_k - R", title="Distance from the final reward", ylim=(0, None))
+axes[0].set(xlabel="decision k (10: image)", ylabel="mean of V_k", title="Blurred estimates score low", ylim=(0, 0.8))
+axes[1].set(xlabel="decision k (10: image)", ylabel="rms of V_k - R", title="Distance from the final reward", ylim=(0, None))
 axes[0].legend(frameon=False, fontsize=8)
 for cell in axes:
     clean(cell)
 plt.show()
 
 # %% [markdown]
-# The rewards of one-step estimates begin near that of a grey blur and rise for all trajectories, so their gains mostly measure the sharpness of the estimate. Five substeps are close to the whole ODE. (With a sampler of ten steps both cost about the same, since five or six steps remain on average; with forty steps the ODE would cost four times as much.) On the right no estimator comes near 0 at early states, because most of the noise
-# that decides the image is not drawn yet.
+# The rewards of one-step estimates begin near that of a grey blur and rise for all trajectories, so their gains mostly measure the sharpness of the estimate. Five substeps are close to the whole ODE. (With a sampler of ten steps both cost about the same, since five or six steps remain on average. With forty steps the ODE would cost four times as much.) On the right no estimator comes near 0 at early states, because most of the noise
+# that decides the image has not been drawn yet.
 #
 # ## When is reward gained?
 #
-# The next cell prints the mean $|g_k|$ per decision over all trajectories, and the values of the paper (read off its Figure 2; SD3.5 and another reward, so only the shape can be compared).
+# Let us see at which decisions most of the reward is gained. Before we compute it, predict the result.
+#
+# ### Exercise 4 · the largest gains
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 3 minutes*
+#
+# We compute the mean $|g_k|$ of each decision over all trajectories. How does it depend on $k$?
+#
+# - **a** it grows with $k$, since the estimates become more accurate
+# - **b** it is largest at the first decisions and nearly 0 at the last
+# - **c** it is largest in the middle, where the image takes shape
+
+# %% tags=["exercise"]
+largest_gains = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** A gain is large if the decision changes the estimated image in a way that the judge can see. Remember the experiment of the lesson on Flow-GRPO in which one step alone was random.
+
+# %% tags=["solution"]
+largest_gains = "b"
+
+# %%
+lesson.check_largest_gains(largest_gains)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** A gain compares two estimates, before and after the noise of one decision. Early noise selects among many images, so the estimates differ. Late noise changes an image that is nearly determined. The accuracy of the estimate is another matter: an accurate estimate can have a small gain.
+
+# %% [markdown]
+# The next cell prints the mean $|g_k|$ per decision, and the values of the paper (read off its Figure 2; SD3.5 and another reward, so only the shape can be compared).
 
 # %%
 paper = torch.tensor([0.031, 0.022, 0.018, 0.011, 0.009, 0.0065, 0.006, 0.007, 0.011, 0.0006])
@@ -382,19 +416,17 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# In both, the early decisions have the largest gains. Here the first three are about equal and those after decision 6 nearly 0; the paper's values fall faster at first and rise again at step 8, which does not happen in this world. (The paper's ten steps are all drawn; ours are nine.)
+# In both, the early decisions have the largest gains. Here the first three are about equal, and those after decision 6 are nearly 0. The paper's values fall faster at first and rise again at step 8, which does not happen in this world. (The paper's ten steps are all random, whereas only nine of ours are.)
 #
 # ## Normalise jointly or step by step?
 #
-# GRPO divides by a standard deviation. For gains this can be the standard deviation over the members, *step by step* (decision by decision), or over members and decisions of the group *jointly*. The paper uses the second, and compares both in its Figure 9:
+# GRPO divides by a standard deviation. For gains this can be the standard deviation over the members, *step by step* (decision by decision), or over members and decisions of the group *jointly*. The paper uses the second, and compares both in its Figure 9. With mean and std over members and decisions of the group,
 #
-# $$A_k^{(m)} = \frac{g_k^{(m)} - \operatorname{mean}_{m',k'}\, g_{k'}^{(m')}}{\operatorname{std}_{m',k'}\, g_{k'}^{(m')} + 10^{-4}},$$
+# $$A_k = \frac{g_k - \operatorname{mean}(g)}{\operatorname{std}(g) + 10^{-4}}.$$
 #
-# where $m$ numbers the members of the group.
+# ### Exercise 5 · joint normalisation
 #
-# ### Exercise 4 · joint normalisation
-#
-# *Difficulty: easy · importance: essential · time: 4 minutes*
+# *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
 #
 # `gained` is `[prompt, member, decision]`; population standard deviation again.
 
@@ -420,7 +452,7 @@ def joint_advantages(gained):
 lesson.check_joint(joint_advantages)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** There is one mean and one standard deviation per group, so a large gain stays larger than a small one at every decision. They run over decisions only. An ODE step has a gain of about 0 for every member: as an entry of the table it would lower the standard deviation, and the advantages of all decisions would grow with the number of ODE steps. In `flowrl`: `credit.StepwiseGain()`; its other pools are options (`normalise="step"`, `pool="batch"`).
+# **Why.** There is one mean and one standard deviation per group, so a large gain stays larger than a small one at every decision. They run over decisions only. An ODE step has a gain of about 0 for every member, so as an entry of the table it would lower the standard deviation. The advantages of all decisions would then grow with the number of ODE steps. In `flowrl`: `credit.StepwiseGain()`; its other pools are options (`normalise="step"`, `pool="batch"`).
 
 # %%
 joint = joint_advantages(gained)
@@ -441,33 +473,63 @@ figure.colorbar(shown, ax=axes, label="advantage")
 plt.show()
 
 # %% [markdown]
-# Normalised step by step, decisions 7 and 8 get advantages of the same size as decision 1, although their gains are a hundred times smaller: the normalisation mostly amplifies the noise of the estimate. Normalised jointly, all decisions have one unit: an advantage is the gain minus the group's mean gain, in standard deviations of the group. What is left at the last decisions (about 0.09) is this common mean, not a gain.
+# Normalised step by step, decisions 7 and 8 get advantages of the same size as decision 1, although their gains are a hundred times smaller. So the normalisation mostly amplifies the noise of the estimate. Normalised jointly, all decisions have one unit: an advantage is the gain minus the group's mean gain, in standard deviations of the group. What remains at the last decisions (about 0.09) is this common mean, not a gain.
 #
-# With shared noise the joint rule has a useful property: $\sum_k A_k = (R - \operatorname{mean} R)/\operatorname{std}_g$, up to the $10^{-4}$, because the gains sum to $R - R_0$, all members share $R_0$, and $D$ times the mean gain is $\operatorname{mean} R - R_0$. The total credit of a trajectory is that of Flow-GRPO, up to a factor per group; only its distribution over the decisions differs.
+# With shared noise the joint rule has a useful property: $\sum_k A_k = (R - \operatorname{mean} R)/\operatorname{std}(g)$, up to the $10^{-4}$. The reason is that the gains sum to $R - V_0$, all members share $V_0$, and $D$ times the mean gain is $\operatorname{mean} R - V_0$. The total credit of a trajectory is therefore that of Flow-GRPO, up to a factor per group. Only its distribution over the decisions differs.
 
 # %%
 total = joint.sum(-1)
 flow = batch.values[..., -1] - batch.values[..., -1].mean(1, keepdim=True)
 spread = gained.std(dim=(1, 2), unbiased=False)[:, None] + 1e-4
-print(f"largest |std_g x sum of A - (R - mean R)|: {float((total * spread - flow).abs().max()):.0e}")
+print(f"largest |std(g) x sum of A - (R - mean R)|: {float((total * spread - flow).abs().max()):.0e}")
 
 # %% [markdown] tags=["expected"]
-# largest |std_g x sum of A - (R - mean R)|: 0..1e-5
+# largest |std(g) x sum of A - (R - mean R)|: 0..1e-5
+
+# %% [markdown]
+# ### Exercise 6 · the estimate of the wrong state
+#
+# *Difficulty: medium · kind: debugging · importance: useful · time: 6 minutes*
+#
+# A colleague computes gains as follows (independent noise, one prompt). All shapes are right and nothing fails, but one line is wrong. Which one?
+#
+# ```python
+# latents = [estimates[j] for j in range(9)]                               # line 1: before decisions 0 to 8
+# before = torch.stack([judge.score(base.decode(x), texts) for x in latents], dim=-1)      # line 2
+# final = judge.score(base.decode(images_latent), texts)                   # line 3
+# values = torch.cat([final[:, None], before], dim=-1)                     # line 4: the value table
+# gained = values[:, 1:] - values[:, :-1]                                  # line 5
+# ```
+
+# %% tags=["exercise"]
+wrong_line = ...
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Write down for one trajectory which two rewards are subtracted for decision 0, and which for decision 8.
+
+# %% tags=["solution"]
+wrong_line = 4
+
+# %%
+lesson.check_wrong_line(wrong_line)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The finished image belongs to the last column. With the final reward in front, "decision 0" gets $V_0 - R$, the *negative* total change, and every other decision the gain of the one before it. The shape of the table is right, so nothing fails. A cheap test finds the error: the gains of a trajectory must sum to $R - V_0$.
 
 # %% [markdown]
 # ## From gains to reward-to-go
 #
-# A gain ignores later effects: a decision may lower the expected reward now and raise it later. The other extreme is the *reward-to-go* $R - R_k$, the total gain from decision $k$ on. Generalised advantage estimation (arXiv 1506.02438, equation 16, with $R_k$ as the value) interpolates between them:
+# A gain ignores later effects: a decision may lower the expected reward now and raise it later. The other extreme is the *reward-to-go* $R - V_k$, the total gain from decision $k$ on. Generalised advantage estimation (arXiv 1506.02438, equation 16, with $V_k$ as the value) interpolates between them:
 #
-# $$A_k = \sum_{j \ge 0} \lambda^j\, g_{k+j}, \qquad \lambda = 0:\ g_k, \qquad \lambda = 1:\ R - R_k.$$
+# $$A_k = \sum_{j \ge 0} \lambda^j\, g_{k+j}, \qquad \lambda = 0:\ g_k, \qquad \lambda = 1:\ R - V_k.$$
 #
-# TP-GRPO uses the reward-to-go at its turning points (the lesson on TP-GRPO). The paper compares gains with generalised advantages in its Figure 7, and finds plain gains as good as the alternatives.
+# TP-GRPO uses the reward-to-go at its turning points, as the lesson on TP-GRPO shows. The paper compares gains with generalised advantages in its Figure 7, and finds plain gains as good as the alternatives.
 #
-# ### Exercise 5 · from gains to reward-to-go
+# ### Exercise 7 · from gains to reward-to-go
 #
-# *Difficulty: harder · importance: useful · time: 8 minutes*
+# *Difficulty: harder · kind: formula · importance: useful · time: 8 minutes*
 #
-# `gained` is `[prompt, member, decision]`. Return the sums above for `lam` $= \lambda$ between 0 and 1, `[prompt, member, decision]`. There is no factor $1 - \lambda$: at $\lambda = 1$ the sum is $R - R_k$.
+# `gained` is `[prompt, member, decision]`. Return the sums above for `lam` $= \lambda$ between 0 and 1, `[prompt, member, decision]`. There is no factor $1 - \lambda$: at $\lambda = 1$ the sum is $R - V_k$.
 
 
 # %% tags=["exercise"]
@@ -495,12 +557,12 @@ def generalised(gained, lam):
 lesson.check_generalised(generalised)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A decision affects only later ones, so the sum runs forward and the recursion from the last decision to the first, $A_k = g_k + \lambda A_{k+1}$. In `flowrl`: `StepwiseGain(lam=...)`.
+# **Why.** A decision affects only later ones, so the sum runs forward, and the recursion $A_k = g_k + \lambda A_{k+1}$ runs from the last decision to the first. In `flowrl`: `StepwiseGain(lam=...)`.
 
 # %% [markdown]
 # ## The value of better credit
 #
-# A credit rule determines a gradient. If the gradient is mostly noise, two independent batches give gradients in different directions. The next cell samples four batches (8 groups of 12, task `preference`, the window of the lesson on Flow-GRPO), computes the policy gradient of each rule on the *same* trajectories, and
+# A credit rule determines a gradient. If the gradient is mostly noise, two independent batches give gradients in different directions. To measure this, the next cell samples four batches (8 groups of 12, task `preference`, the window of the lesson on Flow-GRPO), computes the policy gradient of each rule on the *same* trajectories, and
 # prints the cosine between the gradients of different batches (about half a minute).
 
 # %%
@@ -522,14 +584,14 @@ for name, gradients in zip(rules, zip(*by_batch, strict=True), strict=True):
     print(f"{name:<22} cosine between batches {cosines[name]:.2f} (std over pairs {pairs.std():.2f})")
 
 # %% [markdown]
-# Credit for single decisions gives a much clearer gradient than uniform credit, and joint normalisation a clearer one than step by step, in agreement with the paper. (The agreement of two gradients does not prove that their direction is right; the lesson Test your own rule and `benchmarks/bias.py` compare it with the true gradient. In two dimensions the direction of the jointly normalised gains is right.)
+# Credit for single decisions gives a much clearer gradient than uniform credit, and joint normalisation a clearer one than step by step, in agreement with the paper. (The agreement of two gradients does not prove that their direction is right. The lesson Test your own rule and `benchmarks/bias.py` compare it with the true gradient; in two dimensions the direction of the jointly normalised gains is right.)
 #
-# ### Exercise 6 · how many batches?
+# ### Exercise 8 · how many batches?
 #
-# *Difficulty: harder · importance: optional · time: 8 minutes*
+# *Difficulty: harder · kind: formula · importance: optional · time: 8 minutes*
 #
-# Write a batch's gradient as signal plus noise, $s + n$, with $\rho = |s|^2 / \mathbb E|n|^2$. In many dimensions the noises of two batches are nearly orthogonal to each other and to $s$: the inner product of two batches is about $|s|^2$, the squared length of each about $|s|^2 + \mathbb E|n|^2$, so their cosine is about $c = |s|^2/(|s|^2 + \mathbb E|n|^2)$. The mean of $m$ batches divides $\mathbb E|n|^2$ by $m$. How many batches of rule 1
-# (cosine `weak`) have the same $\rho$ as one batch of rule 2 (cosine `strong`)? The number need not be whole.
+# Write a batch's gradient as signal plus noise, $a + b$, with the signal-to-noise ratio $q = |a|^2 / \mathbb E|b|^2$. In many dimensions the noises of two batches are nearly orthogonal to each other and to $a$. So the inner product of two batches is about $|a|^2$, and the squared length of each is about $|a|^2 + \mathbb E|b|^2$. Their cosine is therefore about $q/(q + 1)$. The mean of $n$ batches divides $\mathbb E|b|^2$ by $n$. How many batches of rule 1
+# (cosine `weak`) have the same $q$ as one batch of rule 2 (cosine `strong`)? The number need not be whole.
 
 
 # %% tags=["exercise"]
@@ -539,7 +601,7 @@ def batches_worth(weak, strong):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Solve $c = \rho/(\rho + 1)$ for $\rho$. With $m$ batches $\rho$ is $m$ times as large; set it equal to the $\rho$ of the other rule.
+# **Hint.** Solve cosine $= q/(q + 1)$ for $q$. With $n$ batches $q$ is $n$ times as large; set it equal to the $q$ of the other rule.
 
 
 # %% tags=["solution"]
@@ -552,7 +614,7 @@ def batches_worth(weak, strong):
 lesson.check_worth(batches_worth)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Solving $c = \rho/(\rho + 1)$ gives $\rho = c/(1-c)$, and $m$ batches have $m\rho$. So the answer is the ratio of the two $\rho$, not of the cosines.
+# **Why.** Solving for $q$ gives cosine / (1 − cosine), and $n$ batches have $nq$. So the answer is the ratio of the two $q$, not of the cosines.
 
 # %%
 worth = batches_worth(cosines["uniform (Flow-GRPO)"], cosines["gains, joint"])
@@ -562,14 +624,36 @@ print(f"sampling: {spent:.1f} against {plain} NFE per trajectory, {spent / plain
 print(f"with the update (5 decisions, 3 each): {(spent + 15) / (plain + 15):.1f} times as many")
 
 # %% [markdown]
-# Sampling costs less than the 41.4 evaluations above: with this window only five states are scored, and the members of a group share the first three nodes. (Decision 0 is step 2 here, and its gain counts from the shared state.) An update costs about three evaluations per decision: one forward, and two for the backward pass.
+# Sampling costs less than the 41.4 evaluations above: with this window only five states need an estimate, and the members of a group share the first three nodes. (Decision 0 is step 2 here, and its gain counts from the shared state.) An update costs about three evaluations per decision: one forward, and two for the backward pass.
 #
-# On this task, at the start of training, stepwise credit is worth more than it costs. On the task `compositional` the same experiment is inconclusive: with 96 trajectories the cosines of all rules are about as small as their spread over pairs (replace `"preference"` above to see this). A clearer gradient does not imply a better
+# On this task, at the start of training, stepwise credit is worth more than it costs. On the task `compositional` the same experiment is inconclusive, because with 96 trajectories the cosines of all rules are about as small as their spread over pairs (replace `"preference"` above to see this). Moreover, a clearer gradient does not imply a better
 # model after training.
+#
+# ### Exercise 9 · choose the estimate
+#
+# *Difficulty: harder · kind: design · importance: useful · time: 8 minutes*
+#
+# You train a model with 40 sampling steps. Gains are computed at 5 decisions, and one trajectory may cost at most 80 evaluations for sampling and estimates. Each member starts from its own noise. An estimate with $T'$ substeps costs $T' - 1$ new evaluations, since the rollout has computed the first velocity. The ODE completion from node $j$ costs $40 - j - 1$. Choose the `nodes` of the five decisions (increasing, before node 39)
+# and the `probe`: `"completion"`, or the number $T'$ of substeps. The figures above show what one-step estimates look like, and after which part of the trajectory nearly nothing is gained.
+
+# %% tags=["exercise"]
+choice_of_probe = {"nodes": [...], "probe": ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Sampling costs 40 evaluations, so 40 remain for the five estimates, 8 each on average. What do completions cost at nodes that are early enough to have a gain?
+
+# %% tags=["solution"]
+choice_of_probe = {"nodes": [4, 8, 12, 16, 20], "probe": 5}
+
+# %%
+lesson.check_choice_of_probe(choice_of_probe)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Five estimates of five substeps cost $5 \cdot 4 = 20$ evaluations at any nodes; up to nine substeps fit. Completions fit only if the remaining steps are few, that is, at late nodes, where nothing is gained any more. This is why the paper uses substeps: their cost does not depend on the number of sampling steps.
 #
 # ## Training
 #
-# The next cell trains for six iterations with each rule, with the same settings and seed (about half a minute).
+# The clearer gradient is a promise for training. To test it, the next cell trains for six iterations with each rule, with the same settings and seed (about half a minute).
 
 # %%
 settings = preset("default").apply(task="preference", groups=8, group_size=12, iterations=6)
@@ -603,20 +687,108 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# After six iterations with one seed and 8 groups each, the difference of the two is within chance (96 held-out samples, standard error about 0.05 in `strict`), and Flow-GRPO used about two fifths of the evaluations for sampling. In this short run the clearer gradient does *not* give a better model. The paper
-# reports better models on SD3.5, per step (Figure 4) and per hour (Figure 5), in three of four settings. The lesson Side by side shows how many seeds such a comparison needs.
+# After six iterations with one seed and 8 groups each, the difference of the two is within chance (96 held-out samples, standard error about 0.05 in `strict`), and Flow-GRPO used about two fifths of the evaluations for sampling. So in this short run the clearer gradient does *not* give a better model. The lesson Side by side shows how many seeds such a comparison needs.
 #
-# ## To keep
+# ## The paper's figures, reproduced
+#
+# The training above is short. The repository also has recorded runs with settings from a search of equal size for every rule: 15 seeds in the 2-D world, and at least 11 seeds with images. The next cells read them from `benchmarks/results` of a clone. In an installation without these files, for example on Colab, they print a notice and show nothing else.
+#
+# Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded. *To be run*: the commands are in `docs/papers/coverage.md`.
+
+# %%
+recorded.table(
+    ("Figure 1: crossing curves", "two trajectories", "the first cell", "agrees"),
+    ("Figure 2: log2 of early over late gains", "positive (.031 to .0006)", measured("early-gains"), "agrees"),
+    ("Figure 4: gains - uniform, per update", "better in 3 of 4", measured("stepwise-updates"), "undecided"),
+    ("  images", "", measured("stepwise-updates", 0, "shapes"), "better"),
+    ("Figure 5: per evaluation", "better per hour in 3 of 4", measured("stepwise-cost"), "worse"),
+    ("  images", "", measured("stepwise-cost", 0, "shapes"), "worse"),
+    ("  per processor second", "", measured("stepwise-cost", 2), "undecided"),
+    ("  images, per second of SD3.5-Medium", "", measured("stepwise-cost", 2, "shapes"), "worse"),
+    ("Figure 7: gains - moving average", "as good", measured("plain-gains"), "equal"),
+    ("  lambda 0.5 - gains", "as good", measured("lambda", 2), "slight"),
+    ("  lambda 1 - gains", "as good", measured("lambda"), "equal"),
+    ("Figure 9: joint - by step", "better", measured("joint-normalisation"), "equal"),
+    ("  joint: cosine to the true gradient", "not at hand", cosine("StepwiseGain(joint), T'=5"), "agrees"),
+    ("  by step: cosine to the true gradient", "not at hand", cosine("StepwiseGain(step), T'=5"), "agrees"),
+    ("Figure 10: T' = 1 minus 5", "similar", measured("substeps"), "worse"),
+    ("  T' = 2 minus 5", "similar", measured("substeps", 1), "worse"),
+    ("  T' = 8 minus 5", "similar", measured("substeps", 2), "slight"),
+    ("DDIM-inspired SDE - Flow-SDE, gains", "better; curves not at hand", measured("ddim-sde"), "slight"),
+    ("  log-density of untrained samples", "cleaner", measured("ddim-sde", 2), "better"),
+    ("images from the same seed, per method", "not at hand", "the next cell", "-"),
+    ("ablations on images", "not at hand", "to be run", "untested"),
+    ("Figures 1 (right), 3, 6, 8; Table 1", "not at hand", "-", "untested"),
+)
+
+# %% [markdown]
+# Here is the same noise after the two short runs of this lesson. They differ in details only, as their rewards suggest.
+
+# %% tags=["hide-input"]
+shown = palette[:6]
+rows = []
+for name, policy in (("base model", base), *((name, run.policy) for name, run in runs.items())):
+    finished = ode_images(policy, judge, shown, seed=4)
+    rows.append(ImageRow(finished.images, finished.rewards, name))
+show_images(*rows, heads=[prompt.text for prompt in shown], size=1.1, title="The same noise, before and after six iterations")
+plt.show()
+
+# %% [markdown]
+# The recorded learning curves per update, per evaluation and per second, first in the 2-D world, then with images:
+
+# %% tags=["hide-input"]
+axes_of = {"Per update": "updates", "Per evaluation": "forwards", "Per second": "seconds"}
+recorded.curves({title: ("stepwise-updates", axis) for title, axis in axes_of.items()})
+recorded.curves({title: ("stepwise-updates", axis) for title, axis in axes_of.items()}, "shapes")
+
+# %% [markdown]
+# Per update stepwise gains end higher, in the 2-D world because some runs with uniform credit fall again. Per evaluation the order is reversed while the reward rises, because an iteration costs more, as in the paper's Table 2. The paper nevertheless reports a lead per hour on SD3.5. Two differences may explain this: our worlds are easy, so uniform credit learns them in few iterations, and the rewards here cost nearly nothing.
+
+# %% tags=["hide-input"]
+area = "area"
+recorded.dots({"Figure 9": ("joint-normalisation", area), "Figure 10": ("substeps", area), "The SDE": ("ddim-sde", area)})
+recorded.dots({"Figure 7, moving average": ("plain-gains", area), "Figure 7, λ": ("lambda", area)})
+
+# %% [markdown]
+# Two results contradict the paper in this world. One or two substeps are far worse than five, plausibly because a biased estimate shifts the last gain, which ends at the exact reward. And joint normalisation does not learn faster than step by step, although its gradient is clearer and closer to the true one. The DDIM-inspired SDE gives better samples before training, but does not speed up learning.
+#
+# ## Quiz
+#
+# *Kind: quiz · time: 5 minutes*
+#
+# 1. A trajectory has 10 steps, of which steps 2 to 6 are random. How many columns has its value table? **a** 5 **b** 6 **c** 11
+# 2. The members of a group share $z_0$ and each has $R - V_0 = 0$, but different gains. With joint normalisation the sum of the advantages of a trajectory is **a** 0, **b** the same positive number for all, **c** different for each member.
+# 3. All estimates of unfinished images are too low by the same amount; only $R$ is exact. Which gain is wrong? **a** the first **b** the last **c** all of them
+# 4. Why can step-by-step normalisation harm? **a** It changes the sign of gains. **b** It gives decisions without effect advantages of full size. **c** It removes the differences between members.
+# 5. Rule B has a clearer gradient than rule A at equal trajectories. Which measurement decides between them? **a** the cosine between batches **b** the reward per update **c** the reward at equal evaluations, over several seeds
+
+# %% tags=["exercise"]
+quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The answers are in the sections on decisions, on joint normalisation, on gains, on joint or step by step, and on training, in this order.
+
+# %% tags=["solution"]
+quiz = {1: "b", 2: "a", 3: "b", 4: "b", 5: "c"}
+
+# %%
+lesson.check_quiz(quiz)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 1: five decisions and the finished image. 2: the gains of each member sum to $R - V_0 = 0$, and so do the advantages, because the mean gain is 0, too. 3: a common error cancels in $V_{k+1} - V_k$, but not in $R - V_{D-1}$. 4: the std of a decision without effect is tiny, and the division removes this information. 5: the cosine says nothing about cost or about the model after training.
+
+# %% [markdown]
+# ## Summary
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
 # | decision $k$ | a transition that was drawn; ODE steps are not decisions | `Decisions`: `step`, `time`, `mask`, ... |
-# | $R_k$; $R$ | reward of the image estimated before decision $k$; of the finished image | value table: `score_rollout(...).total[..., k]`; `[..., -1]` |
+# | $V_k$; $R$ | reward of the image that is estimated before decision $k$; of the finished image | value table: `score_rollout(...).total[..., k]`; `[..., -1]` |
 # | $T'$ | Euler steps of the estimate | the probe `Substeps(5)`; `Tweedie()` is 1 |
-# | $g_k = R_{k+1} - R_k$ | gain of decision $k$, with the ODE steps up to the next one | `credit.gains` |
+# | $g_k = V_{k+1} - V_k$ | gain of decision $k$, with the ODE steps up to the next one | `credit.gains` |
 # | joint $A_k$ | gains, one mean and std per group | `credit.StepwiseGain()` |
 # | $\lambda$ | 0: gains, 1: reward-to-go | `StepwiseGain(lam=...)`, `credit.generalised_gains` |
-# | same $x_T$ | members of a group share their noise | `Groups(..., shared_noise=True)` |
+# | same $z_0$ | members of a group share their noise | `Groups(..., shared_noise=True)` |
 #
 # On the command line: `flowrl train --method stepwise-flow-grpo --task preference --out runs/stepwise`.
 #

@@ -13,13 +13,17 @@
 # %% [markdown]
 # # 7 · TP-GRPO
 #
-# **After this lesson you can** score any state by completing it with the ODE, find turning points by hand, in code and with the paper's labels, balance them, and test a criterion against a null model: how often would pure noise
+# **After this lesson you can** compute the reward of any state by completing it with the ODE, find turning points by hand, in code and with the paper's labels, balance them, and test a criterion against a null model: how often would pure noise
 # satisfy it?
 #
-# **Time** 80 minutes, of which the computer needs about one. **You need** the lesson on Stepwise-Flow-GRPO (gains, notation).
+# **Time** 105 minutes, of which the computer needs about one. **You need** the lesson on Stepwise-Flow-GRPO (gains, notation).
 #
-# TP-GRPO (Tong et al. 2026, arXiv 2602.06422) addresses the same problem as Stepwise-Flow-GRPO, one reward for all decisions, and adds an observation. Some decisions *turn* a trajectory: before them the reward moved away from its final value, from
+# TP-GRPO (Tong et al. 2026, arXiv 2602.06422) addresses the same problem as Stepwise-Flow-GRPO, one reward for all decisions, and adds an observation. Some decisions *turn* a trajectory: before them the reward moved away from its final value, and from
 # them on it moves towards it. TP-GRPO gives such a decision more credit than its own gain.
+#
+# **Symbols of this lesson**
+#
+# {symbols: $z_j$; decision $k$; window; $V_k$; $R$; $g_k$; $R - V_k$; $R - V_0$; turning point; $A$}
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
@@ -33,8 +37,10 @@ from flowrl.worlds import PolicyOptions
 from flowrl_bench.explain import explain
 from flowrl_bench.rules import TurningPointVariant
 from flowrl_course import lesson_07 as lesson
+from flowrl_course import recorded
 from flowrl_course.batches import STEPS, credit_gradients, ode_images, pairwise_cosines, sample_groups
 from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, animation, clean, panels, pixels
+from flowrl_course.recorded import cosine, measured
 from flowrl_course.runs import train
 
 shapes = world("shapes")
@@ -99,11 +105,11 @@ opening()
 # %% [markdown]
 # ## Completing a state
 #
-# TP-GRPO's $R_k$ is the reward of the image that the *ODE* reaches from the state before decision $k$ with the remaining steps of the sampler's own grid: the reward if no more noise were added. $R$ is the reward of the finished image. The paper writes $R(x_t^{\mathrm{ODE}(t)})$ for it.
+# TP-GRPO's $V_k$ is the reward of the image that the *ODE* reaches from the state before decision $k$ with the remaining steps of the sampler's own grid. In other words, it is the reward if no more noise were added. $R$ is the reward of the finished image. The paper writes $R(x_t^{\mathrm{ODE}(t)})$ for it.
 #
 # ### Exercise 1 · complete
 #
-# *Difficulty: easy · importance: essential · time: 5 minutes*
+# *Difficulty: easy · kind: code · importance: essential · time: 5 minutes*
 #
 # `x` is the state at node `node` of the grid `times` (tensor, $T+1$ entries), `velocity(x, t)` the network at a time $t$ (a number). Return the state at $t = 0$.
 
@@ -155,9 +161,9 @@ print(
 # 55 network evaluations per trajectory in 10 sequential calls, 10 images scored
 
 # %% [markdown]
-# Ten steps and the completions before nine decisions need $10 + 9 + \dots + 1 = 55$ evaluations, since the first velocity of every completion is the rollout's own (64 in the released code). They need only ten *sequential* calls: at each step one batched call evaluates the trajectories and all unfinished completions.
+# Ten steps and the completions before nine decisions need $10 + 9 + \dots + 1 = 55$ evaluations, since the first velocity of every completion is the rollout's own (the released code needs 64). They need only ten *sequential* calls, because at each step one batched call evaluates the trajectories and all unfinished completions.
 #
-# The animation shows the states of the first figure's trajectory (left) and their completions (middle). The completion changes at decisions that decide something about the image, and is constant at the others.
+# The animation shows the states of the first figure's trajectory (left) and their completions (middle). The completion changes at decisions that determine something about the image, and is constant at the others.
 
 
 # %% tags=["hide-input"]
@@ -189,13 +195,13 @@ moving()
 # %% [markdown]
 # ## Turning points by hand
 #
-# Write $d_k = R_{k+1} - R_k$ for the increments (the gains of the lesson on Stepwise-Flow-GRPO; the paper's equation 7) and $\Delta = R - R_0$ for the *trend*. Decision $k \ge 1$ is a **turning point** (Definition 4.1) if the decision before went against the trend and this one goes with it:
+# Write $g_k = V_{k+1} - V_k$ for the increments (the gains of the lesson on Stepwise-Flow-GRPO; the paper's equation 7). The total change $R - V_0$ is the *trend*. Decision $k \ge 1$ is a **turning point** (Definition 4.1) if the decision before went against the trend and this one goes with it:
 #
-# $$\operatorname{sign}(d_{k-1})\operatorname{sign}(\Delta) < 0, \qquad \operatorname{sign}(d_k)\operatorname{sign}(\Delta) > 0.$$
+# $$\operatorname{sign}(g_{k-1})\operatorname{sign}(R - V_0) < 0, \qquad \operatorname{sign}(g_k)\operatorname{sign}(R - V_0) > 0.$$
 #
-# A turning point is **consistent** (Definition 5.1) if the change after the decision also has its sign: $d_k\,(R - R_{k+1}) > 0$. The first decision has none before it. By the paper's Remark 5.2 it counts if $d_0 \Delta > 0$ (plain), or if $d_0\,(R - R_1) > 0$ (consistent). A difference of zero never qualifies.
+# A turning point is **consistent** (Definition 5.1) if the change after the decision also has its sign: $g_k\,(R - V_{k+1}) > 0$. The first decision has none before it. By the paper's Remark 5.2 it counts if $g_0\,(R - V_0) > 0$ (plain), or if $g_0\,(R - V_1) > 0$ (consistent). A difference of zero never qualifies.
 #
-# The paper says *step* where we say *decision*, because it draws (almost) every step. ODE steps are not decisions, so $R_0$ belongs to the state before the first *random* step, and "before" and "after" skip the ODE steps. With the window `2:7` the first decision is step 2, and Remark 5.2 applies to this step.
+# The paper says *step* instead of *decision*, because in the paper (almost) every step is random. ODE steps are not decisions, so $V_0$ belongs to the state before the first *random* step, and "before" and "after" skip the ODE steps. With the window `2:7` the first decision is step 2, and Remark 5.2 applies to this step.
 #
 # The figure has three trajectories of a group with four decisions, so five columns:
 
@@ -217,7 +223,7 @@ plt.show()
 # %% [markdown]
 # ### Exercise 2 · by hand
 #
-# *Difficulty: medium · importance: essential · time: 8 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 8 minutes*
 #
 # List the turning points of each trajectory: the numbers of the decisions, under the plain rule and under the consistent rule. An empty list means none.
 
@@ -237,15 +243,15 @@ consistent = {"a": [2], "b": [2], "c": [0]}
 lesson.check_by_hand(plain, consistent)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** *a* falls, falls, rises, rises and ends higher ($\Delta = +0.1$): decision 2 is the first to go with the trend after one against it, and the rise continues. *b* is the mirror image of *a*. *c* has the increments +0.05, −0.03, +0.13, −0.03 with $\Delta = +0.12$. Decision 2 follows a
-# decision down and goes up, so it is a turning point; but after it the reward *falls* (0.62 − 0.65), so it is not consistent. Decision 0 goes up, and so does the rest of the trajectory.
+# **Why.** *a* falls, falls, rises, rises and ends higher ($R - V_0 = +0.1$): decision 2 is the first to go with the trend after one against it, and the rise continues. *b* is the mirror image of *a*. *c* has the increments +0.05, −0.03, +0.13, −0.03 with $R - V_0 = +0.12$. Decision 2 follows a
+# decision down and goes up, so it is a turning point. However, after it the reward *falls* (0.62 − 0.65), so it is not consistent. Decision 0 goes up, and so does the rest of the trajectory.
 
 # %% [markdown]
 # ## Turning points by code
 #
 # ### Exercise 3 · the plain rule
 #
-# *Difficulty: medium · importance: essential · time: 8 minutes*
+# *Difficulty: medium · kind: code · importance: essential · time: 8 minutes*
 #
 # For values `[prompt, member, decision+1]` return booleans `[prompt, member, decision]`: the plain rule for decisions $k \ge 1$, and `False` at decision 0 (the next exercise adds it).
 
@@ -279,7 +285,7 @@ lesson.check_plain(plain_turns)
 # %% [markdown]
 # ### Exercise 4 · the consistent rule, and the first decision
 #
-# *Difficulty: medium · importance: essential · time: 8 minutes*
+# *Difficulty: medium · kind: code · importance: essential · time: 8 minutes*
 #
 # Keep the plain turning points that are consistent, and add the first decision if it qualifies.
 
@@ -292,7 +298,7 @@ def consistent_turns(values):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The condition $d_k (R - R_{k+1}) > 0$ can be computed for all decisions at once. Combine it with `turns` by `&`; for decision 0 it is the whole criterion.
+# **Hint.** The condition $g_k (R - V_{k+1}) > 0$ can be computed for all decisions at once. Combine it with `turns` by `&`; for decision 0 it is the whole criterion.
 
 
 # %% tags=["solution"]
@@ -309,13 +315,45 @@ def consistent_turns(values):
 lesson.check_consistent(consistent_turns)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $R - R_{k+1}$ is the change *after* decision $k$; $R - R_k$ would include its own gain and have its sign too often. There are two consequences. The last decision never qualifies, since none follows it. With 0/1 rewards *no* decision $k \ge 1$ qualifies: after $d_{k-1} < 0 < d_k$ the reward is 1 and
-# cannot rise further. Use a continuous reward with this rule.
+# **Why.** $R - V_{k+1}$ is the change *after* decision $k$, whereas $R - V_k$ would include its own gain and have its sign too often. The last decision never qualifies, since none follows it.
 
 # %%
 consistent = consistent_turns(values)
 print(f"consistent turning points per trajectory: {float(consistent.float().sum(-1).mean()):.2f}")
 print("fraction of trajectories by decision:", " ".join(f"{value:.2f}" for value in consistent.float().mean((0, 1))))
+
+# %% [markdown]
+# ### Exercise 5 · a rule that does nothing
+#
+# *Difficulty: harder · kind: debugging · importance: useful · time: 6 minutes*
+#
+# A colleague applies the same function to the same trajectories, with another reward. The next cell prints the log of the first iteration. No decision ever turns. What is the cause?
+#
+# - **a** the completions start from fresh noise, so that the signs are random
+# - **b** the reward is 0 or 1
+# - **c** the base model is so good that no trajectory loses reward
+# - **d** the turning points are consistent, but balancing dropped them
+
+# %% tags=["hide-input"]
+others = (values > 0.95).float()
+print(f"mean reward {float(others[..., -1].mean()):.2f}, std within groups {float(others[..., -1].std(1).mean()):.2f}")
+print("fraction of decisions with a loss: " + " ".join(f"{value:.2f}" for value in (gains(others) < 0).float().mean((0, 1))))
+print("fraction that turn:                " + " ".join(f"{value:.2f}" for value in consistent_turns(others).float().mean((0, 1))))
+
+# %% tags=["exercise"]
+cause = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Take a decision that gains after a loss, and ask which values $V_{k+1}$ and $R$ can then have in order to satisfy $g_k\,(R - V_{k+1}) > 0$.
+
+# %% tags=["solution"]
+cause = "b"
+
+# %%
+lesson.check_cause(cause)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** With rewards of 0 and 1 a gain leads to $V_{k+1} = 1$, after which nothing can rise, so $R - V_{k+1} \le 0$. A loss leads to 0, after which nothing can fall. Hence no decision is consistent. The rule then silently becomes plain increments. Use a continuous reward with it.
 
 # %% [markdown]
 # ## The paper's notation and figures
@@ -324,22 +362,22 @@ print("fraction of trajectories by decision:", " ".join(f"{value:.2f}" for value
 #
 # | in the paper (arXiv version) | here | remark |
 # |---|---|---|
-# | time $t = T, \dots, 1$ | decision $k = T - t$ | the paper counts the steps that remain, all of them drawn; its $t = T$ is our decision 0 |
-# | incremental reward $r_t$, equation 7 | $d_k = R_{k+1} - R_k$ | the change between two ODE completions |
-# | aggregated reward $r_t^\text{agg}$, equation 8 | $R - R_k$ | only at turning points; a normal point has $r_t$ |
+# | time $t = T, \dots, 1$ | decision $k = T - t$ | the paper counts the steps that remain, all of them random; its $t = T$ is our decision 0 |
+# | incremental reward $r_t$, equation 7 | $g_k = V_{k+1} - V_k$ | the change between two ODE completions |
+# | aggregated reward $r_t^\text{agg}$, equation 8 | $R - V_k$ | only at turning points; a normal point has $r_t$ |
 # | turning point, Definition 4.1; consistent, Definition 5.1 | plain rule, consistent rule | "without" and "with constraint" in Table 1 |
 # | first step, Remark 5.2 | $k = 0$, in any window | no decision before it; the criterion has one condition |
-# | balancing, Appendix D | exercise 6 | |
+# | balancing, Appendix D | exercise 7 | |
 #
-# For every marked point of such a figure ask: which sign has the decision *before* it, which sign has the decision itself, and which sign has the whole trajectory? Three signs decide the plain rule. The consistent rule adds a fourth, that of the change after the decision.
+# For every marked point of such a figure, ask which sign the decision *before* it has, which sign the decision itself has, and which sign the whole trajectory has. Three signs decide the plain rule. The consistent rule adds a fourth, that of the change after the decision.
 #
 # The main result is Figure 4, rewards over training. Its panel on PickScore supports the statement that step 700 reaches what Flow-GRPO reaches at step 2300. Ask the same questions as in the lesson on Stepwise-Flow-GRPO:
 #
-# - The axis counts optimiser steps. An iteration of TP-GRPO scores ten images per trajectory instead of one. With the fewest possible evaluations it costs about 2.2 times as much, the update included, so the factor of 3.3 in steps is a factor of about 1.5 in computing.
+# - The axis counts optimiser steps. However, an iteration of TP-GRPO needs the rewards of ten images per trajectory instead of one. With the fewest possible evaluations it costs about 2.2 times as much, the update included, so the factor of 3.3 in steps is a factor of about 1.5 in computing.
 # - The curves are without the KL penalty, the numbers of Table 1 with it.
 # - No curve uses increments *without* turning points, so the figure cannot tell which of the two ideas helps. The last sections of this lesson make this comparison.
 #
-# The next cell draws a case: a trajectory with five decisions, with the paper's labels on the horizontal axis.
+# The next cell shows a case: a trajectory with five decisions, with the paper's labels on the horizontal axis.
 
 # %%
 case = torch.tensor([0.40, 0.50, 0.35, 0.30, 0.45, 0.75])
@@ -351,18 +389,18 @@ for i in range(5):
     axes.text(i + 0.5, 0.215, f"t = {5 - i}", ha="center", fontsize=9, color=NOISE)
 axes.axhline(float(case[0]), color=NOISE, linestyle=":", linewidth=1)
 axes.annotate("", (5.25, float(case[-1])), (5.25, float(case[0])), arrowprops={"arrowstyle": "->", "color": INK})
-axes.text(5.32, 0.56, r"$\Delta$", color=INK)
+axes.text(5.28, 0.56, r"$R - V_0$", color=INK, fontsize=8)
 axes.set(
-    xlabel="column (the paper's t labels the decision between two columns)", ylabel="reward of the completion", xlim=(-0.3, 5.5)
+    xlabel="column (the paper's t labels the decision between two columns)", ylabel="reward of the completion", xlim=(-0.3, 5.8)
 )
 axes.set(ylim=(0.2, 0.85), xticks=range(6), title="A case with the paper's labels")
 clean(axes)
 plt.show()
 
 # %% [markdown]
-# ### Exercise 5 · with the paper's labels
+# ### Exercise 6 · with the paper's labels
 #
-# *Difficulty: medium · importance: useful · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 6 minutes*
 #
 # Find all consistent turning points of this trajectory, the first decision included. Give a dict from the paper's $t$ to the aggregated reward $r_t^\text{agg}$.
 
@@ -371,7 +409,7 @@ aggregated_rewards = {...: ...}
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Write the increments and the sign of $\Delta$. Find the turning points with our numbers of decisions first, then translate: $t = T - k$ with $T = 5$.
+# **Hint.** Write the increments and the sign of $R - V_0$. Find the turning points with our numbers of decisions first, then translate: $t = T - k$ with $T = 5$.
 
 # %% tags=["solution"]
 aggregated_rewards = {5: 0.35, 2: 0.45}
@@ -380,21 +418,21 @@ aggregated_rewards = {5: 0.35, 2: 0.45}
 lesson.check_paper_labels(aggregated_rewards)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The increments are +0.10, −0.15, −0.05, +0.15, +0.30, and $\Delta = +0.35$. Decision 3 goes up after one down, and the rise continues, so it is a consistent turning point: $t = 5 - 3 = 2$, and $r_2^\text{agg} = R - R_3 = 0.75 - 0.30$. Decision 0 goes up, and so does the rest, so Remark 5.2 applies: $t = 5$ and
-# $r_5^\text{agg} = R - R_0$. Decision 4 also goes up, but after one up. In the figure the aggregated reward of $t = 2$ spans two decisions: it is three times the increment $r_2 = 0.15$.
+# **Why.** The increments are +0.10, −0.15, −0.05, +0.15, +0.30, and $R - V_0 = +0.35$. Decision 3 goes up after one down, and the rise continues, so it is a consistent turning point: $t = 5 - 3 = 2$, and $r_2^\text{agg} = R - V_3 = 0.75 - 0.30$. Decision 0 goes up, and so does the rest, so Remark 5.2 applies: $t = 5$ and
+# $r_5^\text{agg} = R - V_0$. Decision 4 also goes up, but after one up. In the figure the aggregated reward of $t = 2$ spans two decisions: it is three times the increment $r_2 = 0.15$.
 
 # %% [markdown]
 # ## Credit of a turning point
 #
-# At a turning point the increment $d_k$ is *replaced* by the long-term reward $R - R_k$ (equation 8), the total change from this decision to the end. Under the consistent rule this change has the sign of $d_k$ and is larger. All other decisions keep their increment. Then each decision is normalised over the members by itself, as "step by step" in the lesson on Stepwise-Flow-GRPO.
+# At a turning point the increment $g_k$ is *replaced* by the long-term reward $R - V_k$ (equation 8), the total change from this decision to the end. Under the consistent rule this change has the sign of $g_k$ and is larger. All other decisions keep their increment. Then each decision is normalised over the members by itself, as "step by step" in the lesson on Stepwise-Flow-GRPO.
 #
-# The last part is **balancing** (Appendix D of the paper). In a batch with $n_+$ turning points of positive and $n_-$ of negative long-term reward, only the $\min(n_+, n_-)$ largest of each sign keep their long-term reward; the others get $d_k$. If there is one sign only, all turning points keep it.
+# The last part is **balancing** (Appendix D of the paper). Suppose a batch has $n_+$ turning points of positive and $n_-$ of negative long-term reward. Only the $\min(n_+, n_-)$ largest of each sign keep their long-term reward, and the others get $g_k$. If only one sign occurs, all turning points keep it.
 #
-# ### Exercise 6 · balance
+# ### Exercise 7 · balance
 #
-# *Difficulty: harder · importance: useful · time: 10 minutes*
+# *Difficulty: harder · kind: code · importance: useful · time: 10 minutes*
 #
-# `turns` are booleans, `size` $= R - R_k$, both `[prompt, member, decision]`; the whole table is one batch. Return which turning points remain. There are no ties.
+# `turns` are booleans, `size` $= R - V_k$, both `[prompt, member, decision]`; the whole table is one batch. Return which turning points remain. There are no ties.
 
 
 # %% tags=["exercise"]
@@ -422,11 +460,11 @@ def balance(turns, size):
 lesson.check_balance(balance)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Balancing gives the large credits equally many positive and negative signs; otherwise a batch in which nearly every turn is upward would have mostly positive credit. In `flowrl` this is `credit.balanced`; the released code ranks by the trend $\Delta$ of the whole trajectory instead of $R - R_k$ (`TurningPoint(balance="trend")`).
+# **Why.** Balancing gives the large credits equally many positive and negative signs. Otherwise a batch in which nearly every turn is upward would have mostly positive credit. In `flowrl` this is `credit.balanced`. The released code ranks by the trend $R - V_0$ of the whole trajectory instead of $R - V_k$ (`TurningPoint(balance="trend")`).
 
 # %%
 kept = balance(consistent_turns(table), reward_to_go(table))
-print("kept by R - R_k:", [f"{names[m]} at decision {i}" for _, m, i in kept.nonzero().tolist()])
+print("kept by R - V_k:", [f"{names[m]} at decision {i}" for _, m, i in kept.nonzero().tolist()])
 by_trend = TurningPoint(balance="trend").selected(table)
 print("kept by trend  :", [f"{names[m]} at decision {i}" for _, m, i in by_trend.nonzero().tolist()])
 rule = TurningPoint()
@@ -435,7 +473,7 @@ print(f"in our batch: {int((aggregated > 0).sum())} turns up, {int((aggregated <
 print("same as ours:", torch.equal(selected, balance(consistent, reward_to_go(values))))
 
 # %% [markdown] tags=["expected"]
-# kept by R - R_k: ['a at decision 2', 'b at decision 2']
+# kept by R - V_k: ['a at decision 2', 'b at decision 2']
 # kept by trend  : ['b at decision 2', 'c at decision 0']
 # in our batch: 96..108 turns up, 173..185 down; 192..216 remain
 # same as ours: True
@@ -447,16 +485,16 @@ print("same as ours:", torch.equal(selected, balance(consistent, reward_to_go(va
 print(explain(rule, name="TP-GRPO"))
 
 # %% [markdown]
-# Balancing by size keeps *a*; balancing by trend, as in the released code (sign and rank are those of $\Delta$), keeps *c*. With few trajectories such choices have a large effect. In the advantages of decision 2, the credit of *a* and *b* is $R - R_k = \pm 0.30$, that of *c* is its increment +0.13, and the three are normalised together although they measure different things, as in
+# Balancing by size keeps *a*, whereas balancing by trend, as in the released code (sign and rank are those of $R - V_0$), keeps *c*. With few trajectories such choices have a large effect. In the advantages of decision 2, the credit of *a* and *b* is $R - V_k = \pm 0.30$, that of *c* is its increment +0.13, and the three are normalised together although they measure different things, as in
 # the published method.
 #
 # ## How many turning points would pure noise have?
 #
 # The rule looks for patterns of signs, and random numbers have such patterns too. The interpretation of a count therefore needs the count of a *null model*: rewards without any structure.
 #
-# ### Exercise 7 · the null model
+# ### Exercise 8 · the null model
 #
-# *Difficulty: medium · importance: useful · time: 8 minutes*
+# *Difficulty: medium · kind: code · importance: useful · time: 8 minutes*
 #
 # `turning` is a function such as `consistent_turns`. Return the mean number of turning points *per trajectory* when the `columns` columns of the table are independent standard normal numbers. (Our table has ten: nine decisions and the finished image.) Use enough trajectories for an error of about 0.02.
 
@@ -469,7 +507,7 @@ def noise_count(turning, columns=10):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Draw a tensor `[prompt, member, decision+1]` of normal numbers with many trajectories, call `turning`, sum over decisions, and take the mean. With 40,000 trajectories the error is below 0.01.
+# **Hint.** Sample a tensor `[prompt, member, decision+1]` of normal numbers with many trajectories, call `turning`, sum over decisions, and take the mean. With 40,000 trajectories the error is below 0.01.
 
 
 # %% tags=["solution"]
@@ -487,8 +525,33 @@ lesson.check_null(noise_count)
 # **Why.** Sum over the decisions of a trajectory, and take the mean over trajectories. The signs depend only on the order of the rewards, so every continuous distribution gives the same count.
 
 # %% [markdown]
-# Independent noise is one null model, but rewards along a trajectory resemble a random walk. The next cell adds two null models: a random walk, and a *shuffle*, the most demanding one, which gives every trajectory at each decision the increment of another, random trajectory. The shuffle keeps the sizes of the increments at each decision and removes only
+# Independent noise is one null model, but rewards along a trajectory resemble a random walk. Let us add two null models. One is a random walk. The other is a *shuffle*, the most demanding one, which gives every trajectory at each decision the increment of another, random trajectory. The shuffle keeps the sizes of the increments at each decision and removes only
 # the dependence between the decisions of a trajectory.
+#
+# ### Exercise 9 · more than chance?
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 3 minutes*
+#
+# Predict how the number of consistent turning points in our batch compares with the null models.
+#
+# - **a** far more than in all of them, since the method would otherwise have nothing to credit
+# - **b** more than in noise and in a random walk, since the reward along a trajectory has a direction
+# - **c** not more than in any of them
+
+# %% tags=["exercise"]
+against_chance = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** A turning point needs a decision *against* the trend. What does a trajectory with a clear direction have few of?
+
+# %% tags=["solution"]
+against_chance = "c"
+
+# %%
+lesson.check_against_chance(against_chance)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** A trajectory with a clear direction has fewer changes of sign than noise, hence fewer turning points. The definition finds wiggles of the reward. It cannot tell whether a wiggle is an event in the image or an accident.
 
 # %%
 generator = torch.Generator().manual_seed(1)
@@ -515,7 +578,7 @@ for name, tried in (("measured", values), ("shuffled", shuffled)):
 aggregated = reward_to_go(values)[consistent].abs()
 swing = gains(values).abs()[consistent]
 print(
-    f"of the measured ones, {float((aggregated < 0.01).float().mean()):.0%} have |R - R_k| < 0.01 and {float((swing < 0.01).float().mean()):.0%} have |d_k| < 0.01"
+    f"of the measured ones, {float((aggregated < 0.01).float().mean()):.0%} have |R - V_k| < 0.01 and {float((swing < 0.01).float().mean()):.0%} have |g_k| < 0.01"
 )
 
 # %% tags=["hide-input"]
@@ -537,20 +600,20 @@ axes[1].semilogy(range(8), [size[..., i].median() for i in range(8)], "o--", col
 axes[1].semilogy(range(8), [size[..., i][consistent[..., i]].median() for i in range(8)], "o-", color=COLOURS["tp-grpo"])
 axes[1].text(0.1, 0.06, "all decisions", color=NOISE)
 axes[1].text(2.6, 0.35, "turning points", color=COLOURS["tp-grpo"])
-axes[1].set(xlabel="decision", ylabel=r"median of $|R - R_k|$", title="Late turning points have no effect")
+axes[1].set(xlabel="decision", ylabel=r"median of $|R - V_k|$", title="Late turning points have no effect")
 for cell in axes:
     clean(cell)
 plt.show()
 
 # %% [markdown]
-# The measured count is below that of independent noise and of a random walk, and within its error of the shuffle: **the number of turning points in this world is explained by chance.** By decision there is a difference. Decision 0 is consistent much less often than after shuffling, and decisions 2 to 6 turn somewhat more often. An early gain tends to be
-# followed by a loss, plausibly because a reward close to its bound of 1 can mostly fall. On the right, from decision 5 on, the remaining change at a turning point is tiny, but step-by-step normalisation scales it up to full size.
+# The measured count is below that of independent noise and of a random walk, and within its error of the shuffle: **the number of turning points in this world is explained by chance.** However, the decisions differ. Decision 0 is consistent much less often than after shuffling, and decisions 2 to 6 turn somewhat more often. An early gain tends to be
+# followed by a loss, plausibly because a reward close to its bound of 1 can mostly fall. In the right panel, from decision 5 on, the remaining change at a turning point is tiny, but step-by-step normalisation scales it up to full size.
 #
-# This does not show that the credit $R - R_k$ is wrong. It shows that a large number of turning points is no evidence for the method, and that `TurningPointVariant(min_size=0.01)` may be useful.
+# This does not show that the credit $R - V_k$ is wrong. It shows that a large number of turning points is not evidence for the method, and that `TurningPointVariant(min_size=0.01)` may be useful.
 #
 # ## The first reward must be the trajectory's own
 #
-# $R_0$, the reward of the pure ODE, enters $d_0$ and the trend, and therefore every sign. It must start from the trajectory's *own* noise. The released code draws new noise for $R_0$ (its comment says the same noise). To measure the effect, the next cell replaces $R_0$ by the reward of new noise for every trajectory.
+# $V_0$, the reward of the pure ODE, enters $g_0$ and the trend, and therefore every sign. It must start from the trajectory's *own* noise. The released code draws new noise for $V_0$ (its comment says the same noise). To measure the effect, the next cell replaces $V_0$ by the reward of new noise for every trajectory.
 
 # %%
 wrong = values.clone()
@@ -572,11 +635,43 @@ print(
 # correlation of the first decision's advantages with the right ones: 0.30..0.38
 
 # %% [markdown]
-# A third of the trajectories get a trend of the wrong sign. Nearly a third of the turning points are lost, and about as many false turning points appear. The correlation of the first decision's credit with the right credit is low. In `flowrl` node 0 of every completion *is* the trajectory's $x_T$, and a test verifies this.
+# A third of the trajectories get a trend of the wrong sign. Nearly a third of the turning points are lost, and about as many false turning points appear. The correlation of the first decision's credit with the right credit is low. In `flowrl` node 0 of every completion *is* the trajectory's $z_0$, and a test verifies this.
 #
 # ## Does the position matter?
 #
-# The next cell compares versions of the rule on the same trajectories: increments alone, turning points, and as a control the long-term reward at *random* decisions, as many per trajectory as there were turning points. As in the lesson on Stepwise-Flow-GRPO, it prints the cosine between the gradients of four independent batches (task `preference`, window `2:7`: steps 2 to 6 are decisions 0 to 4). The rule for the first decision acts on step 2 here, and the last decision, step 6, never turns.
+# Turning points give long-term credit to certain decisions. To learn whether the *position* of these decisions matters, we need a control that differs in the position only.
+#
+# ### Exercise 10 · a control
+#
+# *Difficulty: medium · kind: design · importance: useful · time: 8 minutes*
+#
+# Write the control: from `turns` `[prompt, member, decision]` (booleans) return marks of the same shape, at random decisions. Decide first what the control must have in common with `turns`, so that a difference in training can only come from the position. Use `generator` for all random numbers.
+
+
+# %% tags=["exercise"]
+def random_marks(turns, generator):
+    """As `turns`, but at random decisions."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** If a trajectory has three turning points, how many marks should the same trajectory have in the control? One random permutation per trajectory is enough: `torch.rand(turns.shape, generator=generator).argsort(-1)` has one in each row.
+
+
+# %% tags=["solution"]
+def random_marks(turns, generator):
+    """As `turns`, but at random decisions."""
+    return turns.gather(-1, torch.rand(turns.shape, generator=generator).argsort(-1))
+
+
+# %%
+lesson.check_random_marks(random_marks)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The control keeps the number of marks of *every* trajectory. Marks with the same overall rate would also change how many a trajectory has, which depends on its rewards, and a permutation of trajectories would do the same. In `flowrl` this control is `TurningPointVariant(where="random")`.
+
+# %% [markdown]
+# The next cell compares versions of the rule on the same trajectories: increments alone, turning points, and this control. As in the lesson on Stepwise-Flow-GRPO, it prints the cosine between the gradients of four independent batches (task `preference`, window `2:7`: steps 2 to 6 are decisions 0 to 4). The rule for the first decision acts on step 2 here, and the last decision, step 6, never turns.
 
 # %%
 window = Windowed(FlowSDE(0.7), range(2, 7))
@@ -596,13 +691,13 @@ for name, gradients in zip(rules, zip(*by_batch, strict=True), strict=True):
     print(f"{name:<22} cosine between batches {pairs.mean():.2f} (std over pairs {pairs.std():.2f})")
 selected = torch.cat([TurningPoint().selected(batch.values, batch.decisions.mask) for batch in batches])
 print(
-    f"fraction of decisions with credit R - R_k: {float(selected.float().mean()):.0%}; by decision:",
+    f"fraction of decisions with credit R - V_k: {float(selected.float().mean()):.0%}; by decision:",
     *(f"{share:.0%}" for share in selected.float().mean((0, 1))),
 )
 
 # %% [markdown]
-# Increments alone, turning points, and random decisions give equally clear gradients. The gain over uniform credit therefore comes from scoring the decisions one by one; the *position* of the long-term reward makes no measurable difference, in part because few decisions have it: 15%, most of them the first decision, for which the rule has one condition only. Joint instead of step-by-step normalisation, the choice of the lesson on Stepwise-Flow-GRPO, does
-# make a difference. The paper reports that turning points improve SD3.5 (GenEval 0.967 for Flow-GRPO, 0.971 to 0.973 with turning points, without a control at random decisions). Four batches cannot resolve effects of that size.
+# Increments alone, turning points, and random decisions give equally clear gradients. The gain over uniform credit therefore comes from the credit of single decisions. The *position* of the long-term reward makes no measurable difference, in part because few decisions have it: 15%, most of them the first decision, for which the rule has one condition only. Joint instead of step-by-step normalisation, the choice of the lesson on Stepwise-Flow-GRPO, does
+# make a difference. The paper reports that turning points improve SD3.5, without a control at random decisions. Four batches cannot resolve effects of the reported size.
 #
 # ## Training
 #
@@ -645,18 +740,104 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# The curves of the two versions of TP-GRPO, with turning points and with random decisions, are almost equal. The differences between all three runs are within chance (the standard error of `strict` is about 0.05), and the two versions cost 3.5 times the sampling. Five iterations with one seed prove nothing about the method. A conclusive comparison needs several seeds, the cost, and a
-# control that differs only in the idea itself. The lesson Side by side makes such a comparison.
+# The curves of the two versions of TP-GRPO, with turning points and with random decisions, are almost equal. The differences between all three runs are within chance (the standard error of `strict` is about 0.05), and the two versions cost 3.5 times the sampling. However, five iterations with one seed prove nothing about the method. A conclusive comparison needs several seeds, the cost, and a
+# control that differs only in the idea itself. The recorded runs below have all three, and the lesson Side by side shows how such a comparison is made.
 #
-# ## To keep
+# ## The paper's figures, reproduced
+#
+# The training above is short. The repository also has recorded runs with settings from a search of equal size for every rule: 15 seeds in the 2-D world, and at least 11 seeds with images. The next cells read them from `benchmarks/results` of a clone. In an installation without these files, for example on Colab, they print a notice and show nothing else.
+#
+# Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded. *To be run*: the commands are in `docs/papers/coverage.md`.
+
+# %%
+recorded.table(
+    ("Table 1, GenEval (SD3.5, three rules)", ".967, .971, .973", "to be run", "untested"),
+    ("Table 1, OCR", ".958, .972, .965", "to be run", "untested"),
+    ("Table 1, PickScore", "24.02, 24.73, 24.67", "to be run", "untested"),
+    ("  turning points - uniform", "better", measured("tp-beats-uniform"), "better"),
+    ("  images", "", measured("tp-beats-uniform", 0, "shapes"), "undecided"),
+    ("  plain rule - uniform", "better", measured("tp-constraint"), "undecided"),
+    ("  at equal evaluations", "not reported", measured("lead-turning-points"), "worse"),
+    ("  images, at equal evaluations", "not reported", measured("lead-turning-points", 0, "shapes"), "worse"),
+    ("Figure 4: ratio of updates, equal reward", "0.30 (700 of 2300)", measured("tp-beats-uniform", 1), "weaker"),
+    ("  images", "", measured("tp-beats-uniform", 1, "shapes"), "weaker"),
+    ("KL: lead without - lead with", "larger; curves not at hand", measured("tp-explores"), "equal"),
+    ("  log-density, KL 0.03 - no KL", "not at hand", measured("kl-frontier-points"), "undecided"),
+    ("window: first 8 - all but last", "better; curves not at hand", measured("tp-window"), "equal"),
+    ("  all but last - first 4", "better; curves not at hand", measured("tp-window", 1), "slight"),
+    ("noise: 0.7 - 0.4", "better; curves not at hand", measured("tp-noise", 1), "undecided"),
+    ("  0.7 - 1.0", "better; curves not at hand", measured("tp-noise"), "undecided"),
+    ("groups: lead at 12 - lead at 24", "not at hand", measured("scale-groups", 1), "undecided"),
+    ("  lead at 12 - lead at 6", "not at hand", measured("scale-small-groups", 1), "equal"),
+    ("first step on: cosine, true gradient", "Remark 5.2, no ablation", cosine("TurningPoint (consistent)"), "equal"),
+    ("  first step off", "", cosine("TurningPoint, no first step"), "equal"),
+    ("balancing: none - balanced", "Appendix D, no ablation", measured("balancing"), "equal"),
+    ("joint - by step", "not at hand", measured("tp-normalisation"), "equal"),
+    ("where turning points occur", "not at hand", "the cells on chance", "chance"),
+    ("  number - random signs, trained policy", "not at hand", measured("point-density"), "more"),
+    ("random decisions - turning points", "not at hand", measured("random-points"), "equal"),
+    ("  images", "not at hand", measured("random-points", 0, "shapes"), "equal"),
+    ("increments alone - turning points", "not at hand", measured("increments-alone"), "equal"),
+    ("images of the methods, same noise", "not at hand", "to be run", "untested"),
+)
+
+# %% tags=["hide-input"]
+both = {"per update": "updates", "per evaluation": "forwards"}
+recorded.curves({f"Figure 4, {words}": ("tp-beats-uniform", axis) for words, axis in both.items()})
+recorded.curves({f"With images, {words}": ("tp-beats-uniform", axis) for words, axis in both.items()}, "shapes")
+
+# %% [markdown]
+# The lead of turning points is real per update in the 2-D world, but much smaller than the published one. Per evaluation it becomes a loss, since every iteration also pays for the completions. On SD3.5, with thousands of updates, the balance may differ.
+
+# %% tags=["hide-input"]
+area = "area"
+recorded.dots({"Window": ("tp-window", area), "Noise level": ("tp-noise", area), "Group size G": ("scale-groups", area)})
+recorded.dots(
+    {
+        "Position": ("random-points", area),
+        "KL: reward": ("kl-frontier-points", area),
+        "KL: density": ("kl-frontier-points", "quality"),
+    }
+)
+
+# %% [markdown]
+# No ablation shows an effect that matters, although the one of the noise level is undecided. In particular, random positions of the long-term reward do as well as turning points, here with 15 seeds. The first step and the balancing change the direction of the gradient so little that the cosines agree to within 0.01.
+#
+# ## Quiz
+#
+# *Kind: quiz · time: 5 minutes*
+#
+# 1. A completion from the state before decision $k$ is the same for two trajectories. Then **a** they share all decisions before $k$, or their noise had no effect, **b** they have the same $R$, **c** they have the same gain $g_k$.
+# 2. A trajectory rises at every decision. Under the consistent rule its turning points are **a** all decisions, **b** decision 0 only, **c** none.
+# 3. At a turning point, why is $R - V_k$ not simply a larger gain? **a** It contains the luck of all later decisions. **b** It has the wrong sign if the trend is down. **c** It does not depend on decision $k$.
+# 4. A method marks 1.6 decisions per trajectory, and pure noise has 1.6, too. This shows that **a** the method is useless, **b** the marks are at random positions, **c** the count is not evidence for the method.
+# 5. Which comparison tests whether turning points help? **a** TP-GRPO against Flow-GRPO **b** TP-GRPO against increments alone and against random decisions **c** TP-GRPO with and without KL
+
+# %% tags=["exercise"]
+quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The answers are in the sections on completions, on turning points by hand, on the credit of a turning point, on noise, and on the position, in this order.
+
+# %% tags=["solution"]
+quiz = {1: "a", 2: "b", 3: "a", 4: "c", 5: "b"}
+
+# %%
+lesson.check_quiz(quiz)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 1: the completion is a function of the state, and decision $k$ and everything after it come later. 2: no decision $k \ge 1$ follows one against the trend, but decision 0 goes up, and so does the rest. 3: $R - V_k = g_k + g_{k+1} + \dots$, and the later gains do not depend on the noise of decision $k$ alone. 4: a null model refutes the argument from the count, not the method. 5: the other comparisons change several ideas at once.
+
+# %% [markdown]
+# ## Summary
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
-# | $R_k$ by ODE completion | reward without noise from the state before decision $k$ | the probe `Completion()` |
-# | $d_k = R_{k+1} - R_k$ | increment | `credit.gains` |
-# | $\Delta = R - R_0$ | global trend | inside `credit.turning_points` |
+# | $V_k$ by ODE completion | reward without noise from the state before decision $k$ | the probe `Completion()` |
+# | $g_k = V_{k+1} - V_k$ | increment | `credit.gains` |
+# | $R - V_0$ | global trend | inside `credit.turning_points` |
 # | turning points | plain, consistent, first decision | `credit.turning_points(values, consistent, first_step)` |
-# | $R - R_k$ | long-term reward | `credit.reward_to_go` |
+# | $R - V_k$ | long-term reward | `credit.reward_to_go` |
 # | $\min(n_+, n_-)$ | balancing | `credit.balanced` |
 # | all of it | TP-GRPO's credit | `credit.TurningPoint`, `--method tp-grpo` |
 #

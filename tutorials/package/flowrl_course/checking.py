@@ -265,7 +265,8 @@ def _symptom(got: Tensor, wanted: Tensor, tolerance: float) -> str:
         return "the result contains nan or infinity"
     if not wanted.ndim:
         return f"the value is too {'large' if got > wanted else 'small'}"
-    off = (got.double() - wanted.double()).abs()
+    got, wanted = got.double(), wanted.double()
+    off = (got - wanted).abs()
     count = int((off > tolerance * max(1.0, float(wanted.abs().max()))).sum())
     worst = tuple(int(place) for place in torch.unravel_index(off.argmax(), off.shape))
     return (

@@ -11,7 +11,17 @@ from flowrl.core.experience import Decisions
 from flowrl.credit import Uniform
 from flowrl.flow import kl
 from flowrl.samplers import FlowSDE
-from flowrl_course.checking import answered, check, close, expect, number, same, tensor
+from flowrl_course.checking import (
+    answered,
+    check,
+    choice,
+    close,
+    expect,
+    number,
+    quiz,
+    same,
+    tensor,
+)
 
 Answer = Callable[..., Any]
 
@@ -69,7 +79,7 @@ def check_uniform(answer: Answer) -> None:
         "the advantage is not shared out: each decision gets the whole of it": (
             _scores(final, 1) / decisions
         ),
-        "the group's mean is not taken away": (
+        "the group's mean is missing: subtract it": (
             final / (final.std(1, keepdim=True, unbiased=False) + 1e-4)
         ),
     }
@@ -88,7 +98,7 @@ def check_uniform(answer: Answer) -> None:
     )
 
 
-@check("Exercise 2")
+@check("Exercise 3")
 def check_silent(answer: Answer) -> None:
     """`answer(success, size)` is the expected fraction of silent groups."""
     success, size = torch.tensor([0.05, 0.3, 0.6, 0.97]), 4
@@ -127,7 +137,7 @@ def check_silent(answer: Answer) -> None:
     )
 
 
-@check("Exercise 3")
+@check("Exercise 4")
 def check_cost(answer: Answer) -> None:
     """`answer(trajectories, steps, decisions)` is the number of evaluations of one iteration."""
     for trajectories, steps, decisions in ((96, 10, 4), (7, 40, 39)):
@@ -178,7 +188,7 @@ def _bools(value: Any, count: int) -> Tensor:
     return tensor(value, (count,), "the result")
 
 
-@check("Exercise 4")
+@check("Exercise 6")
 def check_kl_from_velocities(answer: Answer) -> None:
     """`answer(velocity, reference_velocity, t, s, noise_level)` is the KL per element of a Flow-SDE
     step.
@@ -207,13 +217,13 @@ def check_kl_from_velocities(answer: Answer) -> None:
         ),
         "only the term 1 / sigma is there; the score correction contributes sigma (1 - t) / "
         "(2 t)": (delta / 2 / sigma**2 * squares),
-        "sigma has t and 1 - t swapped: sigma = a sqrt(t / (1 - t))": (
+        "sigma_t has t and 1 - t swapped: sigma_t = a sqrt(t / (1 - t))": (
             delta / 2 * (swapped * (1 - t) / (2 * t) + 1 / swapped) ** 2 * squares
         ),
-        "the root in sigma is missing: sigma = a sqrt(t / (1 - t))": (
+        "the root in sigma_t is missing: sigma_t = a sqrt(t / (1 - t))": (
             delta / 2 * (a / 2 + (1 - t) / (a * t)) ** 2 * squares
         ),
-        "sigma is the noise level only; multiply it by sqrt(t / (1 - t))": (
+        "sigma_t is the noise level only; multiply it by sqrt(t / (1 - t))": (
             delta / 2 * (a * (1 - t) / (2 * t) + 1 / a) ** 2 * squares
         ),
         "the velocities are not squared": (
@@ -239,7 +249,7 @@ def check_kl_from_velocities(answer: Answer) -> None:
     )
 
 
-@check("Exercise 5")
+@check("Exercise 7")
 def check_kl_estimates(answer: Answer) -> None:
     """`answer(log_ratio)` is k1, k2, k3 of KL(pi || pi_ref)."""
     ell = torch.tensor([-0.8, -0.1, 0.0, 0.3, 1.4])
@@ -275,7 +285,7 @@ def check_kl_estimates(answer: Answer) -> None:
     close(k3, (-ell).exp() - 1 + ell, "k3 is exp(-log_ratio) - 1 + log_ratio", others)
 
 
-@check("Exercise 6")
+@check("Exercise 8")
 def check_path_kl(answer: Answer) -> None:
     """`answer(step_kl, elements)` is the KL of the path in nats."""
     step_kl, elements = torch.rand(5, 3, generator=torch.Generator().manual_seed(9)) / 50, 40
@@ -313,7 +323,7 @@ def check_path_kl(answer: Answer) -> None:
     )
 
 
-@check("Exercise 7")
+@check("Exercise 9")
 def check_pushing(answer: Answer) -> None:
     """`answer(ratio, advantage, clip)` says which pairs have a gradient."""
     ratio = torch.tensor([0.7, 0.7, 0.95, 0.95, 1.0, 1.0, 1.05, 1.05, 1.4, 1.4])
@@ -346,3 +356,85 @@ def check_pushing(answer: Answer) -> None:
         " or < 0",
         mistakes,
     )
+
+
+@check("Exercise 2")
+def check_strongest_step(answer: str) -> None:
+    """`answer` is the predicted case in which the rewards differ most."""
+    letter = choice(answer, "abc")
+    expect(letter != "b", "late noise is noise to the network: what do the last steps remove?")
+    expect(
+        letter == "a",
+        "the distribution over all noises is preserved, but here the initial noise is the same: ask"
+        " what the noise of one step can still change",
+    )
+
+
+@check("Exercise 5")
+def check_plan(answer: dict[str, int]) -> None:
+    """`answer` is a plan of an iteration that meets all conditions."""
+    keys = ("groups", "members", "steps", "decisions")
+    expect(isinstance(answer, dict) and tuple(answer) == keys, f"give a dict of {', '.join(keys)}")
+    groups, members, steps, decisions = (number(answer[key], key) for key in keys)
+    silent, cost = 0.9**members + 0.1**members, groups * members * (steps + 3 * decisions)
+    expect(silent <= 0.3, f"{silent:.0%} of the groups are silent: enlarge the groups")
+    expect(groups >= 8, "fewer than 8 groups: save on steps or decisions instead")
+    expect(steps >= 8, "fewer than 8 steps: save on the decisions instead")
+    expect(decisions >= 4, "fewer than 4 decisions: save on members or steps instead")
+    expect(
+        decisions < steps,
+        "more decisions than stochastic steps: the last step follows the ODE, so at most steps - 1",
+    )
+    expect(
+        cost <= 2400,
+        f"{cost:,.0f} evaluations are too many: a decision costs three evaluations, a step one",
+    )
+
+
+@check("Exercise 10")
+def check_changed_setting(answer: str) -> None:
+    """`answer` is the changed setting of the failed run."""
+    letter = choice(answer, "abcd")
+    expect(letter != "a", "most groups are not silent: compare group_std with the stable run")
+    expect(letter != "b", "the policy does change: look at approx_kl")
+    expect(letter == "c", "many pairs keep their gradient: look at clip_fraction")
+
+
+check_quiz = quiz(
+    __name__,
+    (
+        "c",
+        {
+            "a": "no decision is preferred: all get the same number",
+            "b": "the others add noise, not a bias: their noise is independent of this one",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "the group is its own baseline: what is R minus the mean?",
+            "c": "with equal rewards no image is the best of its group",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "the update trains on decisions, and the window still has five",
+            "c": "the number of decisions is unchanged; every step is sampled, though",
+        },
+    ),
+    (
+        "c",
+        {
+            "a": "this is the mean over samples, steps and elements; the path KL is a sum",
+            "b": "this is the path KL per element; the elements add up, too",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "in the collapse above the reward rose for one more iteration, then fell",
+            "c": "larger groups make the advantages less noisy; the steps remain as large",
+        },
+    ),
+)

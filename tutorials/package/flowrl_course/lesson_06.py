@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flowrl.core.experience import Decisions
 from flowrl.credit import StepwiseGain, gains, generalised_gains, reward_to_go
-from flowrl_course.checking import answered, check, close, expect, number, tensor
+from flowrl_course.checking import answered, check, choice, close, expect, number, quiz, tensor
 
 Answer = Callable[..., Any]
 
@@ -38,16 +38,16 @@ def check_gains(answer: Answer) -> None:
     )
     mistakes = {
         "the sign is wrong: a decision that raises the expected reward must get a positive "
-        "gain, R_{k+1} - R_k": -gains(values),
-        "this is the reward-to-go R - R_k; a gain compares neighbouring columns": reward_to_go(
+        "gain, V_{k+1} - V_k": -gains(values),
+        "this is the reward-to-go R - V_k; a gain compares neighbouring columns": reward_to_go(
             values
         ),
-        "this is what was gained since the start, R_{k+1} - R_0; a gain compares "
+        "this is what was gained since the start, V_{k+1} - V_0; a gain compares "
         "neighbouring columns": (values[..., 1:] - values[..., :1]),
         "these are rewards, not differences": values[..., 1:],
     }
     close(
-        tensor(got, (2, 3, 4), "the result"), gains(values), "this is not R_{k+1} - R_k", mistakes
+        tensor(got, (2, 3, 4), "the result"), gains(values), "this is not V_{k+1} - V_k", mistakes
     )
 
 
@@ -179,7 +179,7 @@ def _short(x: Tensor, t: float, count: int) -> Tensor:
     return x
 
 
-@check("Exercise 4")
+@check("Exercise 5")
 def check_joint(answer: Answer) -> None:
     """`answer(gained)` are jointly normalised advantages."""
     values = _values()
@@ -202,7 +202,7 @@ def check_joint(answer: Answer) -> None:
         "the mean is taken decision by decision: a joint mean is one number per group": scores(
             (1,), (1, 2)
         ),
-        "the mean is not taken away": (
+        "the mean is missing: subtract it": (
             gained / (gained.std(dim=(1, 2), keepdim=True, unbiased=False) + 1e-4)
         ),
         "the standard deviation is missing": gained - gained.mean(dim=(1, 2), keepdim=True),
@@ -221,7 +221,7 @@ def _from_gains(gained: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(gained[..., :1]), gained.cumsum(-1)], dim=-1)
 
 
-@check("Exercise 5")
+@check("Exercise 7")
 def check_generalised(answer: Answer) -> None:
     """`answer(gained, lam)` is the discounted sum of the gains from each decision on."""
     values = _values()
@@ -240,7 +240,7 @@ def check_generalised(answer: Answer) -> None:
         "the decision's own gain is left out: j starts at 0": after,
         "the decision's own gain is left out: j starts at 0, with lam^0 = 1": lam * after,
         "the first gain is discounted too: lam^0 = 1": lam * wanted,
-        "there is no factor 1 - lambda: at lambda = 1 the sum must be R - R_k": (1 - lam) * wanted,
+        "there is no factor 1 - lambda: at lambda = 1 the sum must be R - V_k": (1 - lam) * wanted,
         "gains and reward-to-go are not mixed linearly; every later gain has its own power "
         "of lambda": ((1 - lam) * gained + lam * reward_to_go(values)),
         "lambda is not applied: this is the reward-to-go for every lambda": reward_to_go(values),
@@ -260,30 +260,30 @@ def check_generalised(answer: Answer) -> None:
         answer(gained.clone(), 0.0), gained, "with lam = 0 the result must be the gains themselves"
     )
     close(
-        answer(gained.clone(), 1.0), reward_to_go(values), "with lam = 1 the result must be R - R_k"
+        answer(gained.clone(), 1.0), reward_to_go(values), "with lam = 1 the result must be R - V_k"
     )
 
 
-@check("Exercise 6")
+@check("Exercise 8")
 def check_worth(answer: Answer) -> None:
     """`answer(weak, strong)` is how many batches of the weak rule are as clear as one of the
     strong.
     """
     weak, strong = 0.2, 0.65
     mistakes = {
-        "this is the ratio of the cosines; the signal-to-noise ratio of a batch is c / (1 - c)": (
+        "this is the ratio of the cosines; a batch's signal-to-noise is cos / (1 - cos)": (
             strong / weak
         ),
-        "this is the ratio of the squared cosines; solve c = rho / (rho + 1) for rho": (
+        "this is the ratio of the squared cosines; solve cos = q / (q + 1) for q": (
             (strong / weak) ** 2
         ),
         "this is the inverse: one batch of the clearer rule is worth more than one of the other": (
             (1 - strong) / strong * weak / (1 - weak)
         ),
-        "this compares the noise only; divide signal by noise, c / (1 - c)": (
+        "this compares the noise only; divide signal by noise, cos / (1 - cos)": (
             (1 - weak) / (1 - strong)
         ),
-        "rho is a ratio of squared lengths already: no root": (
+        "q is a ratio of squared lengths already: no root": (
             (strong / (1 - strong) * (1 - weak) / weak) ** 0.5
         ),
     }
@@ -291,6 +291,85 @@ def check_worth(answer: Answer) -> None:
     close(
         got,
         strong / (1 - strong) * (1 - weak) / weak,
-        "this is not the ratio of the two c / (1 - c)",
+        "this is not the ratio of the two cos / (1 - cos)",
         mistakes,
     )
+
+
+@check("Exercise 4")
+def check_largest_gains(answer: str) -> None:
+    """`answer` is the predicted dependence of gains on the decision."""
+    letter = choice(answer, "abc")
+    expect(letter != "a", "accuracy is not size: how much can the last decision change the image?")
+    expect(letter == "b", "the middle is too late: which noise selects among most images?")
+
+
+@check("Exercise 6")
+def check_wrong_line(answer: int) -> None:
+    """`answer` is the number of the wrong line."""
+    line = int(number(answer, "the line"))
+    expect(1 <= line <= 5, "give the number of a line, 1 to 5")
+    expect(line != 5, "line 5 is right for a table in the order of time: is it in that order?")
+    expect(line == 4, "this line does what it says: follow the order of the columns instead")
+
+
+@check("Exercise 9")
+def check_choice_of_probe(answer: dict[str, Any]) -> None:
+    """`answer` has the nodes of five decisions and a probe, within 80 evaluations."""
+    expect(
+        isinstance(answer, dict) and tuple(answer) == ("nodes", "probe"),
+        "give a dict with nodes and probe",
+    )
+    nodes, probe = answer["nodes"], answered(answer["probe"], "the probe")
+    nodes = [int(number(node, "a node")) for node in nodes]
+    expect(
+        len(nodes) == 5 and nodes == sorted(set(nodes)) and nodes[0] >= 0 and nodes[-1] < 39,
+        "give five different nodes in increasing order, from 0 to 38",
+    )
+    each = [39 - node if probe == "completion" else number(probe, "probe") - 1 for node in nodes]
+    expect(
+        40 + sum(each) <= 80,
+        f"{40 + sum(each):.0f} evaluations are too many: the five estimates may cost 40 together",
+    )
+    expect(probe == "completion" or probe > 1, "one step gives a blurred image: use more substeps")
+    expect(nodes[-1] <= 27, "the last decisions come too late: they have nearly no gain")
+
+
+check_quiz = quiz(
+    __name__,
+    (
+        "b",
+        {
+            "a": "the finished image has a column, too",
+            "c": "the ODE steps are not decisions and have no columns",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "all have the same sum, but what is the mean gain of the group?",
+            "c": "the gains telescope, whatever they are in between",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "both its values are estimates, so the common error cancels",
+            "c": "most gains are differences of two estimates with the same error",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "subtracting the mean may change signs in both versions; think of the division",
+            "c": "differences between members are what remains, at every decision",
+        },
+    ),
+    (
+        "c",
+        {
+            "a": "this is what we know already: it says nothing about cost",
+            "b": "an update of rule B may cost twice as much",
+        },
+    ),
+)

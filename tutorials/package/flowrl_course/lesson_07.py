@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 from flowrl.credit import balanced, gains, reward_to_go, turning_points
-from flowrl_course.checking import answered, check, close, expect, number, same, tensor
+from flowrl_course.checking import (
+    answered,
+    check,
+    choice,
+    close,
+    expect,
+    number,
+    quiz,
+    same,
+    tensor,
+)
 
 Answer = Callable[..., Any]
 
@@ -105,7 +115,7 @@ def check_by_hand(plain: Any, consistent: Any) -> None:
     )
     expect(
         bool(first["b"]) or not first["a"],
-        "b ends below its start, so its trend Δ is negative: turning points of b go down",
+        "b ends below its start, so its trend R - V_0 is negative: turning points of b go down",
     )
     expect(
         not (1 in first["a"] and 1 in first["b"] and 2 not in first["a"]),
@@ -125,11 +135,11 @@ def check_by_hand(plain: Any, consistent: Any) -> None:
     expect(
         0 in first["c"],
         "decision 0 of c is missing: the first decision counts when it has the sign of the trend,"
-        " d_0 Δ > 0",
+        " g_0 (R - V_0) > 0",
     )
     expect(
         0 not in first["a"] and 0 not in first["b"],
-        "decision 0 of a and b goes against the trend; compare with Δ = R - R_0",
+        "decision 0 of a and b goes against the trend; compare with R - V_0",
     )
     expect(
         2 in first["c"],
@@ -137,7 +147,7 @@ def check_by_hand(plain: Any, consistent: Any) -> None:
         " as the trend does",
     )
     wrong = ", ".join(name for name in PLAIN if first[name] != PLAIN[name])
-    expect(first == PLAIN, f"plain: look again at the signs of d_{{k-1}}, d_k and Δ of {wrong}")
+    expect(first == PLAIN, f"plain: look again at g_{{k-1}}, g_k and R - V_0 of {wrong}")
     expect(
         2 not in second["c"],
         "decision 2 of c is not consistent: after it the reward falls from 0.65 to 0.62, against"
@@ -149,7 +159,7 @@ def check_by_hand(plain: Any, consistent: Any) -> None:
     )
     expect(
         second == CONSISTENT,
-        "consistent: for each plain turning point compare d_k with R - R_{k+1}",
+        "consistent: for each plain turning point compare g_k with R - V_{k+1}",
     )
 
 
@@ -186,7 +196,7 @@ def check_plain(answer: Answer) -> None:
     got = _bools(answer(values), (2, 60, 5), "plain_turns")
     turns = (before < 0) & (here > 0)
     mistakes = {
-        "every change of direction is marked; a turning point turns towards the trend R - R_0": (
+        "every change of direction is marked; a turning point turns towards the trend R - V_0": (
             _later(step[..., :-1] * step[..., 1:] < 0)
         ),
         "only turns upwards are marked; where the trend is down, turning points go down": _later(
@@ -211,7 +221,7 @@ def check_plain(answer: Answer) -> None:
     close(
         got,
         wanted,
-        "compare sign(d_{k-1}) sign(Δ) < 0 and sign(d_k) sign(Δ) > 0 decision by decision",
+        "compare the signs of g_{k-1}, g_k and R - V_0 decision by decision",
         mistakes,
     )
 
@@ -231,13 +241,13 @@ def check_consistent(answer: Answer) -> None:
 
     local = step * reward_to_go(values).sign() > 0
     mistakes = {
-        "the first decision is missing: it counts where d_0 (R - R_1) > 0": plain & agrees,
-        "the first decision follows the plain rule here, d_0 Δ > 0; the consistent one "
-        "requires d_0 (R - R_1) > 0": first(plain & agrees, step * trend > 0),
-        "R - R_k contains the decision's own gain; what comes after decision k is R - R_{k+1}": (
+        "the first decision is missing: it counts where g_0 (R - V_1) > 0": plain & agrees,
+        "the first decision follows the plain rule here, g_0 (R - V_0) > 0; the consistent one "
+        "requires g_0 (R - V_1) > 0": first(plain & agrees, step * trend > 0),
+        "R - V_k contains the decision's own gain; what comes after decision k is R - V_{k+1}": (
             first(plain & local, local)
         ),
-        "R - R_k contains the decision's own gain; what comes after it is R - R_{k+1} (the "
+        "R - V_k contains the decision's own gain; what comes after it is R - V_{k+1} (the "
         "first decision is right)": first(plain & local, agrees),
         "consistency is not required: these are the plain turning points": turning_points(
             values, consistent=False
@@ -251,7 +261,7 @@ def check_consistent(answer: Answer) -> None:
     close(
         got,
         wanted,
-        "a consistent turning point is a plain one with d_k (R - R_{k+1}) > 0; decision 0 needs"
+        "a consistent turning point is a plain one with g_k (R - V_{k+1}) > 0; decision 0 needs"
         " that alone",
         mistakes,
     )
@@ -269,7 +279,7 @@ def _ranked(turns: Tensor, size: Tensor, plus: int, minus: int, largest: bool = 
 PAPER_LABELS = {5: 0.35, 2: 0.45}
 
 
-@check("Exercise 5")
+@check("Exercise 6")
 def check_paper_labels(answer: dict[int, float]) -> None:
     """`answer` maps the paper's t of the consistent turning points to their aggregated values."""
     expect(isinstance(answer, dict), "give a dict such as {4: 0.10}")
@@ -293,7 +303,7 @@ def check_paper_labels(answer: dict[int, float]) -> None:
         4 not in given, "t = 4 goes down, against the trend; a turning point goes with the trend"
     )
     expect(
-        5 in given, "the first decision is missing: by Remark 5.2 it counts if d_0 (R - R_1) > 0"
+        5 in given, "the first decision is missing: by Remark 5.2 it counts if g_0 (R - V_1) > 0"
     )
     expect(2 in given, "a decision that goes up after one down is missing")
     expect(
@@ -304,25 +314,25 @@ def check_paper_labels(answer: dict[int, float]) -> None:
         (
             (0.10, 0.15),
             (
-                "these are the increments r_t; a turning point has R - R_k, the change from before"
+                "these are the increments r_t; a turning point has R - V_k, the change from before"
                 " the decision to the end"
             ),
         ),
         (
             (0.25, 0.30),
             (
-                "these are the changes after the decision, R - R_{k+1}; the aggregated reward"
+                "these are the changes after the decision, R - V_{k+1}; the aggregated reward"
                 " includes the decision itself"
             ),
         ),
         (
             (0.35, 0.35),
             (
-                "this is the trend Δ for both; the aggregated reward begins at the state before the"
+                "this is the trend for both; the aggregated reward begins at the state before the"
                 " decision"
             ),
         ),
-        ((-0.35, -0.45), "the signs are wrong: R - R_k is positive if the reward rises"),
+        ((-0.35, -0.45), "the signs are wrong: R - V_k is positive if the reward rises"),
         (
             (0.40, 0.30),
             "these are the rewards before the decisions; subtract them from the last one",
@@ -332,11 +342,11 @@ def check_paper_labels(answer: dict[int, float]) -> None:
     for t, value in PAPER_LABELS.items():
         expect(
             same(given[t], value, 1e-3),
-            f"the aggregated reward at t = {t} is R - R_k with k = {5 - t}",
+            f"the aggregated reward at t = {t} is R - V_k with k = {5 - t}",
         )
 
 
-@check("Exercise 6")
+@check("Exercise 7")
 def check_balance(answer: Answer) -> None:
     """`answer(turns, size)` says which turning points remain."""
     generator = torch.Generator().manual_seed(13)
@@ -354,7 +364,7 @@ def check_balance(answer: Answer) -> None:
     wanted = _ranked(turns, size, k, k)
     mistakes = {
         "nothing is dropped; of the more frequent sign only the min(n+, n-) largest remain": turns,
-        "the smallest are kept; keep those of the largest |R - R_k|": _ranked(
+        "the smallest are kept; keep those of the largest |R - V_k|": _ranked(
             turns, size, k, k, largest=False
         ),
         "the largest of both signs together are kept; keep min(n+, n-) of each sign": top & turns,
@@ -378,11 +388,11 @@ def check_balance(answer: Answer) -> None:
 
 
 def size_to_values(size: Tensor) -> Tensor:
-    """Values [member, decision+1] with R - R_k = `size` [member, decision] and R = 0."""
+    """Values [member, decision+1] with R - V_k = `size` [member, decision] and R = 0."""
     return torch.cat([-size, torch.zeros_like(size[..., :1])], dim=-1)
 
 
-@check("Exercise 7")
+@check("Exercise 8")
 def check_null(answer: Answer) -> None:
     """`answer(turning, columns)` is the mean count of turning points of pure noise."""
     seen: list[tuple[int, ...]] = []
@@ -429,3 +439,86 @@ def check_null(answer: Answer) -> None:
         "right for 10 columns, but with `columns` = 6 the trajectories still have another length:"
         " use `columns`",
     )
+
+
+@check("Exercise 5")
+def check_cause(answer: str) -> None:
+    """`answer` is why no decision turns."""
+    letter = choice(answer, "abcd")
+    expect(letter != "a", "random signs have turning points: about one and a half per trajectory")
+    expect(letter != "c", "trajectories do lose reward: look at the fraction of losses")
+    expect(letter == "b", "balancing is not applied here: the function only marks turning points")
+
+
+@check("Exercise 9")
+def check_against_chance(answer: str) -> None:
+    """`answer` is the predicted comparison with the null models."""
+    letter = choice(answer, "abc")
+    expect(letter != "a", "the method credits whatever the definition marks: noise is marked, too")
+    expect(letter == "c", "a direction means fewer changes of sign: and a turn is a change of sign")
+
+
+@check("Exercise 10")
+def check_random_marks(answer: Answer) -> None:
+    """`answer(turns, generator)` has as many marks per trajectory, at random decisions."""
+    turns = torch.rand(40, 50, 6, generator=torch.Generator().manual_seed(3)) < torch.tensor(
+        [0.8, 0.5, 0.3, 0.2, 0.1, 0.0]
+    )
+    first, second = (
+        _bools(answer(turns.clone(), torch.Generator().manual_seed(seed)), turns.shape, "the marks")
+        for seed in (1, 2)
+    )
+    expect(
+        int((first.sum() - turns.sum()).abs()) < 300,
+        "there are more or fewer marks than turning points: keep their number",
+    )
+    expect(
+        torch.equal(first.sum(-1), turns.sum(-1)),
+        "the total is right, but not that of every trajectory: permute within the last axis",
+    )
+    expect(not torch.equal(first, second), "the marks are not random: use `generator`")
+    rates = first.float().mean((0, 1))
+    expect(
+        float(rates.max() - rates.min()) < 0.06,
+        "some decisions are marked more often: all must be equally likely",
+    )
+
+
+check_quiz = quiz(
+    __name__,
+    (
+        "a",
+        {
+            "b": "R also depends on the noise of decision k and of those after it",
+            "c": "the gain compares with the next completion, which may differ",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "a turn needs a decision against the trend before it",
+            "c": "the first decision has a condition of its own",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "if the trend is down, a turning point goes down, and so does R - V_k",
+            "c": "it starts with the decision's own gain",
+        },
+    ),
+    (
+        "c",
+        {
+            "a": "the credit may still be good; only this argument for it is refuted",
+            "b": "equal counts say nothing about positions",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "TP-GRPO differs from it in the credit of single decisions as well",
+            "c": "this tests the effect of the KL",
+        },
+    ),
+)
