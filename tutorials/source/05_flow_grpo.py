@@ -61,7 +61,7 @@ plt.show()
 #
 # An image has 64 × 64 pixels on a lattice of 4 × 4 cells; a cell contains an object, a letter, or nothing. The policy is the transformer class of Stable Diffusion 3
 # (`SD3Transformer2DModel` of diffusers) at a small size. The trained weights are a LoRA adapter on its attention projections (a low-rank matrix added to each frozen weight matrix), as in Flow-GRPO for SD3.5.
-# The base model was trained with captions that were often inaccurate, so it can draw every word but does not always follow the prompt.
+# The base model was trained with captions that were often inaccurate, so it can render every word but does not always follow the prompt.
 #
 # The task is `preference`, for example "calm red and blue pattern": the judge rewards the requested colours, mirror symmetry, and the right amount of paint. The reward has
 # three forms: `strict` (0 or 1, all three conditions), `graded` (the fraction of conditions that hold), `soft` (continuous). Training uses `soft`; the tables also have `strict`.
@@ -120,7 +120,7 @@ lesson.check_uniform(uniform_advantages)
 # Flow-GRPO takes the mean per prompt but the standard deviation over the whole batch, which is `Uniform(std="batch")`.
 
 # %% [markdown]
-# The next figure has a group of eight. The sampler is Flow-SDE of the lesson on ODE and SDE with $a = 0.7$ in steps 2 to 6 and the ODE in the others; the next section gives the reason. In `flowrl` this window is written `2:7`, as a Python slice: the five steps 2 to 6. They are the decisions 0 to 4.
+# The next figure shows a group of eight. The sampler is Flow-SDE of the lesson on ODE and SDE with $a = 0.7$ in steps 2 to 6 and the ODE in the others; the next section gives the reason. In `flowrl` this window is written `2:7`, as a Python slice: the five steps 2 to 6. They are the decisions 0 to 4.
 
 # %%
 sampler = Windowed(FlowSDE(0.7), range(2, 7))
@@ -139,7 +139,7 @@ plt.show()
 # ## Which steps are decisions?
 #
 # The loss contains only the decisions, the stochastic steps, in which the policy is a Gaussian with a log-probability. In Flow-GRPO every step but the last is stochastic. However, the noise of a
-# step may have no visible effect on the image. To measure the effect, we let the members of a group start from the *same* noise, make *one* step stochastic, and compute the spread of
+# step may have no visible effect on the image. To measure the effect, we let the members of a group start from the *same* noise and make *one* step stochastic. Then we compute the spread of
 # the final rewards within the group. Before we run this experiment, predict its result.
 #
 # ### Exercise 2 · early or late noise
@@ -197,7 +197,7 @@ plt.show()
 # The earliest steps have the largest effect. Noise after step 6 changes the image so little that these steps mostly add noise to the gradient. The last step is practically deterministic, because the grid of this model, like that of
 # diffusers, ends with 0.001 and 0.
 #
-# Nevertheless, the default window of this world begins at step 2. Flow-SDE's noise near $t = 1$ is very large (the first two numbers of the last row), and training with these steps
+# Nevertheless, the default window of this world begins at step 2. Flow-SDE's noise near $t = 1$ is very large, as the first two numbers of the last row show. Training with these steps
 # was slower in the search for the defaults. The choice of the stochastic steps is a setting like the learning rate, and public code differs: all but the last
 # (Flow-GRPO), a few (Flow-GRPO-Fast), a window that slides from early to late steps (MixGRPO).
 #
@@ -233,8 +233,8 @@ def silent_share(success, size):
 lesson.check_silent(silent_share)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A group is silent if all members succeed, $p^G$, *or* all fail, $(1-p)^G$. The mean over prompts comes last: groups of very easy or very hard prompts
-# are silent far more often than groups of average difficulty, so the formula with the mean $p$ gives too small a number. As training succeeds, $p \to 1$, and more groups become silent.
+# **Why.** A group is silent if all members succeed, $p^G$, *or* all fail, $(1-p)^G$. The mean over prompts comes last, because groups of very easy or very hard prompts
+# are silent far more often than groups of average difficulty. The formula with the mean $p$ therefore gives too small a number. As training succeeds, $p \to 1$, and more groups become silent.
 
 # %% [markdown]
 # Second, mean and standard deviation of a few members are noisy. The next cell samples 48 members for each of 12 prompts and divides them into smaller groups. It compares the fraction of silent groups with your
@@ -347,7 +347,7 @@ plan = {"groups": 8, "members": 12, "steps": 10, "decisions": 5}
 lesson.check_plan(plan)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** With 12 members $0.9^{12} = 28\%$ of the groups are silent; with 11 members it would be 31%. Then 96 trajectories share 2,400 evaluations, 25 each. All nine stochastic steps of ten would cost 37 per trajectory, so only a window fits, for example five decisions at ten steps or four at up to thirteen.
+# **Why.** With 12 members $0.9^{12} = 28\%$ of the groups are silent; with 11 members it would be 31%. Then 96 trajectories share 2,400 evaluations, 25 each. Ten steps with nine decisions would cost 37 per trajectory, so only a window fits. For example, five decisions fit with ten steps, and four with up to thirteen.
 
 # %% [markdown]
 # The next cell trains for 8 iterations of 8 groups of 12 with 10 steps, the plan of the solution. `train` (in `flowrl_course.runs`) is a loop over `Trainer.iteration`, as in `flowrl train`, followed by
@@ -440,7 +440,7 @@ lesson.check_kl_from_velocities(kl_from_velocities)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** The check compares your result with `flow.kl` of the two transitions. Two versions of this formula exist in public code. The paper's norm is a sum over elements; the code takes the mean, as for the log-probability. The released code of Flow-GRPO
-# also omits the division by $\Delta$ in the form with means, so its KL is this one times $\Delta$ (`ClippedLoss(kl="without_delta")`), and its published weights belong to that version.
+# also omits the division by $\Delta$ in the form with means, so its KL is this one times $\Delta$ (`ClippedLoss(kl="without_delta")`). The published KL weights belong to that version.
 
 # %% [markdown]
 # ### Estimators
@@ -523,8 +523,7 @@ plt.show()
 #
 # ### From steps to trajectories
 #
-# The probability of a trajectory, given its noise $z_0$, is a product over its steps, $\pi(z_1, \ldots, z_T \mid z_0) = \prod_i \pi(z_{i+1} \mid z_i)$. Hence the log-ratio of a trajectory is the sum of those of its steps, and
-# the expectation of each summand, given $z_i$, is the KL of the step:
+# The probability of a trajectory, given its noise $z_0$, is a product over its steps, $\pi(z_1, \ldots, z_T \mid z_0) = \prod_i \pi(z_{i+1} \mid z_i)$. Hence the log-ratio of a trajectory is the sum of those of its steps. The expectation of each summand, given $z_i$, is the KL of the step:
 #
 # $$\mathrm{KL}(\text{path}) = \mathbb E_{\pi}\Big[\sum_i \mathrm{KL}\big(\pi(\cdot \mid z_i)\,\|\,\pi_\text{ref}(\cdot \mid z_i)\big)\Big].$$
 #
@@ -704,7 +703,7 @@ plt.show()
 #
 # ## A run that does not learn
 #
-# A collapse is easy to see in the metrics. The opposite failure is quieter: the next cell trains with the stable settings, except that one of them is changed. No metric alarms us, but the reward does not rise.
+# A collapse is easy to see in the metrics. The opposite failure is quieter: the next cell trains with the stable settings, except that one of them is changed. Rewards differ within groups, and the policy changes even more than in the stable run, but the reward does not rise.
 
 # %% tags=["hide-input"]
 flat = train(settings.replace(iterations=5, window="7:9"))
@@ -751,7 +750,7 @@ lesson.check_changed_setting(changed_setting)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** The members start from different noise, so their rewards differ, and the advantages are not 0. The differences were decided by the initial noise and the early ODE steps, though. The trained decisions are steps 7 and 8 (window `7:9`), whose noise has nearly no effect on the image, as the figure of exercise 2 shows. So the gradient
-# correlates rewards with noise that did not cause them, and its expectation is nearly 0. A remedy in practice is to start the group from the same noise and look at `group_std`: here it would be near 0.
+# correlates rewards with noise that did not cause them, and its expectation is nearly 0. A useful test is to start the group from the same noise and look at `group_std`: here it would be near 0.
 #
 # ## The paper's figures, reproduced
 #
@@ -771,8 +770,8 @@ recorded.table(
     ("  reward", "training takes longer", measured("binding-kl"), "equal"),
     ("KL without the step length (code)", "not at hand", measured("kl-scaling"), "undecided"),
     ("noise levels", "not at hand", "the search below", "-"),
-    ("uniform: cosine to the true gradient", "not at hand", cosine("Uniform(group)"), "agrees"),
-    ("  std of the batch (code)", "not at hand", cosine("Uniform(batch)"), "agrees"),
+    ("uniform: cosine to the true gradient", "not at hand", cosine("Uniform(group)"), "exact"),
+    ("  std of the batch (code)", "not at hand", cosine("Uniform(batch)"), "exact"),
     ("curves and images", "figures not at hand", "the cells above", "-"),
     ("ablations on images, FLUX.1-dev", "not at hand", "to be run", "untested"),
     ("further scores, limitations", "not at hand", "-", "untested"),
@@ -795,7 +794,7 @@ recorded.dots(
 recorded.search("uniform")
 
 # %% [markdown]
-# Training with 10 steps is much faster per evaluation, as published. Its final reward is lower here, because it makes twice as many updates in this comparison and some of its runs fall again: the settings come from a search with shorter runs. For the same reason the long runs without KL fall, which widens the intervals of the two rows on KL. The last figure has one dot per run of the search for settings. Its upper edge matters, because the other settings of the runs differ, too: the best runs of all three noise levels are close to each other.
+# Training with 10 steps is much faster per evaluation, as published. Its final reward is lower here, because it makes twice as many updates in this comparison and some of its runs fall again: the settings come from a search with shorter runs. For the same reason the long runs without KL fall, which widens the intervals of the two rows on KL. The last figure has one dot per run of the search for settings. Its upper edge matters, because the other settings of the runs differ, too. In the 2-D world the best runs of all three noise levels are close to each other. On images 0.98 is ahead, but a few runs decide this.
 #
 # ## Quiz
 #

@@ -211,7 +211,7 @@ plt.show()
 #
 # *Difficulty: easy · kind: formula · importance: useful · time: 5 minutes*
 #
-# The next cell prints the grid of SD3 with ten steps, whose nodes match the times in the caption (the paper draws every step, so step $i$ is decision $i$). Give the numbers of our steps: the step whose gain the paper calls $g_{0.86}$, the step whose gain it calls $g_{0.71}$, and the step that leads *into* the dip at $t = 0.86$.
+# The next cell prints the grid of SD3 with ten steps, whose nodes match the times in the caption. (In the paper every step is random, so step $i$ is decision $i$.) Give the numbers of our steps: the step whose gain the paper calls $g_{0.86}$, the step whose gain it calls $g_{0.71}$, and the step that leads *into* the dip at $t = 0.86$.
 
 # %%
 scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
@@ -354,7 +354,7 @@ for name, scored in tables.items():
     axes[0].plot(COLUMNS, mean, "o-", color=shades[name], markersize=3, label=name)
     distance = (scored.values - scored.values[..., -1:]).square().mean((0, 1)).sqrt()
     axes[1].plot(COLUMNS, distance, "o-", color=shades[name], markersize=3)
-axes[0].set(xlabel="decision k (10: image)", ylabel="mean of V_k", title="Blurred estimates score low", ylim=(0, 0.8))
+axes[0].set(xlabel="decision k (10: image)", ylabel="mean of V_k", title="Blurred estimates have low rewards", ylim=(0, 0.8))
 axes[1].set(xlabel="decision k (10: image)", ylabel="rms of V_k - R", title="Distance from the final reward", ylim=(0, None))
 axes[0].legend(frameon=False, fontsize=8)
 for cell in axes:
@@ -363,7 +363,7 @@ plt.show()
 
 # %% [markdown]
 # The rewards of one-step estimates begin near that of a grey blur and rise for all trajectories, so their gains mostly measure the sharpness of the estimate. Five substeps are close to the whole ODE. (With a sampler of ten steps both cost about the same, since five or six steps remain on average. With forty steps the ODE would cost four times as much.) On the right no estimator comes near 0 at early states, because most of the noise
-# that decides the image has not been drawn yet.
+# that determines the image has not been drawn yet.
 #
 # ## When is reward gained?
 #
@@ -562,7 +562,7 @@ lesson.check_generalised(generalised)
 # %% [markdown]
 # ## The value of better credit
 #
-# A credit rule determines a gradient. If the gradient is mostly noise, two independent batches give gradients in different directions. To measure this, the next cell samples four batches (8 groups of 12, task `preference`, the window of the lesson on Flow-GRPO), computes the policy gradient of each rule on the *same* trajectories, and
+# A credit rule determines a gradient. If the gradient is mostly noise, two independent batches give gradients in different directions. To measure this, the next cell samples four batches (8 groups of 12, task `preference`, the window of the lesson on Flow-GRPO). It computes the policy gradient of each rule on the *same* trajectories, and
 # prints the cosine between the gradients of different batches (about half a minute).
 
 # %%
@@ -626,7 +626,7 @@ print(f"with the update (5 decisions, 3 each): {(spent + 15) / (plain + 15):.1f}
 # %% [markdown]
 # Sampling costs less than the 41.4 evaluations above: with this window only five states need an estimate, and the members of a group share the first three nodes. (Decision 0 is step 2 here, and its gain counts from the shared state.) An update costs about three evaluations per decision: one forward, and two for the backward pass.
 #
-# On this task, at the start of training, stepwise credit is worth more than it costs. On the task `compositional` the same experiment is inconclusive, because with 96 trajectories the cosines of all rules are about as small as their spread over pairs (replace `"preference"` above to see this). Moreover, a clearer gradient does not imply a better
+# On this task, at the start of training, stepwise credit is worth more than it costs. On the task `compositional` the same experiment is inconclusive: with 96 trajectories all cosines are about as small as their spread over pairs. (Replace `"preference"` above to see this.) Moreover, a clearer gradient does not imply a better
 # model after training.
 #
 # ### Exercise 9 · choose the estimate
@@ -687,7 +687,7 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# After six iterations with one seed and 8 groups each, the difference of the two is within chance (96 held-out samples, standard error about 0.05 in `strict`), and Flow-GRPO used about two fifths of the evaluations for sampling. So in this short run the clearer gradient does *not* give a better model. The lesson Side by side shows how many seeds such a comparison needs.
+# After six iterations with one seed and 8 groups each, the difference of the two is within chance (96 held-out samples, standard error about 0.05 in `strict`). Flow-GRPO used about two fifths of the evaluations for sampling. So in this short run the clearer gradient does *not* give a better model. The lesson Side by side shows how many seeds such a comparison needs.
 #
 # ## The paper's figures, reproduced
 #
@@ -709,8 +709,8 @@ recorded.table(
     ("  lambda 0.5 - gains", "as good", measured("lambda", 2), "slight"),
     ("  lambda 1 - gains", "as good", measured("lambda"), "equal"),
     ("Figure 9: joint - by step", "better", measured("joint-normalisation"), "equal"),
-    ("  joint: cosine to the true gradient", "not at hand", cosine("StepwiseGain(joint), T'=5"), "agrees"),
-    ("  by step: cosine to the true gradient", "not at hand", cosine("StepwiseGain(step), T'=5"), "agrees"),
+    ("  joint: cosine to the true gradient", "not at hand", cosine("StepwiseGain(joint), T'=5"), "close"),
+    ("  by step: cosine to the true gradient", "not at hand", cosine("StepwiseGain(step), T'=5"), "worse"),
     ("Figure 10: T' = 1 minus 5", "similar", measured("substeps"), "worse"),
     ("  T' = 2 minus 5", "similar", measured("substeps", 1), "worse"),
     ("  T' = 8 minus 5", "similar", measured("substeps", 2), "slight"),
@@ -722,7 +722,7 @@ recorded.table(
 )
 
 # %% [markdown]
-# Here is the same noise after the two short runs of this lesson. They differ in details only, as their rewards suggest.
+# Here is the same noise after the two short runs of this lesson. Both models improve on the base model, and differ from each other in details.
 
 # %% tags=["hide-input"]
 shown = palette[:6]

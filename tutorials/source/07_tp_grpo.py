@@ -369,11 +369,11 @@ lesson.check_cause(cause)
 # | first step, Remark 5.2 | $k = 0$, in any window | no decision before it; the criterion has one condition |
 # | balancing, Appendix D | exercise 7 | |
 #
-# For every marked point of such a figure, ask which sign the decision *before* it has, which sign the decision itself has, and which sign the whole trajectory has. Three signs decide the plain rule. The consistent rule adds a fourth, that of the change after the decision.
+# For every marked point of such a figure, find the signs of the decision *before* it, of the decision itself, and of the whole trajectory. These three signs decide the plain rule. The consistent rule adds a fourth, that of the change after the decision.
 #
 # The main result is Figure 4, rewards over training. Its panel on PickScore supports the statement that step 700 reaches what Flow-GRPO reaches at step 2300. Ask the same questions as in the lesson on Stepwise-Flow-GRPO:
 #
-# - The axis counts optimiser steps. However, an iteration of TP-GRPO needs the rewards of ten images per trajectory instead of one. With the fewest possible evaluations it costs about 2.2 times as much, the update included, so the factor of 3.3 in steps is a factor of about 1.5 in computing.
+# - The axis counts optimiser steps. However, an iteration of TP-GRPO needs the rewards of ten images per trajectory instead of one. With the fewest possible evaluations it costs about 2.2 times as much, the update included. The factor of 3.3 in steps is therefore a factor of about 1.5 in computing.
 # - The curves are without the KL penalty, the numbers of Table 1 with it.
 # - No curve uses increments *without* turning points, so the figure cannot tell which of the two ideas helps. The last sections of this lesson make this comparison.
 #
@@ -485,7 +485,7 @@ print("same as ours:", torch.equal(selected, balance(consistent, reward_to_go(va
 print(explain(rule, name="TP-GRPO"))
 
 # %% [markdown]
-# Balancing by size keeps *a*, whereas balancing by trend, as in the released code (sign and rank are those of $R - V_0$), keeps *c*. With few trajectories such choices have a large effect. In the advantages of decision 2, the credit of *a* and *b* is $R - V_k = \pm 0.30$, that of *c* is its increment +0.13, and the three are normalised together although they measure different things, as in
+# Balancing by size keeps *a*, whereas balancing by trend, as in the released code (sign and rank are those of $R - V_0$), keeps *c*. With few trajectories such choices have a large effect. In decision 2, the credit of *a* and *b* is $R - V_k = \pm 0.30$, whereas that of *c* is its increment +0.13. The three are normalised together although they measure different things, as in
 # the published method.
 #
 # ## How many turning points would pure noise have?
@@ -668,7 +668,7 @@ def random_marks(turns, generator):
 lesson.check_random_marks(random_marks)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The control keeps the number of marks of *every* trajectory. Marks with the same overall rate would also change how many a trajectory has, which depends on its rewards, and a permutation of trajectories would do the same. In `flowrl` this control is `TurningPointVariant(where="random")`.
+# **Why.** The control keeps the number of marks of *every* trajectory. Marks with the same overall rate would also change how many a trajectory has, which depends on its rewards. A permutation of trajectories would do the same. In `flowrl` this control is `TurningPointVariant(where="random")`.
 
 # %% [markdown]
 # The next cell compares versions of the rule on the same trajectories: increments alone, turning points, and this control. As in the lesson on Stepwise-Flow-GRPO, it prints the cosine between the gradients of four independent batches (task `preference`, window `2:7`: steps 2 to 6 are decisions 0 to 4). The rule for the first decision acts on step 2 here, and the last decision, step 6, never turns.
@@ -845,7 +845,7 @@ lesson.check_quiz(quiz)
 #
 # ## Further reading
 #
-# - Tong et al. 2026, *Alleviating sparse rewards by modeling step-wise and long-term sampling effects in flow-based GRPO* (arXiv 2602.06422), with code at github.com/YunzeTong/TurningPoint-GRPO. The differences between paper and code are listed in `docs/differences.md`.
+# - Tong et al. 2026, *Alleviating sparse rewards by modeling step-wise and long-term sampling effects in flow-based GRPO* (arXiv 2602.06422), with code at github.com/YunzeTong/TurningPoint-GRPO. The differences between paper and code are listed in `docs/papers/tp-grpo.md`.
 # - *DenseGRPO* (arXiv 2601.20218): increments of ODE completions without turning points, the natural control for this method.
 # - Wang and Yu 2025, *CPS* (arXiv 2509.05952): the kernel of TP-GRPO's released code.
 # - Arjona-Medina et al. 2018, *RUDDER* (arXiv 1806.07857): redistribution of a delayed reward over the steps that caused it.

@@ -1,0 +1,51 @@
+"""The lessons' figures of recorded runs: their numbers are those of the pages, and a course without
+the files says so.
+"""
+
+import matplotlib.pyplot as plt
+import pytest
+from flowrl_course import recorded
+from loading import ROOT
+
+
+@pytest.fixture(autouse=True)
+def no_windows(monkeypatch):
+    monkeypatch.setattr(plt, "show", lambda: None)
+    yield
+    plt.close("all")
+
+
+@pytest.mark.parametrize(
+    ("value", "page"),
+    [
+        (lambda: recorded.measured("train-short", 1), "papers/coverage.md"),
+        (lambda: recorded.measured("stepwise-updates", 0, "shapes"), "papers/coverage.md"),
+        (lambda: recorded.measured("tp-beats-uniform", 1), "papers/coverage.md"),
+        (lambda: recorded.cosine("TurningPoint, no first step"), "papers/coverage.md"),
+    ],
+)
+def test_a_number_is_that_of_the_page(value, page):
+    assert value() in (ROOT / "docs" / page).read_text()
+
+
+def test_figures_have_a_line_per_arm_and_a_dot_per_setting():
+    recorded.curves({"steps": ("train-short", "forwards")})
+    assert [line.get_label() for line in plt.gca().get_lines()] == ["10 steps", "40 steps"]
+    recorded.dots({"noise": ("tp-noise", "area")})
+    assert [text.get_text() for text in plt.gca().get_yticklabels()][:2] == [
+        "noise 0.7",
+        "noise 0.4",
+    ]
+    assert len(plt.gca().get_lines()) == 10  # an interval and a dot each
+
+
+def test_without_the_files_the_course_says_where_they_are(monkeypatch, capsys):
+    monkeypatch.setattr(recorded, "lines", dict)
+    monkeypatch.setattr(recorded, "case", recorded.case.__wrapped__)
+    recorded.table(("item", "published", recorded.measured("lambda"), recorded.cosine("-")))
+    recorded.curves({"steps": ("train-short", "forwards")})
+    recorded.dots({"noise": ("tp-noise", "area")})
+    recorded.search("uniform")
+    printed = capsys.readouterr().out
+    assert printed.count(recorded.ABSENT) == 4 and printed.count("not here") == 2
+    assert not plt.get_fignums()
