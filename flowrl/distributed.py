@@ -104,14 +104,14 @@ class Distributed:
         if world_size <= 1:
             return Distributed()
         deepspeed, sharded = _flag("ACCELERATE_USE_DEEPSPEED"), _flag("ACCELERATE_USE_FSDP")
-        require(not deepspeed, "DeepSpeed", True, "fsdp: zero2.yaml shards what ZeRO-2 does")
+        require(not deepspeed, "DeepSpeed", True, "fsdp: zero2.yaml shards as ZeRO-2 does")
         version = os.environ.get("FSDP_VERSION", "2")
         require(not sharded or version == "2", "fsdp_version", version, "2, as in fsdp2.yaml")
         prefix, replicas = "PARALLELISM_CONFIG_DP", 1
         if sharded:
             replicas = int(os.environ.get(f"{prefix}_REPLICATE_SIZE", "1"))
             shards = int(os.environ.get(f"{prefix}_SHARD_SIZE", world_size // replicas))
-            allowed = f"a product of {world_size}, the number of processes"
+            allowed = f"a product equal to {world_size}, the number of processes"
             name, given = "dp_replicate_size x dp_shard_size", f"{replicas} x {shards}"
             require(replicas * shards == world_size, name, given, allowed)
         backend = "gloo"
@@ -220,8 +220,8 @@ class Distributed:
             raise
         except RuntimeError as error:
             raise OtherProcessError(
-                f"{self._name} lost another process, whose own message has the reason; if it was"
-                f" only slow, raise {TIMEOUT} (now {_timeout_minutes():g}):"
+                f"{self._name} lost another process, whose own message gives the reason. If it was"
+                f" only slow, raise {TIMEOUT} (now {_timeout_minutes():g} minutes):"
                 f" {str(error).splitlines()[0]}"
             ) from error
 

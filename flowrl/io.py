@@ -127,7 +127,7 @@ def disk_errors(folder: Path, again: Callable[[], str]) -> Iterator[None]:
             raise
         path, reason = getattr(error, "filename", None) or folder, os.strerror(number or 28)
         command = again() if (folder / "config.json").exists() else command_line()
-        message = f"disk: {path} cannot be written: {reason}. Make room, then: {command}"
+        message = f"disk: {path} cannot be written: {reason}. Free some space, then run: {command}"
         raise DiskError(message) from error
 
 
@@ -181,9 +181,9 @@ def require_no_links(folder: Path) -> None:
         for name in (*folders, *files):
             path = Path(parent, name)
             if path.is_symlink():
-                raise ConfigError(f"{path} is a link; replace it by what it links to")
+                raise ConfigError(f"{path} is a symbolic link; replace it with its target")
             if path.exists() and not (path.is_file() or path.is_dir()):
-                raise ConfigError(f"{path} is no regular file, but a pipe or a device; remove it")
+                raise ConfigError(f"{path} is a pipe or a device, not a regular file; remove it")
 
 
 @contextmanager
@@ -207,7 +207,7 @@ def new_folder(
     _require_way(folder, "out")
     try:
         usable = not folder.is_file() and folder.resolve() != Path.cwd()
-        require(usable, "out", str(folder), "a folder other than the current one; it may be new")
+        require(usable, "out", str(folder), "a new or existing folder, but not the current one")
         missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
         had_lock = (folder / LOCK).exists()
     except OSError as error:
@@ -252,7 +252,7 @@ def require_new_file(
     _require_way(path, option)
     try:
         replaceable = not path.exists() or (path.is_file() and made(read_bytes(path)))
-        require(replaceable, option, str(path), "a new file, or one from this command")
+        require(replaceable, option, str(path), "a new file, or one that this command wrote")
         parent = next(parent for parent in path.absolute().parents if parent.exists())
         probe = parent / f"{path.name}.{os.getpid()}.tmp"
         try:
@@ -266,7 +266,7 @@ def require_new_file(
 def _require_way(path: Path, option: str) -> None:
     """Raise `ConfigError` for a ".." after a folder that does not exist, which would be made."""
     ways = [place for place in (path, *path.parents) if place.name == ".."]
-    need = "a path with '..' after folders that exist"
+    need = "a path in which '..' follows existing folders only"
     require(all(map(os.path.isdir, ways)), option, str(path), need)
 
 
@@ -283,7 +283,7 @@ def _lock(path: Path, name: str, work: str) -> Iterator[None]:
         holder.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as error:
-        need = "wait until it has ended or choose another --out"
+        need = "wait until it has finished, or choose another --out"
         raise ConfigError(f"{path} is being written by {_holder(holder)}; {need}") from error
     except OSError as error:
         raise refused(error, f"{path} cannot be locked: {error.strerror}") from error

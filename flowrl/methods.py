@@ -349,8 +349,8 @@ def check_one_advantage(loss: Loss, rule: CreditRule, advantages: Tensor, mask: 
     lowest = advantages.masked_fill(~mask, torch.inf).amin(-1)
     if bool((highest - lowest > 1e-6 * advantages[mask].abs().amax()).any()):
         raise CreditError(
-            f"{type(loss).__name__} needs one advantage per trajectory, but those of"
-            f" {type(rule).__name__} differ between decisions; allowed: a rule that credits all"
+            f"{type(loss).__name__} needs one advantage per trajectory, but the advantages"
+            f" of {type(rule).__name__} differ between decisions; allowed: a rule that credits all"
             " decisions equally, such as uniform"
         )
 

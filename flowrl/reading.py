@@ -69,7 +69,7 @@ def read_bytes(path: Path | str, limit: int | None = LARGEST) -> bytes:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{path} is no regular file, but a pipe, a device or a folder")
+            raise ConfigError(f"{path} is a pipe, a device or a folder, not a regular file")
         if limit is not None and status.st_size > limit:
             raise ConfigError(f"{path} has {status.st_size:,} bytes; allowed: {limit:,}")
         with open(descriptor, "rb", closefd=False) as file:
@@ -86,7 +86,7 @@ def read_input(seconds: float = 60.0) -> str:
     while len(data) <= LARGEST:
         left = max(0.0, deadline - time.monotonic())
         ended = not select.select([sys.stdin], [], [], left)[0]
-        require(not ended, "standard input", f"open for {seconds:g} s", "text that ends before")
+        require(not ended, "standard input", f"open for {seconds:g} s", "text that ends sooner")
         part = os.read(sys.stdin.fileno(), 2**16)
         if not part:
             with reading("standard input"):
@@ -229,7 +229,7 @@ def load_document(path: Path) -> tuple[Any, yaml.Node | None]:
     text = read_text(path)
     if len(text) > LONGEST:
         raise ConfigError(
-            f"config: {path} has {len(text):,} characters; a file of settings may have {LONGEST:,}"
+            f"config: {path} has {len(text):,} characters; allowed in a settings file: {LONGEST:,}"
         )
     if path.suffix == ".json":
         try:
@@ -247,7 +247,7 @@ def load_document(path: Path) -> tuple[Any, yaml.Node | None]:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = f", line {mark.line + 1}" if mark else ""
         problem = str(problem or error)[:200]
-        raise ConfigError(f"config: {path}{place}, is not YAML: {problem}") from error
+        raise ConfigError(f"config: {path}{place} is not YAML: {problem}") from error
 
 
 LONGEST = 100_000
@@ -279,7 +279,7 @@ class _Loader(yaml.SafeLoader):
             self.nodes += self.sizes.get(id(node), NODES)
         self.sizes[id(node)] = self.nodes - before
         if node is None or self.nodes > NODES:
-            limits = f"more than {DEPTH} levels, or {NODES:,} values with those of aliases"
+            limits = f"more than {DEPTH} levels, or {NODES:,} values including those of aliases"
             raise ComposerError(None, None, limits, mark)
         return node
 

@@ -130,7 +130,7 @@ def test_only_regular_files_of_limited_size_are_read(kind, tmp_path):
         path.mkdir()
     else:
         path.write_bytes(b"12345")
-    with pytest.raises(ConfigError, match=r"no regular file|has 5 bytes; allowed: 4"):
+    with pytest.raises(ConfigError, match=r"not a regular file|has 5 bytes; allowed: 4"):
         read_bytes(path, 4)
     (tmp_path / "link").symlink_to(__file__)
     assert read_bytes(tmp_path / "link").startswith(b'"""What comes')
@@ -162,13 +162,13 @@ def test_a_link_in_a_run_folder_is_neither_written_nor_deleted(tmp_path, capsys)
     os.rename(run / "checkpoints", other)
     before = {path.name: path.read_bytes() for path in other.iterdir()}
     (run / "checkpoints").symlink_to(other)
-    assert "checkpoints is a link" in error_of(f"train --resume {run}", capsys)
+    assert "checkpoints is a symbolic link" in error_of(f"train --resume {run}", capsys)
     assert {path.name: path.read_bytes() for path in other.iterdir()} == before
     (run / "checkpoints").unlink()
     os.rename(other, run / "checkpoints")
     (run / "metrics.jsonl").unlink()
     os.mkfifo(run / "metrics.jsonl")
-    assert "metrics.jsonl is no regular file" in error_of(f"train --resume {run}", capsys)
+    assert "metrics.jsonl is a pipe or a device" in error_of(f"train --resume {run}", capsys)
     (run / "metrics.jsonl").unlink()
     (tmp_path / "linked").symlink_to(run)  # the folder itself may be one
     with folder_lock(tmp_path / "linked"):
@@ -194,7 +194,7 @@ class Reward:
         ("credit", {"probe": "completion"}, r"Wrong\.probe = 'completion'"),
         ("credit", {"probe": Completion}, r"Wrong\.probe = <class .*Completion"),
         ("credit", {"assign": 3}, r"Wrong\.assign = 3 .*allowed: a method"),
-        ("credit", {"state_dict": lambda self: {}}, "has state_dict alone"),
+        ("credit", {"state_dict": lambda self: {}}, "has only state_dict"),
         ("credit", {"state_dict": {}, "load_state_dict": {}}, r"Wrong\.state_dict = {}"),
         (
             "credit",

@@ -85,7 +85,7 @@ def test_an_evaluation_of_others_is_not_written_over(made, tmp_path, capsys):
     assert (run / "evaluation" / "evaluation.json").read_text() == '{"mine": 1}'
     shutil.rmtree(run / "evaluation")
     (run / "evaluation").symlink_to(other)
-    assert "evaluation is a link" in error_of(command, capsys)
+    assert "evaluation is a symbolic link" in error_of(command, capsys)
     assert (other / "evaluation.json").read_text() == '{"mine": 1}' and len([*other.iterdir()]) == 1
 
 
@@ -131,7 +131,9 @@ def test_a_start_that_was_killed_may_be_repeated_but_an_iteration_is_kept(tmp_pa
     with pytest.raises(PartError, match="later"):
         Run(TINY_RUN, out, report=stop).execute()
     assert (out / "metrics.jsonl").read_text().count("\n") == 2
-    with pytest.raises(ConfigError, match="a folder without a run; --resume continues one"):
+    with pytest.raises(
+        ConfigError, match="a folder without a run; to continue a run, use --resume"
+    ):
         Run(TINY_RUN, out).execute()
     assert Run(TINY_RUN, out).execute(resume=True)
 

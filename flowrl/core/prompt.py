@@ -21,4 +21,4 @@ class Prompt:
 
     def __post_init__(self) -> None:
         # C libraries (tokenizers, file names, PNG texts) end a text at NUL
-        require("\0" not in self.text, "prompt", self.text, "a text without NUL")
+        require("\0" not in self.text, "prompt", self.text, "text without NUL characters")

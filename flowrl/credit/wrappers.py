@@ -138,7 +138,9 @@ class GDPO(RuleAround):
         parts = experience.parts or {"reward": experience.values}
         unknown = ", ".join(sorted(set(self.weights or {}) - set(parts)))
         if unknown:
-            raise CreditError(f"GDPO.weights names rewards {unknown}; there are {', '.join(parts)}")
+            raise CreditError(
+                f"GDPO.weights names unknown rewards {unknown}; allowed: {', '.join(parts)}"
+            )
         records = (replace(experience, values=table, parts={}) for table in parts.values())
         credits = [credit_of(self.rule, record) for record in records]
         advantages = dict(zip(parts, [credit.advantages for credit in credits], strict=True))

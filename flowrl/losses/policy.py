@@ -109,7 +109,9 @@ class _Penalised:
             metrics["kl"] = penalty.detach()
             loss = loss + self.kl_weight * penalty if self.kl_weight > 0 else loss
         elif self.kl_weight > 0:
-            raise ConfigError(f"kl_weight = {self.kl_weight!r} needs LossBatch.reference: fill it")
+            raise ConfigError(
+                f"kl_weight = {self.kl_weight!r} needs LossBatch.reference, which is None"
+            )
         return LossResult(loss=loss, metrics=metrics, policy_term=policy_loss)
 
     def _clipped(self, rows: LossBatch, ratio: Tensor, clip_range: float) -> LossResult:
@@ -346,7 +348,7 @@ class Distillation(_Penalised):
         rows = counted(batch)
         teacher, slope = rows.reference, rows.slope
         if teacher is None or (self.equal and slope is None):
-            raise ConfigError("Distillation needs LossBatch.reference, and slope with `equal`")
+            raise ConfigError("Distillation needs LossBatch.reference, and with `equal` also slope")
         divergence = kl(rows.new, teacher)
         if self.equal and slope is not None:
             counts = rows.behaviour.std > 0
@@ -413,7 +415,7 @@ class RewardAscent(_Penalised):
         not count.
         """
         if not rows.prompts:
-            raise ConfigError("RewardAscent needs LossBatch.prompts: fill it")
+            raise ConfigError("RewardAscent needs LossBatch.prompts, which is empty")
         prompts = [rows.prompts[group] for group in rows.group.tolist()]
         times = (rows.time - rows.delta).masked_fill(~counts, 0.0)
         latents = after.detach().requires_grad_()

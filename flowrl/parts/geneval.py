@@ -87,7 +87,7 @@ def request_of(metadata: Mapping[str, Any]) -> Request:
     """The request in a prompt's metadata. Raises `ConfigError` that names the wrong entry and what
     is allowed.
     """
-    with reading("is no request in GenEval's form"):
+    with reading("is not a request in GenEval's format"):
         request = _adapter().validate_python(dict(metadata))
         for number, clause in enumerate(request.include):
             earlier = clause.position is None or clause.position[1] < number

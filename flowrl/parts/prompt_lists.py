@@ -143,7 +143,7 @@ def distinct(source: Iterator[Prompt], count: int) -> list[Prompt]:
         prompt = next(source)
         repeats = repeats + 1 if prompt.text in prompts else 0
         prompts.setdefault(prompt.text, prompt)
-    most = f"1 to about {len(prompts)}: there are no more different prompts of this kind"
+    most = f"1 to about {len(prompts)}: the number of distinct prompts of this kind"
     require(1 <= count == len(prompts), "count", count, most)
     return list(prompts.values())
 

@@ -131,7 +131,7 @@ def _from_json(line: str) -> Prompt:
             return Prompt(text, values)
         raise ValueError("the prompt is empty")
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ConfigError(f'is no JSON object with an entry "prompt" ({error})') from error
+        raise ConfigError(f'is not a JSON object with an entry "prompt" ({error})') from error
 
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
@@ -195,7 +195,7 @@ def _dataset_prompts(spec: str) -> list[Prompt]:
     except Exception as error:
         raise ConfigError(
             f"prompts: {spec} cannot be read as a dataset ({type(error).__name__}:"
-            f" {' '.join(str(error).split())[:200]}); is the name right? The command line is"
+            f" {' '.join(str(error).split())[:200]}); check the name. The command line works"
             " offline unless HF_HUB_OFFLINE=0 is set"
         ) from error
     return [Prompt((row.pop(column) or "").strip(), _without_none(row)) for row in rows]
@@ -231,7 +231,7 @@ class PromptStream:
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
-        require(bool(prompts), "prompts", prompts, "a list that is not empty")
+        require(bool(prompts), "prompts", prompts, "a non-empty list")
         import torch
 
         self.prompts = list(prompts)

@@ -50,7 +50,7 @@ _TRUST: ContextVar[bool] = ContextVar("trust", default=False)
 """Whether the part that is being built is in the user's own words: so are then the parts in its
 options, also if its constructor builds them by itself.
 """
-CODE = "code, which would run"
+CODE = "it is code that would run"
 USER_MODULE = "flowrl_user_"
 """Begin of the names of the modules in users' files."""
 NAMES_CODE = re.compile(r":|\.py[co]?$")
@@ -189,8 +189,8 @@ def check_part(kind: str, part: Any, name: str = "") -> None:
             _check_method(f"{name}.{member}", getattr(part, member), arguments)
     states = [member for member in ("state_dict", "load_state_dict") if hasattr(part, member)]
     if len(states) == 1:
-        need = "write state_dict and load_state_dict, or neither"
-        raise ConfigError(f"{name} has {states[0]} alone; {need}")
+        need = "define both state_dict and load_state_dict, or neither"
+        raise ConfigError(f"{name} has only {states[0]}; {need}")
     if kind != "credit":
         return
     if states:
@@ -366,8 +366,8 @@ def find_maker(kind: str, spec: Spec, trust: bool | None = None) -> Any:
     """
     if not (_TRUST.get() if trust is None else trust) and (why := risk(kind, spec)):
         raise ConfigError(
-            f"{kind} names {spec.name}: {why}. A file, or text of unknown origin, may name this"
-            " only with your consent: --trust (trust=True in Python)"
+            f"{kind} names {spec.name}: {why}. Settings from a file or of unknown origin may use"
+            " this only with your consent: add --trust (trust=True in Python)"
         )
     if ":" not in spec.name and spec.file is None:
         return _by_name(kind, spec.name)
@@ -378,7 +378,9 @@ def find_maker(kind: str, spec: Spec, trust: bool | None = None) -> Any:
         module = file_module(spec.file) if spec.file else importlib.import_module(place)
     if not hasattr(module, name):
         classes = [n for n, v in vars(module).items() if isinstance(v, type)]
-        raise ConfigError(f"{kind}: {place} has no class {name!r}; it has {', '.join(classes)}")
+        raise ConfigError(
+            f"{kind}: {place} has no class {name!r}; its classes: {', '.join(classes)}"
+        )
     return getattr(module, name)
 
 

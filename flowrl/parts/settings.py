@@ -195,7 +195,9 @@ def read_arms(path: Path, kind: type) -> dict[str, dict[str, Any]]:
     root, node = load_document(path)
     document = _Document(path, kind, node)
     if not isinstance(root, dict) or list(root) != ["arms"]:
-        raise document.error((), "write 'arms:', and below it lines of 'name: {setting: value}'")
+        raise document.error(
+            (), "write 'arms:' and, below it, one line 'name: {setting: value}' per arm"
+        )
     return {
         str(name): document.settings(values or {}, "arms", str(name), grouped=False)
         for name, values in document.mapping(root["arms"], "arms").items()
@@ -216,8 +218,8 @@ class _Document:
     def mapping(self, values: Any, *place: str) -> dict[str, Any]:
         """`values`, which must be a mapping."""
         if not isinstance(values, dict):
-            name = place[-1] if place else "a file of settings"
-            message = f"{name} must hold lines of 'name: value', not {values!r:.60}"
+            name = place[-1] if place else "a settings file"
+            message = f"{name} must contain lines 'name: value', not {values!r:.60}"
             raise self.error(place, message)
         return values
 

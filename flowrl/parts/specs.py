@@ -86,7 +86,7 @@ def parse_spec(spec: str, kind: str = "part") -> Spec:
     reader = _Reader(spec, kind, len(head) + 1)
     options = reader.options(")")
     if not reader.skip(""):
-        raise reader.error("nothing more")
+        raise reader.error("the end of the text")
     return Spec(name, options, spec)
 
 
@@ -210,7 +210,7 @@ class _Reader:
             return ast.literal_eval(written)
         except (SyntaxError, ValueError):
             self.position = start
-            raise self.error("a text or a number") from None
+            raise self.error("a string or a number") from None
 
     def match(self, pattern: re.Pattern[str]) -> str:
         """The text that `pattern` matches, which is consumed; "" if it does not match."""
@@ -233,4 +233,4 @@ class _Reader:
         rest = self.text[self.position : self.position + 20]
         place = f"at character {self.position + 1}, before {rest!r}" if rest else "at its end"
         text = f"{self.kind} = {self.text!r:.200}"
-        return ConfigError(f"{text} cannot be read: {expected} is expected {place}")
+        return ConfigError(f"{text} cannot be read: expected {expected} {place}")

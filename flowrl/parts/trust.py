@@ -167,6 +167,6 @@ def check_code(
     changed = [name for name in recorded if hashes.get(name) != recorded[name]]
     if changed and not changed_code:
         raise ConfigError(
-            f"{folder}: code has changed since the run was started: {'; '.join(changed)}. Restore"
-            " it, or resume with the new code: add --changed-code (changed_code=True in Python)"
+            f"{folder}: code has changed since the run started: {'; '.join(changed)}. Restore it,"
+            " or resume with the new code by adding --changed-code (changed_code=True in Python)"
         )

@@ -449,7 +449,7 @@ def family_of(pipeline: str) -> Family:
     if point := plugin("flowrl.families", pipeline, "model family"):
         return point.load()()
     known = ", ".join([*FAMILIES, *entry_points(group="flowrl.families").names])
-    raise ConfigError(f"model: no family for a {pipeline}; known: {known}")
+    raise ConfigError(f"model: {pipeline} is not supported; supported pipelines: {known}")
 
 
 def shape_of(pipe: Any, family: Family, height: int, width: int, frames: int) -> Shape:

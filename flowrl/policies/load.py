@@ -42,8 +42,8 @@ def load_policy(
         name = str(index.pop("_class_name"))
     except (OSError, KeyError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"model: {model!r} is no folder with a model_index.json, and the Hub has no such model"
-            f" ({error}); HF_HUB_OFFLINE=0 allows downloads"
+            f"model: {model!r} is neither a folder with a model_index.json nor a model on the Hub"
+            f" ({error}); set HF_HUB_OFFLINE=0 to allow downloads"
         ) from error
     family, kind = family or family_of(name), getattr(diffusers, name)
     _require_data_only(model, index, type(family).__module__.partition(".")[0])

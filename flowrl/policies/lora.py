@@ -61,11 +61,16 @@ class Adapters:
         from peft.tuners.lora import LoraLayer
 
         foreign = set(getattr(network, "peft_config", ())) - set(frozen)
-        require(not foreign, "adapters of the model", foreign, "none; call fuse_lora, unload_lora")
+        require(not foreign, "adapters of the model", foreign, "none; fuse_lora, then unload_lora")
         modules = network.named_modules()
         linear = [f".{n}" for n, module in modules if isinstance(module, nn.Linear | LoraLayer)]
         idle = [end for end in targets if not any(layer.endswith(f".{end}") for layer in linear)]
-        require(not idle, "lora_targets", tuple(targets), f"ends of linear layers, not {idle}")
+        require(
+            not idle,
+            "lora_targets",
+            tuple(targets),
+            f"suffixes of names of linear layers, not {idle}",
+        )
         options: dict[str, Any] = {"lora_alpha": alpha, "target_modules": list(targets)}
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
@@ -157,8 +162,8 @@ class Adapters:
         )
         if shapes != expected:
             raise CheckpointError(
-                f"adapter: {path} has other layers or another rank than the options;"
-                f" {len(shapes)} tensors, {len(expected)} expected"
+                f"adapter: {path} does not match lora_targets or lora_rank: it has {len(shapes)}"
+                f" tensors, {len(expected)} expected"
             )
         # a file without alpha has the scale in B, as `tensors` writes it
         alpha, rank = ((metadata or {}).get(f"transformer.{n}") for n in ("lora_alpha", "r"))

@@ -164,11 +164,11 @@ class PromptCache:
     def _require_room(self, size: float) -> None:
         free = shutil.disk_usage(self.folder).free / 1e9
         if size > free:
-            reason = f"{size:,.2f} GB do not fit in {free:,.2f} GB"
+            reason = f"{size:,.2f} GB needed, {free:,.2f} GB free"
             raise DiskError(self._no_room(reason))
 
     def _no_room(self, reason: str) -> str:
-        place = f"{CACHE} (TMPDIR, if this folder is temporary) to a folder with room"
+        place = f"{CACHE} (TMPDIR, if this folder is temporary) to a folder with enough space"
         return f"prompts cannot be stored in {self.folder}: {reason}; set {place}"
 
     def _stored(self, text: str) -> Row | None:

@@ -117,12 +117,14 @@ class Critic(ValueProbe):
         """t_j, and what `reads` says.
 
         Raises:
-            ConfigError: the prompts' embeddings are no floating-point numbers ("state").
+            ConfigError: the prompts' embeddings are not floating-point numbers ("state").
         """
         path, tree = run.trajectories, run.trajectories.tree
         embedding = [t.flatten(1) for t in run.condition.tensors.values() if t.is_floating_point()]
         fits = self.reads_hidden or len(embedding) > 0
-        require(fits, "critic.reads", self.reads, "hidden: this policy's embeddings are no numbers")
+        require(
+            fits, "critic.reads", self.reads, "hidden: this policy's embeddings are not numbers"
+        )
         clean = {} if self.reads_hidden else Tweedie().estimate(run)
         columns = []
         for node in run.nodes:

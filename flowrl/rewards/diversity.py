@@ -29,7 +29,7 @@ def pairwise_diversity(
     number of samples. 0 if all samples are equal. Float64.
     """
     members = features.shape[1]
-    require(members >= 2, "members", members, "2 or more: one sample has no pair")
+    require(members >= 2, "members", members, "2 or more: diversity compares pairs")
     return torch.stack([F.pdist(group).mean() for group in features.double().cpu()])
 
 

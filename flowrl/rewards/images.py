@@ -38,8 +38,8 @@ def to_rgb(images: Images) -> Float[Tensor, "sample 3 height width"]:
     """
     if images.ndim != 4:
         raise RewardError(
-            f"this reward scores images, and got videos {list(images.shape)};"
-            " frame-mean(reward=...) scores frames"
+            f"this reward scores images but got videos {list(images.shape)};"
+            " to score their frames, use frame-mean(reward=...)"
         )
     if images.shape[1] == 1:
         return images.expand(-1, 3, -1, -1)
@@ -122,7 +122,7 @@ class Motion:
         """Scores [sample]."""
         if not is_video(images) or images.shape[1] < 2:
             raise RewardError(
-                f"motion scores videos of two frames or more, not images {list(images.shape)}"
+                f"motion scores videos with two or more frames, not images {list(images.shape)}"
             )
         return images.diff(dim=1).abs().flatten(1).mean(1)
 

@@ -302,7 +302,7 @@ class Batches:
         if not hasattr(loss, "row_terms"):
             raise ConfigError(
                 f"{type(loss).__name__} needs a whole {loss.unit} in a micro-batch: raise"
-                " micro_batch, or give the loss a method row_terms(batch)"
+                " micro_batch, or add a method row_terms(batch) to the loss"
             )
         rows: list[Sequence[Tensor]] = []
         with torch.no_grad():
@@ -569,7 +569,7 @@ def checked_loss(loss: PolicyLoss | ForwardLoss, batch: LossBatch | ForwardBatch
         raise TrainingError(f"{call} returned a {name}; allowed: a LossResult with a scalar tensor")
     problem = tensor_problem(value)
     if not problem and (value.numel() != 1 or not value.requires_grad):
-        problem = f"is no scalar with a gradient (shape {tuple(value.shape)})"
+        problem = f"is not a scalar with a gradient (shape {tuple(value.shape)})"
     if problem:
         raise TrainingError(f"{call} returned a loss that {problem}")
     return result

@@ -217,7 +217,7 @@ def predicted(probe: Probe, values: Values) -> Tensor:
         The table; NaN in columns that were not asked for, and for invalid samples.
 
     Raises:
-        ProbeError: the predictions are no finite numbers of the table's shape.
+        ProbeError: the predictions are not finite numbers of the table's shape.
     """
     if not isinstance(probe, ValueProbe) or values.features is None:
         return values.total
@@ -249,7 +249,7 @@ def usable(valid: Bool[Tensor, "prompt member"]) -> Bool[Tensor, "prompt member"
     used = valid & (valid.sum(1) >= 2)[:, None]
     if not bool(used.any()):
         marked = f"the reward marked {int((~valid).sum())} of {valid.numel()} samples invalid"
-        raise RewardError(f"{marked}; no prompt has two left to be compared")
+        raise RewardError(f"{marked}; no prompt has two valid samples left to compare")
     return used
 
 

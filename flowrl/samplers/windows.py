@@ -220,7 +220,9 @@ def trained_steps(spec: str, stds: Tensor, generator: torch.Generator) -> Int[Te
     """
     noisy = (stds > 0).nonzero().flatten()
     if len(noisy) == 0:
-        raise ConfigError("the sampler has no stochastic step on this schedule: nothing to train")
+        raise ConfigError(
+            "the sampler has no stochastic step on this schedule, so there is nothing to train"
+        )
     fixed = parse_slice(spec)
     if fixed is not None:
         start, stop, _ = fixed.indices(len(stds))

@@ -65,7 +65,9 @@ class RewardServer:
         if value == "false":
             return None
         if self.weights is None:
-            raise RequestError(422, "no_parts", "this reward has no components: a weighted-sum has")
+            raise RequestError(
+                422, "no_parts", "this reward has no components; only a weighted-sum has"
+            )
         return self.weights
 
     async def _wait(self, request: Request, future: "Future[ComponentScores]") -> ComponentScores:
@@ -161,7 +163,7 @@ def _add_score(app: FastAPI, server: RewardServer) -> None:
             status = error.status
             raise _logged(request, error) from error.__cause__
         except ClientDisconnect:
-            return error_response(RequestError(400, "gone", "the client has gone"))
+            return error_response(RequestError(400, "gone", "the client disconnected"))
         finally:
             server.metrics.count_request(status)
 
@@ -245,7 +247,7 @@ def _logged(request: Request, error: RequestError) -> RequestError:
         logger.warning("request %s: %s: %s", name, error.message, repr(cause)[:2000])
     if not error.code.startswith(("reward_", "server_")):
         return error
-    message = f"{error.message}; the server's log has the reason under request {name}"
+    message = f"{error.message}; for the reason, see request {name} in the server's log"
     return RequestError(error.status, error.code, message, error.retry)
 
 

@@ -117,7 +117,7 @@ class Batcher:
                 raise _stopping()
             waiting, most = self.waiting, self.settings.limits.queue
             if waiting and waiting + len(prompts) > most:
-                message = f"{waiting} samples wait already; allowed: {most}"
+                message = f"{waiting} samples are already queued; allowed: {most}"
                 raise RequestError(503, "busy", message, retry=True)
             self._jobs.append(job)
             self._changed.notify()
@@ -255,9 +255,11 @@ def _request_error(error: BaseException) -> RequestError:
         error = error.__cause__  # the reward's own exception
     kind, transient = type(error).__name__, is_transient(error)
     if isinstance(error, RewardContractError):
-        failure = RequestError(500, "reward_broken", "the scores of the reward break its contract")
+        failure = RequestError(
+            500, "reward_broken", "the scores of the reward violate its contract"
+        )
     elif isinstance(error, FlowrlError) and not transient:
-        message = f"the reward refuses these prompts or images ({kind})"
+        message = f"the reward rejects these prompts or images ({kind})"
         failure = RequestError(422, "reward_refused", message)
     else:
         failure = RequestError(500, "reward_failed", f"the reward failed ({kind})", retry=transient)

@@ -141,8 +141,8 @@ class RemoteReward:
         """The scores of every request, in the order of the images."""
         if images.ndim != 4 or len(images) != len(prompts):
             raise RewardError(
-                f"remote: got images {tuple(images.shape)} and {len(prompts)} prompts; allowed: as"
-                " many images as prompts; of videos, frames inside frame-mean(reward=remote(...))"
+                f"remote: got images {tuple(images.shape)} and {len(prompts)} prompts; allowed:"
+                " one image per prompt; for videos, use frame-mean(reward=remote(...))"
             )
         return _Call(self, time.monotonic() + self.deadline, with_parts).score(images, prompts)
 
@@ -178,7 +178,7 @@ class RemoteSum(RemoteReward):
         for scores, weights in self._score(images, prompts, with_parts=True):
             known = self._weights or weights
             if weights != known:
-                changed = f"were {known}, and are {weights} now"
+                changed = f"were {known} and are now {weights}"
                 raise RewardError(f"remote-sum: the weights at {self.url} {changed}")
             self._weights.update(known)
             pieces.append(scores.parts)
@@ -265,9 +265,9 @@ class _Call:
     def _give_up(self, state: "RetryCallState") -> NoReturn:
         error, seconds = last_error(state), state.seconds_since_start or 0
         raise RewardError(
-            f"remote: the reward server at {self.reward.url} gave no scores in"
+            f"remote: the reward server at {self.reward.url} returned no scores in"
             f" {state.attempt_number} attempts over {seconds:.0f} seconds; the last error: {error}."
-            " Start the server again, then resume the run from its last checkpoint"
+            " Restart the server, then resume the run from its last checkpoint"
         ) from error
 
     def _attempt(self, body: bytes, content_type: str, prompts: Sequence[Prompt]) -> Scored:
@@ -299,4 +299,6 @@ class _Call:
             413: f"; lower remote's batch (now {self.reward.batch}) or raise the server's limits",
         }
         hint = hints.get(status, "")
-        return RewardError(f"remote: the reward server at {url} refuses: {reason}{hint}")
+        return RewardError(
+            f"remote: the reward server at {url} rejected the request: {reason}{hint}"
+        )

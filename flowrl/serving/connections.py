@@ -134,8 +134,8 @@ class Connections:
         except (httpx.TransportError, httpx.StreamError) as error:
             if _is_certificate_error(error):
                 raise RewardError(
-                    f"{name}: the certificate of {url} is not trusted ({error}); give the"
-                    " authority's as certificate='ca.pem', or in SSL_CERT_FILE"
+                    f"{name}: the certificate of {url} is not trusted ({error}); pass"
+                    " the certificate of its authority as certificate='ca.pem' or in SSL_CERT_FILE"
                 ) from error
             reason = f"{type(error).__name__}: {error}"
             raise TransientError(f"the connection failed ({reason})") from error
@@ -240,5 +240,5 @@ def _read_bounded(chunks: Iterator[bytes], max_bytes: int, ends: float, name: st
                 f"{name}: the response is larger than {max_bytes} bytes; is this the right server?"
             )
         if time.monotonic() > ends:
-            raise TransientError("the response came too slowly")
+            raise TransientError("the response was too slow")
     return bytes(content)

@@ -206,7 +206,7 @@ def _decode(
         message = "the part 'prompts' is missing: a JSON list, one object per image"
         raise RequestError(422, "no_prompts", message)
     if bool(pngs) == bool(tensors):
-        message = "images are needed in parts 'png' or in one part 'safetensors'"
+        message = "images are missing: send parts 'png' or one part 'safetensors'"
         raise RequestError(422, "no_images", message)
     prompts = decode_prompts(parts["prompts"][0], limits.samples)
     if pngs:
@@ -221,7 +221,7 @@ def _decode(
         _require_most(pixels, limits.pixels, "too_many_pixels", "pixels in an image")
         _require_most(len(images), limits.samples, "too_many_samples", "images")
     if len(images) != len(prompts):
-        message = f"{len(images)} images and {len(prompts)} prompts; allowed: as many of each"
+        message = f"{len(images)} images and {len(prompts)} prompts; allowed: one prompt per image"
         raise RequestError(422, "wrong_count", message)
     return images, prompts
 

@@ -234,7 +234,7 @@ def decode_safetensors(data: bytes) -> Tensor:
         raise WireFormatError("bad_images", message)
     values = images.float() / 255.0 if images.dtype == torch.uint8 else images.float()
     if not bool(torch.isfinite(values).all()):
-        raise WireFormatError("bad_images", "images hold values that are not finite")
+        raise WireFormatError("bad_images", "images contain values that are not finite")
     return values
 
 
@@ -289,7 +289,7 @@ def _open_png(number: int, data: bytes) -> Image.Image:
 def _unreadable_png(number: int, error: Exception) -> WireFormatError:
     reason = f"{type(error).__name__}: {str(error)[:100]}"
     if isinstance(error, UnidentifiedImageError):
-        reason = "it is no PNG"
+        reason = "it is not a PNG"
     return WireFormatError("bad_images", f"png {number} cannot be read: {reason}")
 
 
@@ -344,7 +344,7 @@ def decode_scores(
         without `with_parts`).
 
     Raises:
-        TransientError: `content` is no response to this request.
+        TransientError: `content` is not a response to this request.
         RewardContractError: the scores break the contract.
     """
     response = _read_response(content, origin)

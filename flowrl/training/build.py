@@ -303,7 +303,7 @@ def unread(config: RunConfig, chosen: Iterable[str]) -> list[str]:
 def require_read(config: RunConfig, chosen: Iterable[str]) -> None:
     """Raise `ConfigError` for one of the settings `chosen` without effect on this run."""
     for name in unread(config, chosen):
-        require(False, name, config.flat()[name], "left out: nothing reads it in this run")
+        require(False, name, config.flat()[name], "left out: nothing in this run uses it")
 
 
 def method_parts(config: RunConfig) -> dict[str, str]:
@@ -378,7 +378,7 @@ def load_trained(policy: FlowPolicy, folder: Path) -> None:
     path = folder / "weights.safetensors"
     tensors, named = load_weights(path), policy.trainable()
     if {name: p.shape for name, p in named.items()} != {n: t.shape for n, t in tensors.items()}:
-        raise CheckpointError(f"weights: {path} does not fit {folder / 'config.json'}")
+        raise CheckpointError(f"weights: {path} does not match {folder / 'config.json'}")
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(tensors[name])

@@ -83,7 +83,9 @@ def _read(path: Path, *formats: str) -> tuple[dict[str, Tensor], dict[str, str]]
             known = " and ".join(formats) or "files without a format"
             raise CheckpointError(f"format {card.get('format')!r}; this version reads {known}")
         if card["sha256"] != _hash(tensors, card.get("values", "")):
-            raise CheckpointError("it does not match its own hash: changed after it was written")
+            raise CheckpointError(
+                "it does not match its own hash: it was changed after it was written"
+            )
     return tensors, card
 
 
@@ -164,7 +166,7 @@ class Checkpoints:
         names = self.names()
         if name not in names:
             known = ", ".join(names) or "none"
-            raise CheckpointError(f"no checkpoint {name} in {self.run}; there are {known}")
+            raise CheckpointError(f"no checkpoint {name} in {self.run}; available: {known}")
         try:
             return load_checkpoint(self.path(name))
         except FlowrlError as error:

@@ -28,5 +28,5 @@ def require_complete(path: Path | str, given: Container[str], needed: Iterable[s
     if missing:
         names = ", ".join(missing[:3]) + (" and others" if len(missing) > 3 else "")
         raise ConfigError(
-            f"{path} is damaged: {names} missing; a file with a format has all settings"
+            f"{path} is damaged: {names} missing; a file with a format contains all settings"
         )

@@ -128,7 +128,8 @@ class Journal:
             tracker.store_init_configuration(plain)
         except Exception as error:
             raise ConfigError(
-                f"tracker: {self.name} cannot start: {error}; --tracker none switches it off"
+                f"tracker: {self.name} cannot start: {error}; to train without one, use"
+                " --tracker none"
             ) from error
         return tracker
 

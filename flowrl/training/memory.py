@@ -144,10 +144,10 @@ def out_of_memory() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise TrainingError(
-            f"GPU memory ran out: {str(error).splitlines()[0]} Take a smaller micro_batch"
+            f"GPU memory ran out: {str(error).splitlines()[0]} Use a smaller micro_batch"
             " (updates), max_batch (sampling) or decode_batch (images), gradient_checkpointing,"
-            " chunk 1 or offload; to go on from a checkpoint, write them into the run's"
-            " config.json before --resume"
+            " chunk 1 or offload. To continue from a checkpoint, set them in the run's config.json"
+            " before --resume"
         ) from error
 
 
@@ -219,7 +219,7 @@ def find_sizes(trainer: Trainer) -> None:
         torch.cuda.empty_cache()
 
 
-SUMMARY = "Measured sizes of calls; use them with: flowrl train --profile FILE"
+SUMMARY = "Measured batch sizes; reuse them with: flowrl train --profile FILE"
 
 
 def measured_sizes(trainer: Trainer, wanted: list[str], deadline: float) -> dict[str, Any]:

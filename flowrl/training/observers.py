@@ -160,7 +160,7 @@ class _PartMetrics:
 
 
 class MetricsError(PartError):
-    """Metrics of a part that are no numbers by name, or have other names than before."""
+    """Metrics of a part that are not numbers by name, or whose names have changed."""
 
 
 def _numbers(call: str, metrics: Any) -> dict[str, float]:
@@ -233,7 +233,7 @@ class Observers:
 
         Raises:
             PartError: an observer raised an exception, and `strict` is set; or the `metrics` of a
-                part are no numbers by name, or have other names than before.
+                part are not numbers by name, or their names have changed.
         """
         known = dict(vars(iteration.experience), metrics=row, history=rows)
         known |= {"advantages": iteration.credit.advantages, "weights": iteration.weights}
@@ -278,8 +278,10 @@ class Observers:
         """Raise `MetricsError` if the names differ from those of the first iteration."""
         names = self._names.setdefault(call, {*numbers})
         if names != {*numbers}:
-            text = f"{call} has the names {sorted(numbers)} now, and {sorted(names)} before"
-            raise MetricsError(f"{text}; allowed: the same in every iteration (NaN for no value)")
+            text = f"{call} returned the names {sorted(numbers)}, but before {sorted(names)}"
+            raise MetricsError(
+                f"{text}; allowed: the same names in every iteration (NaN: no value)"
+            )
 
     def state(self) -> dict[str, Tensor]:
         """The state of the observers with memory, by name, for a checkpoint."""

@@ -147,7 +147,7 @@ class Run:
                 trial.try_parts([self.config], self._warn_of_trial)
         lock = folder_lock(self.folder)
         if not resume:
-            need = "a folder without a run; --resume continues one"
+            need = "a folder without a run; to continue a run, use --resume"
             require(not has_progress(self.folder), "out", str(self.folder), need)
             # a start that fails before its first iteration leaves no files, and may be repeated
             made, kept = partial(holds, entry="algorithm"), partial(has_progress, self.folder)

@@ -49,8 +49,8 @@ def check_hash(path: Path) -> None:
         is_known = hashlib.sha256(read_bytes(path)).hexdigest() == expected
     if not is_known:
         raise CheckpointError(
-            f"base_weights: {path} needs a card {card} with its 'sha256'; one of them is missing,"
-            f" damaged or foreign; make both with `flowrl pretrain --out {path}`"
+            f"base_weights: {path} needs a card {card} with its 'sha256'; one of them is missing or"
+            f" damaged, or they do not match; make both with `flowrl pretrain --out {path}`"
         )
 
 
@@ -168,12 +168,12 @@ class ModelWorld:
         reward_device: str = "",
         distributed: Distributed = Distributed(),
     ) -> None:
-        require(bool(prompts), "prompts", prompts, "a file of prompts, or hf(name=NAME)")
+        require(bool(prompts), "prompts", prompts, "a prompt file, or hf(name=NAME)")
         allowed = "NAME of a reward or path/to/file.py:Class: a model has none of its own"
         require(bool(reward), "reward", reward, allowed)
         self._model, self._spec, self._options, self._trust = model, reward, options, trust
         self._device = reward_device or options.device
-        files = "a file or a list, which a resumed run reads again"
+        files = "a file or a list: a resumed run reads the prompts again"
         require("-" not in (prompts, heldout_prompts), "prompts", "-", files)
         self._training = distributed.in_main(lambda: read_prompts(prompts))
         self._heldout = self._training

@@ -83,8 +83,8 @@ def loading(source: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"reward: {source!r} cannot be loaded as what this reward needs"
-            f" ({type(error).__name__}: {reason}); HF_HUB_OFFLINE=0 allows downloads from the Hub"
+            f"reward: {source!r} cannot be loaded as a model for this reward"
+            f" ({type(error).__name__}: {reason}); set HF_HUB_OFFLINE=0 to download from the Hub"
         ) from error
 
 

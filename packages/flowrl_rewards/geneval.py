@@ -255,7 +255,7 @@ def _request(prompt: Prompt, known: Sequence[str]) -> Request:
         request = request_of(prompt.metadata)
     except ConfigError as error:
         raise RewardError(
-            f"geneval: the prompt {prompt.text!r} {error}; give prompts as JSON lines"
+            f"geneval: the prompt {prompt.text!r} {error}; write the prompts as JSON lines"
         ) from error
     unknown = {clause.name for clause in (*request.include, *request.exclude)} - set(known)
     if unknown:

@@ -31,7 +31,7 @@ TestFunction = Callable[..., None]
 
 INAPPLICABLE = "n/a"
 """What a promise returns that concerns only other parts of the kind."""
-OVER = "not tried: the time was over"
+OVER = "not tried: the time limit was reached"
 BROKEN, UNTRIED = "BROKEN", "untried"
 RETURNS = """
 

@@ -283,8 +283,9 @@ class CreditContract(Contract):
             falls.append(bool(total[-1] < total[0] and (total.diff() <= 0).all()))
             if total[-1] <= total[0]:
                 advice = (
-                    f"rising from 0 to 1 gets {total[-1]:.3g} in all {decisions} decisions, staying"
-                    f" at 0 {total[0]:.3g}. Is a sign wrong? Higher rewards are better."
+                    f"a value rising from 0 to 1 gets a total credit of {total[-1]:.3g}, and one"
+                    f" staying at 0 gets {total[0]:.3g} ({decisions} decisions). Is a sign wrong?"
+                    " Higher rewards are better."
                 )
         expect(not all(falls), str(advice))
         return advice

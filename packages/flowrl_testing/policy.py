@@ -128,7 +128,7 @@ class PolicyContract(Pure, Separate):
             not images.requires_grad, "images carry a gradient: rewards are constants of the loss"
         )
         low, high = images.min(), images.max()
-        outside = f"images reach from {low:.3g} to {high:.3g}; rewards expect [0, 1]"
+        outside = f"images range from {low:.3g} to {high:.3g}; rewards expect [0, 1]"
         return None if low >= 0 and high <= 1 else outside
 
     @promise
@@ -139,7 +139,7 @@ class PolicyContract(Pure, Separate):
         names = [[(name, id(p)) for name, p in made.items()] for made in (first, second)]
         expect(names[0] == names[1], "a second call has other names, order or objects")
         narrow = [name for name, p in first.items() if p.dtype != torch.float32]
-        lost = f"{narrow[:3]} are stored in less than float32: small updates will be lost"
+        lost = f"{narrow[:3]} have less than float32 precision: small updates will be lost"
         return lost if narrow else None
 
     @promise

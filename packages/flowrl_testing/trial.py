@@ -102,7 +102,7 @@ def _try_part(
         elif not finding.ok:
             doubtful.append(finding.promise)
     if doubtful:
-        why = f"promises that are not kept, or were not tried within {SECONDS:g} s"
+        why = f"promises that are broken, or were not tried within {SECONDS:g} s"
         warn(f"{name}: {why}: {', '.join(doubtful)}; {check} explains them")
 
 
@@ -187,7 +187,7 @@ def reward_trial(
             f" order. {len(rows)} of {len(scores)} samples scored again in another order differ by"
             f" {gap:.2g}; expected: the same within {limit:.2g} (5% of the batch's standard"
             " deviation). Is something normalised over the batch, or are results out of order?"
-            f" flowrl_testing.check_{'group_' * grouped}reward tells more. {GO_ON}"
+            f" flowrl_testing.check_{'group_' * grouped}reward gives details. {GO_ON}"
         )
 
     return inspect

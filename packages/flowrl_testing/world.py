@@ -70,7 +70,8 @@ class WorldContract(Contract):
                 texts.append(set(first))
             shared += len(texts[0] & texts[1])
         advice = (
-            f"{shared} held-out prompts are trained on: evaluations do not measure generalisation"
+            f"{shared} held-out prompts are also training prompts: evaluations do not measure"
+            " generalisation"
         )
         return advice if shared else None
 

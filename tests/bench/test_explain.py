@@ -57,7 +57,7 @@ def test_drawn_steps_are_ascending_and_on_the_grid(decisions):
         ("1,2\n", "1 members and 2 columns"),
         (NODES, "line 1: the columns node_0, .* are nodes.*--decisions"),
         ("value_0,value_2,reward\n1,2,3\n", "allowed: value_0, value_1, reward"),
-        ("prompt,value_0,reward\na,1,2\na,1,2\nb,1,2\n", "as many members"),
+        ("prompt,value_0,reward\na,1,2\na,1,2\nb,1,2\n", "the same number of members"),
     ],
 )
 def test_bad_tables_name_the_line(text, words):

@@ -124,7 +124,7 @@ def test_resumption_gives_the_same_lines(study, tmp_path):
     ids=["rules", "sizes"],
 )
 def test_lines_of_other_settings_are_refused(study, changes):
-    with pytest.raises(ConfigError, match="other rules or sizes"):
+    with pytest.raises(ConfigError, match="different rules or sizes"):
         replace(study, **changes).read()
 
 

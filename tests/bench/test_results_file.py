@@ -57,7 +57,9 @@ def test_code_that_changes_during_a_run_is_noticed(monkeypatch):
 def test_code_or_libraries_with_another_golden_run_are_refused(file, monkeypatch):
     golden = results_file.golden_run()
     monkeypatch.setattr(results_file, "golden_run", lambda: (golden[0] + 1, *golden[1:]))
-    with pytest.raises(ConfigError, match=r"line 1 .* other numbers in the golden run \(.* torch"):
+    with pytest.raises(
+        ConfigError, match=r"line 1 .* different numbers in the golden run \(.* torch"
+    ):
         file.read()
     assert len(file.read(any_code=True)) == 2
     file.append(small_line(2))
@@ -96,14 +98,14 @@ def test_a_changed_line_is_refused(file):
     file.path.write_text(
         file.path.read_text().replace('"learning_rate": 0.02', '"learning_rate": 0.03', 1)
     )
-    with pytest.raises(ConfigError, match=r"line 1 .* does not hold the settings"):
+    with pytest.raises(ConfigError, match=r"line 1 .* does not contain the settings"):
         file.read()
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("3", "is no run but '3'"),
+        ("3", "is not a run: '3'"),
         ('{"format": 3}', "lacks id, code, golden"),
         ('{"id": "x"}', "has format None"),
         ('{"format": 1}', "has format 1; allowed: 3"),

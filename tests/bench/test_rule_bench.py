@@ -231,7 +231,7 @@ class TestFolder:
         text = "\n".join(output)
         row = next(line for line in text.splitlines() if line.startswith("uniform "))
         assert row.count("+0.000 undecided") >= 2  # a verdict needs five seeds
-        assert "8 runs to make in runs/rule-Copy; Ctrl-C pauses" in text
+        assert "8 runs remain (results: runs/rule-Copy); press Ctrl-C to pause" in text
         folder = tmp_path / "runs" / "rule-Copy"
         paper = folder / "rule-paper"
         rows = list(csv.DictReader((paper / "results.csv").open()))
@@ -323,7 +323,7 @@ class TestFolder:
         bench_rule("my.py:Mine", [Part("mixture", 1, 2)], None, 1, say=lambda _: None)
         self.most = 1000
         mine.write_text(mine.read_text() + "# changed\n")
-        with pytest.raises(ConfigError, match=r"its file was changed: .* or delete tuning.jsonl"):
+        with pytest.raises(ConfigError, match=r"its file changed: .* or delete tuning.jsonl"):
             self.bench("my.py:Mine")
 
 

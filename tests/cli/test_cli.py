@@ -39,7 +39,7 @@ def shown(line, capsys):
         ("sample --weights nowhere", "is not the folder of a finished run"),
         ("trian", "did you mean 'train'?"),
         ("parts cliped", "did you mean 'clipped'?"),
-        ("prompts check --file /dev/zero", "/dev/zero is no regular file"),
+        ("prompts check --file /dev/zero", "/dev/zero is a pipe, a device or a folder"),
         ("bench claims --look", "look = True is not allowed; allowed: only with --judge"),
         ("sample --world mixture --prompts 'towards 1e400 degrees'", "prompt"),
         ("pretrain --out ''", "out = "),
@@ -53,7 +53,7 @@ def shown(line, capsys):
         ("train --model m --prompts text[0:2]", "a model has none of its own"),
         (
             "train --model nowhere/at-all --prompts text[0:2] --reward jpeg-compressibility",
-            "no folder with a model_index",
+            "neither a folder with a model_index",
         ),
     ],
 )

@@ -121,7 +121,7 @@ def test_arms_in_a_file(tmp_path):
     for text, message in (
         ("a: {}", "write 'arms:'"),
         ("arms:\n  a: {los: gspo}", "arms.yaml, line 2: unknown setting 'los'"),
-        ("arms:\n  a: gspo", "line 2: a must hold lines"),
+        ("arms:\n  a: gspo", "line 2: a must contain lines"),
         ("arms:\n  a: {loss: evil.py:Evil}", "arms.yaml: loss names evil.py:Evil: code"),
     ):
         path.write_text(text)

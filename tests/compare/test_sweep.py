@@ -38,7 +38,7 @@ def test_grids_and_seeds_as_typed():
     ("text", "message"),
     [
         ("lerning_rate=1", "grid: unknown setting 'lerning_rate' .did you mean 'learning_rate'"),
-        ("window=[", "grid = .* cannot be read: ',' or ']' is expected"),
+        ("window=[", "grid = .* cannot be read: expected ',' or ']'"),
         ("learning_rate", "allowed: 'setting=value,value,... setting=value,...'"),
         ("learning_rate=1 learning_rate=2", "allowed: learning_rate once"),
         ("learning_rate=1e-3,0.001", "grid: learning_rate = '1e-3,0.001' is not allowed"),

@@ -245,7 +245,7 @@ def test_gdpo_by_hand():
     assert_close(double[..., 0], expected, atol=2e-4, rtol=1e-3)
     scaled = of_parts(weights={"a": 2.0})
     assert_close(scaled, double / (double.std(unbiased=False) + 1e-4))
-    with pytest.raises(CreditError, match=r"names rewards look; there are a, b"):
+    with pytest.raises(CreditError, match=r"names unknown rewards look; allowed: a, b"):
         of_parts(weights={"look": 1.0})
 
 

@@ -87,7 +87,7 @@ def test_every_bad_line_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"line 3 .*\(NaN is not a number in JSON\)") as caught:
         read_prompts(written(tmp_path, "p.jsonl", {"prompt": "a"}, *bad))
     message = str(caught.value)
-    assert all(f"line {n} is no JSON object" in message for n in (2, 3, 5, 6, 7))
+    assert all(f"line {n} is not a JSON object" in message for n in (2, 3, 5, 6, 7))
     assert message.endswith("and 1 more")
 
 
@@ -110,7 +110,9 @@ DOG = {"class": "dog"}
 )
 def test_bad_requests_are_refused_with_their_line(tmp_path, metadata, problem):
     path = written(tmp_path, "p.jsonl", GENEVAL[0], {"prompt": "x", **metadata})
-    with pytest.raises(ConfigError, match=f"line 2 is no request in GenEval's form: {problem}"):
+    with pytest.raises(
+        ConfigError, match=f"line 2 is not a request in GenEval's format: {problem}"
+    ):
         read_prompts(path)
 
 

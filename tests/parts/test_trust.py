@@ -285,7 +285,9 @@ def test_a_hostile_comparison_executes_nothing(finished, canary, tmp_path):
         {"arms": {"evil": {"credit": f"flowrl.methods:named_method(credit='{spec}')"}}},
     ):
         changed = values | change
-        with pytest.raises(ConfigError, match=r"names .*(evil\.py:Evil|named_method): code, which"):
+        with pytest.raises(
+            ConfigError, match=r"names .*(evil\.py:Evil|named_method): it is code that"
+        ):
             CompareConfig.from_dict(changed).jobs()
         write_json(tmp_path / "config.json", changed)
         read = load_compare(tmp_path / "config.json")
@@ -321,11 +323,11 @@ def test_results_of_somebody_else_execute_nothing(setting, name, word, canary, t
     entries = {"curve": [], "totals": {}, "phases": {}, "gains": None}
     path = tmp_path / "lines.jsonl"
     path.write_text(json.dumps(make_line(config, entries, "x", key="0" * 16)) + "\n")
-    with pytest.raises(ConfigError, match="code, which would run"):
+    with pytest.raises(ConfigError, match="it is code that would run"):
         ResultsFile(path).settings(json.loads(path.read_text()))
     for option in ("--judge", "--redo 0000000000000000"):
         error = error_of(f"bench claims --quick --out {path} {option}", capsys)
-        assert f"{setting} names " in error and f"{word}: code, which would run" in error
+        assert f"{setting} names " in error and f"{word}: it is code that would run" in error
     assert not canary.exists()
 
 

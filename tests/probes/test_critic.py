@@ -138,7 +138,7 @@ def test_a_critic_learns_what_its_features_say():
     ("make", "reads", "words"),
     [
         (tiny_qwen_image_policy, "hidden", "one with a hidden_layer, which the probe reads"),
-        (tiny_sd3_policy, "state", "hidden: this policy's embeddings are no numbers"),
+        (tiny_sd3_policy, "state", "hidden: this policy's embeddings are not numbers"),
     ],
 )
 def test_a_policy_that_lacks_what_the_critic_reads_is_refused(make, reads, words):

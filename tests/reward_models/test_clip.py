@@ -217,7 +217,7 @@ def drop_tokenizer(folder):
     ("damage", "problem"),
     [
         (drop_weights, r"weights of CLIPModel that .* lacks = \['text_model"),
-        (cut_file, "cannot be loaded as what this reward needs"),
+        (cut_file, "cannot be loaded as a model for this reward"),
         (drop_tokenizer, "tokenizer = .* one of 90 tokens, not 2"),
         (shutil.rmtree, "HF_HUB_OFFLINE=0"),
     ],
@@ -233,7 +233,7 @@ def test_another_kind_of_model_is_refused(folder, tmp_path):
     detector = tiny_detector(tmp_path / "detector")
     with pytest.raises(ConfigError, match=r"weights of CLIPModel that .* lacks"):
         PickScore(str(detector), tokenizer=folder).load()
-    with pytest.raises(ConfigError, match="cannot be loaded as what this reward needs"):
+    with pytest.raises(ConfigError, match="cannot be loaded as a model for this reward"):
         load_detector(folder)
     drop_weights(detector)
     with pytest.raises(ConfigError, match=r"Mask2FormerForUniversalSegmentation that .* lacks"):

@@ -182,6 +182,9 @@ def test_a_wrong_clip_shows_before_a_coloured_object_is_found(detector):
 def test_prompts_without_a_request_are_refused(detector, clip):
     reward = build("reward", f"geneval(model='{detector}', clip='{clip}')", trust=True)
     zebra = {"include": [{"class": "zebra"}]}
-    for metadata, problem in (({}, "is no request in GenEval's form"), (zebra, "no class 'zebra'")):
+    for metadata, problem in (
+        ({}, "is not a request in GenEval's format"),
+        (zebra, "no class 'zebra'"),
+    ):
         with pytest.raises(RewardError, match=problem):
             reward.score(images(1), [Prompt("x", metadata)])

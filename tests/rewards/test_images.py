@@ -97,7 +97,7 @@ def test_motion_by_hand():
     images = torch.zeros(2, 3, 3, 2, 2)
     images[0, 1], images[1, 2] = 1.0, 0.5
     assert Motion().score(images, TWO).tolist() == [1.0, 0.25]
-    with pytest.raises(RewardError, match="motion scores videos of two frames or more"):
+    with pytest.raises(RewardError, match="motion scores videos with two or more frames"):
         Motion().score(images[:, 0], TWO)
 
 

@@ -33,7 +33,9 @@ def test_a_sample_left_alone_does_not_count():
     valid = torch.tensor([[False, False, True], [True, False, True]])
     assert usable(valid).tolist() == [[False] * 3, [True, False, True]]
     valid[1, 0] = False
-    with pytest.raises(RewardError, match="marked 4 of 6 samples invalid; no prompt has two left"):
+    with pytest.raises(
+        RewardError, match="marked 4 of 6 samples invalid; no prompt has two valid samples left"
+    ):
         usable(valid)
 
 

@@ -367,7 +367,7 @@ class Attack:
             (images_of(1, ("png", data)), "bad_images")
             for data in (png(2, 2)[:-20], png(2, 2, "RGBA"))
         ],
-        (images_of(1, ("png", b"GIF89a")), "bad_images: png 0 cannot be read: it is no PNG"),
+        (images_of(1, ("png", b"GIF89a")), "bad_images: png 0 cannot be read: it is not a PNG"),
         (images_of(2, SMALL, ("png", png(2, 3))), "bad_images"),
         *[
             (images_of(1, ("safetensors", save({"images": images}))), "bad_images")
@@ -571,7 +571,7 @@ def test_a_broken_reward_is_one_clear_error(function, code, logged, caplog):
         answer = post(url, fuzzing.good([1, 2]), **{"X-Request-Id": "request-7"})
         message = refused(answer, 422 if code == "reward_refused" else 500, code)
         assert not answer.json()["error"]["retry"]
-        assert "the server's log has the reason under request request-7" in message
+        assert "for the reason, see request request-7 in the server's log" in message
         assert "secret" not in answer.text and len(answer.content) < 250
         assert re.search(f"request request-7: .*{logged}", caplog.text, re.DOTALL)
         with pytest.raises(RewardError, match=f"{code}: .*under request") as error:

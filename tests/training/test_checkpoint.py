@@ -47,7 +47,7 @@ def test_the_newest_few_are_kept_in_order_beyond_six_digits(tmp_path, keep):
     left = [f"{done:06d}" for done in iterations[-keep:]]
     assert kept.names() == left and len(list(kept.folder.iterdir())) == keep
     assert [read(kept, name) for name in left] == list(map(int, left))
-    message = f"no checkpoint 000011 in .*; there are {', '.join(left)}"
+    message = f"no checkpoint 000011 in .*; available: {', '.join(left)}"
     with pytest.raises(CheckpointError, match=message):
         kept.load("000011")
 

@@ -89,7 +89,9 @@ def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(tmp_path, c
         assert flowrl_(f"train {options}") == 1
     shown = capsys.readouterr()
     error = shown.err.replace("\n", " ")
-    assert f"No space left on device. Make room, then: flowrl train --resume {out}" in error
+    assert (
+        f"No space left on device. Free some space, then run: flowrl train --resume {out}" in error
+    )
     assert "checkpoint 000002 is kept" in shown.out
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["000002.safetensors"]
     assert flowrl_(f"train --resume {out}") == 0

@@ -68,8 +68,8 @@ CASES = {
     },
     "loss": {
         "return good.loss": r"Part\.loss returned.*Tensor",
-        "return dataclasses.replace(good, loss=good.loss.detach())": "no scalar with a gradient",
-        "return dataclasses.replace(good, loss=good.loss.expand(3))": "no scalar with a gradient",
+        "return dataclasses.replace(good, loss=good.loss.detach())": "not a scalar with a gradient",
+        "return dataclasses.replace(good, loss=good.loss.expand(3))": "not a scalar with a gradient",
         "return dataclasses.replace(good, loss=good.loss.to('meta'))": "device is meta",
         "batch.advantages.zero_(); return good": rf"Part\.loss {IN_PLACE}",
     },

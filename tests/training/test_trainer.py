@@ -224,7 +224,7 @@ def test_rows_of_advantage_0_are_evaluated_only_if_they_have_a_gradient(
 def test_a_loss_of_one_advantage_refuses_credit_by_step():
     """When it is built, and in an iteration."""
     config = WIDE.replace(loss="gspo", clip_range=0.003)
-    message = "GSPO needs one advantage per trajectory, but those of {} differ between"
+    message = "GSPO needs one advantage per trajectory, but the advantages of {} differ between"
     with pytest.raises(CreditError, match=message.format("TurningPoint")):
         make_method(config.replace(method="tp-grpo"))
     make_method(config.replace(method="tp-grpo", trained_steps="random(fraction=0.2)"))  # one step

@@ -68,7 +68,7 @@ def test_a_resume_after_the_code_has_changed_asks(tmp_path, capsys):
     assert list(json.loads((out / "code.json").read_text())) == [f"credit: {rules}:Mine"]
     rules.write_text(CODE.replace("scale: float = 1.0", "scale: float = 2.0"))
     message = (
-        rf"code has changed since the run was started: credit: {re.escape(str(rules))}:Mine\."
+        rf"code has changed since the run started: credit: {re.escape(str(rules))}:Mine\."
         r" Restore it, or .*--changed-code"
     )
     with pytest.raises(ConfigError, match=message):

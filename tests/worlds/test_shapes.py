@@ -163,5 +163,5 @@ def test_damaged_or_missing_weights_are_refused(tmp_path):
     data[-1] ^= 1
     copy.write_bytes(data)
     copy.with_suffix(".json").write_text(weights_path().with_suffix(".json").read_text())
-    with pytest.raises(CheckpointError, match="damaged or foreign"):
+    with pytest.raises(CheckpointError, match="or damaged, or they do not match"):
         world("shapes").policy(PolicyOptions(base_weights=str(copy)))

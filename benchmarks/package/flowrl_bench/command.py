@@ -123,7 +123,7 @@ class Claims:
         finished = self.judge
         if not self.judge:
             missing = len(suite.runs.keys() - file.read(suite.allowed).keys())
-            progress = _progress(missing, len(suite.runs), "runs to make", self.out, _run_name)
+            progress = _progress(missing, len(suite.runs), "runs remain", self.out, _run_name)
             finished = suite.execute(self.workers, progress, self.minutes)
         lines = file.read(suite.allowed, any_code=self.judge)
         memory = kept_memory(
@@ -371,7 +371,7 @@ class Microscope:
         study = Study(chosen, rules, out, command)
         keys = [cell.key for cells in study.sessions().values() for cell in cells]
         missing = len(set(keys) - study.read().keys())
-        progress = _progress(missing, len(keys), "cells to measure", out, _cell_name)
+        progress = _progress(missing, len(keys), "cells remain", out, _cell_name)
         finished = study.execute(self.workers, progress)
         cell_lines = study.read()
         lines = Lines(cell_lines)
@@ -569,7 +569,7 @@ def _progress(
     from flowrl_bench.remaining import Pace
 
     if missing:
-        print(f"{missing} of {total} {noun} in {path}; Ctrl-C pauses", flush=True)
+        print(f"{missing} of {total} {noun} (results: {path}); press Ctrl-C to pause", flush=True)
     pace = Pace(missing)
 
     def progress(done: int, total: int, line: Mapping[str, Any]) -> None:

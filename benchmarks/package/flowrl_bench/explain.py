@@ -102,14 +102,16 @@ def parse_rewards(text: str, origin: str = "rewards", decisions: Sequence[int] =
         member = labels.get("member", str(len(members)))
         if any(member == other for other, _ in members):
             raise ConfigError(
-                f"{origin}, line {number}: the member {member!r:.60} of this prompt is there twice"
+                f"{origin}, line {number}: the member {member!r:.60} of this prompt appears twice"
             )
         members.append((member, [float(cell) for cell in cells]))
     if not groups:
         raise ConfigError(f"{origin}: a header but no rows")
     sizes = {prompt: len(members) for prompt, members in groups.items()}
     if len(set(sizes.values())) > 1:
-        raise ConfigError(f"{origin}: every prompt needs as many members; found {sizes!s:.200}")
+        raise ConfigError(
+            f"{origin}: all prompts need the same number of members; found {sizes!s:.200}"
+        )
     table = torch.tensor([[values for _, values in members] for members in groups.values()])
     if table.shape[1] < 2 or table.shape[2] < 2:
         shape = f"{table.shape[1]} members and {table.shape[2]} columns"
@@ -122,7 +124,7 @@ def _columns(names: list[str], header: bool, where: str, decisions: Sequence[int
     """The indices of the columns of the value table, in order."""
     twice = next((name for name in LABELS if names.count(name) > 1), None)
     if twice:
-        raise ConfigError(f"{where}: the column {twice} is there twice")
+        raise ConfigError(f"{where}: the column {twice} appears twice")
     others = [name for name in names if name not in LABELS]
     wanted = [f"value_{k}" for k in range(len(others) - 1)] + ["reward"]
     by_node = not header or all(map(NODE.fullmatch, others))
@@ -143,8 +145,8 @@ def _columns(names: list[str], header: bool, where: str, decisions: Sequence[int
     columns = f"{where}: the columns {', '.join(others)!s:.120}"
     if by_node:
         raise ConfigError(
-            f"{columns} are nodes, and a value table has one column per decision: give the drawn"
-            " steps with --decisions"
+            f"{columns} are nodes, but a value table has one column per decision: name the"
+            " stochastic steps with --decisions"
         )
     raise ConfigError(f"{columns} are not allowed; allowed: {', '.join(wanted)!s:.120}")
 

@@ -404,7 +404,12 @@ class HeadroomStudy:
     ) -> None:
         self.tasks, self.size, self.workers = dict(tasks), size, workers
         missing = [t.tuned_in for t in tasks.values() if t.tuned_in and t.tuned_in not in tasks]
-        require(not missing, "tasks", tuple(tasks), f"with {', '.join(missing)}, of the searches")
+        require(
+            not missing,
+            "tasks",
+            tuple(tasks),
+            f"with {', '.join(missing)}, in which others are tuned",
+        )
         require(size.seeds >= 2, "seeds", size.seeds, "2 or more: an interval needs a spread")
         # rules that the command names
         own = {"credit": next((task.oracle for task in tasks.values()), "")}

@@ -218,7 +218,7 @@ def observe(trainer: Trainer, samples: int = SAMPLES) -> dict[str, float]:
     policy, config = trainer.policy, trainer.config
     if not isinstance(policy, MixturePolicy):
         raise ConfigError(
-            "samples: only the 2-D world's density is known, not that of"
+            "samples: the density is known for the 2-D world only, not for"
             f" {config.environment.world}"
         )
     world = make_world(config)

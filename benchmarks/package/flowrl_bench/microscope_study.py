@@ -92,11 +92,11 @@ class Study:
             settings.setdefault(world, self.settings(world))
             if line["settings"] != settings[world]:
                 raise ConfigError(
-                    f"{location} was measured with other rules or sizes: choose another --out"
+                    f"{location} was measured with different rules or sizes: choose another --out"
                 )
             if not same_golden(line["golden"], golden_run()):
                 raise ConfigError(
-                    f"{location} was made by code or libraries that give other numbers: choose"
+                    f"{location} was made by code or libraries that give different numbers: choose"
                     " another --out"
                 )
             lines[Cell(**line["cell"]).key] = line
@@ -206,7 +206,7 @@ def read_lines(path: Path) -> list[Line]:
             name in line and is_kind(line[name], kind) for name, kind in ENTRIES.items()
         ):
             raise ConfigError(
-                f"out: line {number} of {path} is no cell of `flowrl bench microscope`; choose"
+                f"out: line {number} of {path} is not a cell of `flowrl bench microscope`; choose"
                 " another --out"
             )
         lines.append(line)

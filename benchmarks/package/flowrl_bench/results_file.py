@@ -140,8 +140,8 @@ def require_unchanged(config: RunConfig, key: str, code: str) -> None:
         return
     run = f"{config.algorithm.method} (seed {config.seed}, {config.environment.world})"
     raise ConfigError(
-        f"{changed} during the run {run}, so that its version is unknown; it was not kept: start"
-        " again"
+        f"{changed} during the run {run}, so its version is unknown. The run was discarded:"
+        " start again"
     )
 
 
@@ -226,8 +226,8 @@ class ResultsFile:
             raise ConfigError(f"{location} has settings that cannot be read: {error}") from error
         if key != line["id"]:
             raise ConfigError(
-                f"{location} does not hold the settings that its id {line['id']} was made from (or"
-                " a file of its parts changed)"
+                f"{location} does not contain the settings of its id {line['id']} (or a file of its"
+                " parts changed)"
             )
         if allowed is not None and key not in allowed:
             method = line["config"].get("algorithm", {}).get("method")
@@ -263,8 +263,8 @@ class ResultsFile:
                 with suppress(OSError):
                     os.truncate(self.path, end)
             raise ConfigError(
-                f"results: {self.path} cannot be written: {error.strerror}; the lines before are"
-                " whole"
+                f"results: {self.path} cannot be written: {error.strerror}; earlier lines"
+                " are complete"
             ) from error
 
     def _mended(self, handle: int) -> int:
@@ -305,8 +305,8 @@ def _require_whole(line: Any, location: str) -> None:
     """Raise `ConfigError` unless it is a line of this format with every entry."""
     if not isinstance(line, dict):
         raise ConfigError(
-            f"{location} is no run but {str(line)[:40]!r}; allowed: a JSON object as `flowrl bench`"
-            " writes it"
+            f"{location} is not a run: {str(line)[:40]!r}; allowed: a JSON object as written by"
+            " `flowrl bench`"
         )
     if line.get("format") != FORMAT:
         raise ConfigError(f"{location} has format {line.get('format')!r:.60}; allowed: {FORMAT}")
@@ -315,7 +315,7 @@ def _require_whole(line: Any, location: str) -> None:
     ]
     if missing:
         raise ConfigError(
-            f"{location} lacks {', '.join(missing)}; allowed: a line as `flowrl bench` writes it"
+            f"{location} lacks {', '.join(missing)}; allowed: a line as written by `flowrl bench`"
         )
 
 
@@ -326,7 +326,7 @@ def _require_same_numbers(line: Mapping[str, Any], location: str, golden: Any) -
     if not same_golden(line["golden"], golden):
         versions = ", ".join(f"{name} {number}" for name, number in line["versions"].items())
         raise ConfigError(
-            f"{location} was made by code or libraries that give other numbers in the golden run"
+            f"{location} was made by code or libraries that give different numbers in the golden run"
             f" ({line['code']}, commit {line['commit']}, {versions}): such results are not mixed;"
             " choose another --out, return to that commit, or only --judge the file"
         )
@@ -363,9 +363,9 @@ def joined(lines: Lines, rows: Lines) -> dict[str, Mapping[str, Any]]:
         line, row = lines[key], rows[key]
         if row["final"] != column(line, "soft")[-1]:
             raise ConfigError(
-                f"samples: the run {key} that was observed ended with a reward of {row['final']!r},"
-                f" its line says {column(line, 'soft')[-1]!r}: other code or another machine made"
-                " one of them; delete the file of samples"
+                f"samples: the observed run {key} ended with a reward of {row['final']!r}, but its"
+                f" line states {column(line, 'soft')[-1]!r}: different code or machines made them;"
+                " delete the file of samples"
             )
         merged[key] = {**line, "samples": row}
     return merged

@@ -154,7 +154,7 @@ class Bench:
             return True
         keep_arm(self.folder, self.arm)
         total = sum(searches.values()) + len(results)
-        say(f"{total} runs to make in {self.folder}; Ctrl-C pauses")
+        say(f"{total} runs remain (results: {self.folder}); press Ctrl-C to pause")
         pace = Pace(total)
 
         def searched(line: Mapping[str, Any], done: int) -> None:

@@ -77,13 +77,13 @@ def known_arm(rule: str | Arm, folder: Path) -> Arm:
     instead = f"choose another --out, or delete {TUNING} and {RESULTS} in {folder} to start again"
     if held is not None and not _same(held, settings):
         raise ConfigError(
-            f"results: {folder} holds runs of another rule, {settings_text(held)}: {instead}"
+            f"results: {folder} contains runs of another rule, {settings_text(held)}: {instead}"
         )
     for file in (ResultsFile(folder / place, own=held or {}) for place in (TUNING, RESULTS)):
         if any(config_id(file.settings(line)) != line["id"] for line in file.unchecked()):
             raise ConfigError(
-                f"results: {folder} holds runs of {settings_text(settings)} from before its file"
-                f" was changed: {instead}"
+                f"results: {folder} contains runs of {settings_text(settings)} from before its file"
+                f" changed: {instead}"
             )
     settings = held or settings
     if isinstance(rule, str):

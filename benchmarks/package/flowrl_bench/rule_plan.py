@@ -139,7 +139,7 @@ def make_parts(
     )
     parts = [usual(name, quick) for name in chosen_worlds(world)]
     exact = any(part.exact() for part in parts)
-    require(exact or not bound, "bound", bound, "for the 2-D world, which has exact values")
+    require(exact or not bound, "bound", bound, "only for the 2-D world, which has exact values")
     return [
         replace(
             part,
