@@ -255,7 +255,7 @@ cause = "b"
 lesson.check_cause(cause)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** If all members are correct, or all are wrong, no member is better than the mean, and the update is 0. Such groups cost as much as others and teach nothing. Choose prompts that the model sometimes gets right, or a reward with values between 0 and 1.
+# **Why.** If all members are correct, or all are wrong, no member is better than the mean, and the update is 0. Such groups cost as much as others, but contribute no gradient. Choose prompts that the model sometimes gets right, or a reward with values between 0 and 1.
 
 # %% [markdown]
 # ## Does it matter?

@@ -210,7 +210,7 @@ def train(velocity, optimizer, data, updates, generator, size=512):
 lesson.check_train(train)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The loss is an expectation over data, noise and time, so each update needs a fresh sample of all three. With one time for the whole batch the expectation is the same, but the gradient is far noisier, because all samples ask about the same time.
+# **Why.** The loss is an expectation over data, noise and time, so each update needs a fresh sample of all three. With one time for the whole batch the expectation is the same, but the gradient is far noisier, because all samples have the same time.
 # `loss.item()` keeps the number without the graph; a list of loss tensors would keep the activations of every update in memory.
 
 # %% [markdown]
@@ -264,7 +264,7 @@ lesson.check_exact_loss(exact_loss)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** Many lines with different directions pass through one point, and every one of them is a target. Even the exact field predicts only their mean, so the loss keeps the variance of $\varepsilon - x_0$ around it.
-# The loss of a flow therefore says little about its quality; compare it with the loss of a better model, or look at samples.
+# So the loss alone is a poor measure of a flow's quality. Compare it with the loss of a better model, or look at samples.
 
 # %%
 many = ring.sample(20000, torch.Generator().manual_seed(2)), torch.randn(20000, 2, generator=torch.Generator().manual_seed(3))
@@ -362,7 +362,7 @@ lesson.check_euler(euler)
 one_step = "..."
 
 # %% [markdown] tags=["hint"]
-# **Hint.** At $t = 1$ the state is pure noise and says nothing about $x_0$. Which value does $\mathbb E[\varepsilon - x_0 \mid x_1]$ then have, and where does a step of length 1 lead?
+# **Hint.** At $t = 1$ the state is pure noise and contains no information about $x_0$. Which value does $\mathbb E[\varepsilon - x_0 \mid x_1]$ then have, and where does a step of length 1 lead?
 
 # %% tags=["solution"]
 one_step = "b"
@@ -531,7 +531,7 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# The measured error follows $1/T$: ten times the accuracy costs ten times the evaluations. A better solver makes more of each evaluation.
+# The measured error follows $1/T$: ten times the accuracy costs ten times the evaluations. A better solver needs fewer evaluations for the same error.
 #
 # ### Exercise 9 · a better solver
 #

@@ -259,7 +259,7 @@ lesson.check_sde_ends(sde_ends)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** The loop is the rollout of reinforcement learning: it evaluates the network, computes the policy's mean and standard deviation, draws the next state, and repeats. Both versions add the same noise. The velocity is defined for points $x_t$ that contain noise of standard deviation $t$, and removes exactly that amount.
-# Without the correction the added noise accumulates, and the points contain more noise than their time says.
+# Without the correction the added noise accumulates, and the points contain more noise than the velocity removes.
 
 # %% [markdown]
 # The next cell measures the spread of the result: the root mean square distance to the nearest blob's centre, for noise levels from 0 to 1. The starting points are exact samples of $p_t$ at $t = 0.98$, because $\sigma_t$ is infinite at $t = 1$.
@@ -577,7 +577,7 @@ print("another blob, per step:           ", " ".join(f"{value:.2f}" for value in
 my_sampler = ...
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The figure on the right says which steps explore, and the list of median distances which step leaves grain. The noise level scales the exploration of every step.
+# **Hint.** The right-hand figure shows which steps explore, and the list of median distances shows which step leaves grain. The noise level scales the exploration of every step.
 
 # %% tags=["solution"]
 my_sampler = Windowed(FlowSDE(0.7), range(5))

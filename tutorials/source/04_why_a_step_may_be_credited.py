@@ -24,7 +24,7 @@
 #
 # **Symbols of this lesson**
 #
-# {symbols: $z_j$; decision $k$; $D$; $\mu$, std; $R$; $V_k$; $g_k; $A$; $\rho$; $c$}
+# {symbols: $z_j$; decision $k$; $D$; $\mu$, std; $R$; $V_k$; $V^*_k$; $A^*_k$; $\rho$; $c$}
 
 # %% tags=["hide-input"]
 from dataclasses import replace
@@ -178,16 +178,16 @@ report("R - mean reward", estimates((rewards - rewards.mean())[:, None] * everyw
 #
 # *Difficulty: medium · kind: prediction · importance: essential · time: 8 minutes*
 #
-# $V_j(z)$ is the expected reward if the sampler continues from $z$ at node $j$. Predict before you run the next cell: for which $f$ is $\mathbb E[\psi_4 f] = 0$? Answer `True` if the term vanishes.
+# The exact value $V^*_j(z)$ is the expected reward if the sampler continues from $z$ at node $j$. Predict before you run the next cell: for which $f$ is $\mathbb E[\psi_4 f] = 0$? Answer `True` if the term vanishes.
 #
 # | | $f$ |
 # |---|---|
 # | A | $\lvert z_0\rvert^2$ |
-# | B | $V_4(z_4)$ |
-# | C | $V_5(z_5)$ |
-# | D | $R - V_5(z_5)$ |
-# | E | $V_3(z_3) - V_2(z_2)$, the gain of decision 2 |
-# | F | $V_7(z_7) - V_6(z_6)$, the gain of decision 6 |
+# | B | $V^*_4(z_4)$ |
+# | C | $V^*_5(z_5)$ |
+# | D | $R - V^*_5(z_5)$ |
+# | E | $V^*_3(z_3) - V^*_2(z_2)$, the gain of decision 2 |
+# | F | $V^*_7(z_7) - V^*_6(z_6)$, the gain of decision 6 |
 # | G | the mean reward of the other three members of a group of four |
 # | H | the mean reward of all four members |
 
@@ -204,7 +204,7 @@ vanishes = {"A": True, "B": True, "C": False, "D": True, "E": True, "F": True, "
 lesson.check_vanishing(vanishes)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A, B and E are known before the draw; G is independent of it. D and F have mean 0 once $z_5$ is known: $V_5$ *is* the mean of $R$, and a gain has mean 0 given the state that it starts from. C is the effect of decision 4 on the reward. H contains a quarter of the member's own reward, and so a quarter of C; a group's mean as the baseline shortens the gradient by the factor $1 - 1/G$.
+# **Why.** A, B and E are known before the draw; G is independent of it. D and F have mean 0 once $z_5$ is known: $V^*_5$ *is* the mean of $R$, and a gain has mean 0 given the state that it starts from. C is the effect of decision 4 on the reward. H contains a quarter of the member's own reward, and so a quarter of C; a group's mean as the baseline shortens the gradient by the factor $1 - 1/G$.
 
 # %%
 others = rewards.view(-1, 4)
@@ -261,7 +261,7 @@ def baseline(z, time):
 lesson.check_baseline(baseline)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $z - t\,v$ is the mean of the finished samples (the Tweedie estimate), and its reward a cheap estimate of $V_k$. The estimate need not be right: with a wrong baseline the mean is still right, only less noise is removed. The best baseline in each decision is $\mathbb E[\lvert\psi_k\rvert^2 R \mid z_k]/\mathbb E[\lvert\psi_k\rvert^2\mid z_k]$ (differentiate the variance by $b$), and $V_k(z_k)$ is close to it.
+# **Why.** $z - t\,v$ is the mean of the finished samples (the Tweedie estimate), and its reward a cheap estimate of $V^*_k$. The estimate need not be right: with a wrong baseline the mean is still right, only less noise is removed. The best baseline in each decision is $\mathbb E[\lvert\psi_k\rvert^2 R \mid z_k]/\mathbb E[\lvert\psi_k\rvert^2\mid z_k]$ (differentiate the variance by $b$), and $V^*_k(z_k)$ is close to it.
 
 # %%
 constant = (rewards - rewards.mean())[:, None] * everywhere
@@ -275,21 +275,21 @@ report("R - V_k, exact values", estimates(to_go, scores), truth)
 # %% [markdown]
 # All three means agree with the exact gradient within two standard errors. The estimate with the Tweedie baseline has the same noise as with exact values, to the printed digits, and it needs one velocity per state, which the rollout has already computed.
 #
-# $R - V_k(z_k)$ is called the *reward to go*: the part of the reward that is gained from decision $k$ on.
+# The credit $R - V_k$, with an exact or an estimated value, is called the *reward to go*: the part of the reward that is gained from decision $k$ on.
 #
 # ## V, Q and the advantage
 #
-# Reinforcement learning uses two values. $V_k(z_k)$ is the expected reward from a state, and $Q_k(z_k, a)$ the expected reward after action $a$ in this state. Our action *is* the next state, $a = z_{k+1}$. Hence $Q_k(z_k, z_{k+1}) = V_{k+1}(z_{k+1})$, and the exact advantage $A^*_k$ of a decision is a difference of two values:
+# Reinforcement learning uses two values. $V^*_k(z_k)$ is the expected reward from a state, and $Q_k(z_k, a)$ the expected reward after action $a$ in this state. Our action *is* the next state, $a = z_{k+1}$. Hence $Q_k(z_k, z_{k+1}) = V^*_{k+1}(z_{k+1})$, and the exact advantage $A^*_k$ of a decision is a difference of two values:
 #
-# $$A^*_k = Q_k - V_k = V_{k+1}(z_{k+1}) - V_k(z_k),\qquad R = V_0(z_0) + \sum_k A^*_k .$$
+# $$A^*_k = Q_k - V^*_k = V^*_{k+1}(z_{k+1}) - V^*_k(z_k),\qquad R = V^*_0(z_0) + \sum_k A^*_k .$$
 #
-# So $A^*_k$ is the gain $g_k$ with exact values.
+# So $A^*_k$ is the gain of decision $k$ with exact values.
 #
 # **Theorem.** All of these have the same expectation, decision by decision, and their sum over decisions is $\nabla J$:
 #
-# $$\mathbb E[\psi_k R] = \mathbb E[\psi_k (R - b(z_k))] = \mathbb E[\psi_k (R - V_k)] = \mathbb E[\psi_k A^*_k] .$$
+# $$\mathbb E[\psi_k R] = \mathbb E[\psi_k (R - b(z_k))] = \mathbb E[\psi_k (R - V^*_k)] = \mathbb E[\psi_k A^*_k] .$$
 #
-# *Proof.* Insert $R = V_0 + \sum_j A^*_j$ into $\mathbb E[\psi_k R]$ and consider one term at a time. $V_0$ and the gains with $j < k$ are functions of the states up to $z_k$, so they vanish by the first rule. The gains with $j > k$ have mean 0 given $z_{k+1}$, so they vanish by the second. Only $A^*_k$ remains. The same holds for the other credits, which contain fewer of these terms. ∎
+# *Proof.* Insert $R = V^*_0 + \sum_j A^*_j$ into $\mathbb E[\psi_k R]$ and consider one term at a time. $V^*_0$ and the gains with $j < k$ are functions of the states up to $z_k$, so they vanish by the first rule. The gains with $j > k$ have mean 0 given $z_{k+1}$, so they vanish by the second. Only $A^*_k$ remains. The same holds for the other credits, which contain fewer of these terms. ∎
 #
 # The next figure shows this proof in numbers. Left: the mean of $\psi_k A^*_j$ (the component towards the target) for every pair of a decision $k$ and a gain $j$. Right: the standard deviation of the same products.
 
@@ -356,7 +356,7 @@ def to_go_estimate(values, scores):
 lesson.check_repaired(to_go_estimate)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** `values[:, 1:]` is the value *after* the draw. It removes exactly the effect of decision $k$, and $\mathbb E[\psi_k(R - V_{k+1})] = 0$ (term D of exercise 2). `mean(dim=1)` averages over the decisions of the trajectory itself, and so contains later ones. `mean(dim=0)` averages over all trajectories, including its own, which matters only in small groups.
+# **Why.** `values[:, 1:]` is the value *after* the draw. It removes exactly the effect of decision $k$, and $\mathbb E[\psi_k(R - V^*_{k+1})] = 0$ (term D of exercise 2). `mean(dim=1)` averages over the decisions of the trajectory itself, and so contains later ones. `mean(dim=0)` averages over all trajectories, including its own, which matters only in small groups.
 # Neither bug raises an error, so compare a new estimate with a known gradient before you train with it. The next cell does so for each bug alone.
 
 # %% [markdown]
@@ -388,11 +388,11 @@ report("only V_{k+1}", estimates(late_baseline, scores), truth)
 report("only mean(dim=1)", estimates(to_go - to_go.mean(dim=1, keepdim=True), scores), truth)
 
 # %% [markdown]
-# The first three crosses are at the tip of the arrow, but the clouds differ. With exact credit the cloud is the smallest, and uniform credit needs about six times as many trajectories for the same precision (the variance is the square of the noise). The baseline $V_{k+1}$ alone gives the mean 0, as the theorem says. The mean over a trajectory's own decisions alone halves the gradient. With both bugs together the gradient points away from the target.
+# The first three crosses are at the tip of the arrow, but the clouds differ. With exact credit the cloud is the smallest, and uniform credit needs about six times as many trajectories for the same precision (the variance is the square of the noise). The baseline $V^*_{k+1}$ alone gives the mean 0, as the theorem says. The mean over a trajectory's own decisions alone halves the gradient. With both bugs together the gradient points away from the target.
 #
 # ## Between gain and reward to go: λ
 #
-# $A^*_k$ needs exact values, which we do not have for images. Suppose that we have only an estimate $\hat V$. Then the gain $g_k = \hat V_{k+1} - \hat V_k$ is biased: the error of $\hat V_{k+1}$ depends on decision $k$, so causality does not remove it. The reward to go $R - \hat V_k$ has no such bias, because $\hat V_k$ is a baseline. Generalised advantages (Schulman et al. 2015) are a compromise,
+# $A^*_k$ needs exact values, which we do not have for images. Suppose that we have only estimates $V_k$. Then the gain $g_k = V_{k+1} - V_k$ is biased: the error of $V_{k+1}$ depends on decision $k$, so causality does not remove it. The reward to go $R - V_k$ has no such bias, because $V_k$ is a baseline. Generalised advantages (Schulman et al. 2015) are a compromise,
 #
 # $$A_k^\lambda = g_k + \lambda\,g_{k+1} + \lambda^2 g_{k+2} + \dots + \lambda^{D-1-k} g_{D-1},$$
 #
@@ -460,7 +460,7 @@ bias = "c"
 lesson.check_bias(bias)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** At $\lambda = 1$ the sum telescopes to $R - \hat V_k$, in which the wrong value is only a baseline. For $\lambda < 1$ the credit contains $(1 - \lambda)\hat V_{k+1}$, whose error depends on decision $k$, so the bias is largest at $\lambda = 0$.
+# **Why.** At $\lambda = 1$ the sum telescopes to $R - V_k$, in which the wrong value is only a baseline. For $\lambda < 1$ the credit contains $(1 - \lambda)V_{k+1}$, whose error depends on decision $k$, so the bias is largest at $\lambda = 0$.
 
 # %%
 now = torch.ones(2, dtype=torch.float64)
@@ -519,13 +519,13 @@ plt.show()
 #
 # $$\sum_k \mathbb E\lvert\psi_k\rvert^2 \cdot \operatorname{var}(A_k).$$
 #
-# Gains of different decisions are uncorrelated, because each has mean 0 given all earlier states. So the variance of a credit is the sum of the variances of the parts that it contains: $\operatorname{var}(V_0)$, and $\operatorname{var}(A^*_j)$ for each $j$.
+# Gains of different decisions are uncorrelated, because each has mean 0 given all earlier states. So the variance of a credit is the sum of the variances of the parts that it contains: $\operatorname{var}(V^*_0)$, and $\operatorname{var}(A^*_j)$ for each $j$.
 #
 # ### Exercise 7 · the noise of three credits
 #
 # *Difficulty: harder · kind: formula · importance: useful · time: 10 minutes*
 #
-# `sizes` `[decision]` has $\mathbb E\lvert\psi_k\rvert^2$; `shares` `[1 + decision]` has $\operatorname{var}(V_0)$ and then $\operatorname{var}(A^*_k)$ of every decision. Return this sum for uniform credit $R - J$, the reward to go $R - V_k$, and the gain $A^*_k$. What are the three numbers for $D$ decisions of equal size 1 and equal share $1/D$, with $\operatorname{var}(V_0) = 0$?
+# `sizes` `[decision]` has $\mathbb E\lvert\psi_k\rvert^2$; `shares` `[1 + decision]` has $\operatorname{var}(V^*_0)$ and then $\operatorname{var}(A^*_k)$ of every decision. Return this sum for uniform credit $R - J$, the reward to go $R - V^*_k$, and the gain $A^*_k$. What are the three numbers for $D$ decisions of equal size 1 and equal share $1/D$, with $\operatorname{var}(V^*_0) = 0$?
 
 
 # %% tags=["exercise"]
@@ -535,7 +535,7 @@ def noise_parts(sizes, shares):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Draw a table like the figure above, with row $k$ and a column for $V_0$ and for each gain. Mark the cells that each credit contains in row $k$. `flip(0).cumsum(0).flip(0)` sums from an entry to the end.
+# **Hint.** Draw a table like the figure above, with row $k$ and a column for $V^*_0$ and for each gain. Mark the cells that each credit contains in row $k$. `flip(0).cumsum(0).flip(0)` sums from an entry to the end.
 
 
 # %% tags=["solution"]
@@ -608,7 +608,7 @@ plt.show()
 #
 # So far every policy has made its own samples. In practice the samples of one rollout are used for several updates. What can we conclude about a new policy $\pi'$ from samples of the old one?
 #
-# **The improvement is a sum of advantages.** Under the *new* policy, $\sum_k A^*_k = R - V_0(z_0)$ with the values $V$ of the *old* one. Its mean under the new policy is $J(\pi') - J(\pi)$, since both policies begin with the same noise. So
+# **The improvement is a sum of advantages.** Under the *new* policy, $\sum_k A^*_k = R - V^*_0(z_0)$ with the values $V^*$ of the *old* one. Its mean under the new policy is $J(\pi') - J(\pi)$, since both policies begin with the same noise. So
 #
 # $$J(\pi') - J(\pi) = \mathbb E_{\pi'}\Big[\sum_k A^*_k\Big] = \mathbb E_{\pi}\Big[\sum_k \rho_0\rho_1\cdots\rho_k\,A^*_k\Big],\qquad \rho_k = \frac{\pi'(z_{k+1}\mid z_k)}{\pi(z_{k+1}\mid z_k)} .$$
 #
@@ -761,8 +761,8 @@ for name, rule in RULES.items():
 #
 # *Kind: quiz · time: 5 minutes*
 #
-# 1. Which of these can be subtracted from the reward in the credit of decision $k$ without changing the expected gradient? **a** the exact value after the decision, $V_{k+1}(z_{k+1})$, **b** the reward of the Tweedie estimate at $z_k$, **c** the mean credit of the trajectory's own decisions.
-# 2. The value estimate $\hat V$ is wrong, and its error depends on the state. Which credit still has the right expected gradient? **a** the gain $\hat V_{k+1} - \hat V_k$, **b** the reward to go $R - \hat V_k$, **c** neither.
+# 1. Which of these can be subtracted from the reward in the credit of decision $k$ without changing the expected gradient? **a** the exact value after the decision, $V^*_{k+1}(z_{k+1})$, **b** the reward of the Tweedie estimate at $z_k$, **c** the mean credit of the trajectory's own decisions.
+# 2. The value estimates $V_k$ are wrong, and their error depends on the state. Which credit still has the right expected gradient? **a** the gain $V_{k+1} - V_k$, **b** the reward to go $R - V_k$, **c** neither.
 # 3. With exact values, uniform credit and gains have the same expected gradient. Why are gains better? **a** less noise, **b** less bias, **c** fewer network evaluations.
 # 4. The variance of the estimate with uniform credit is nine times that with gains. For the same precision it needs **a** three times, **b** nine times, **c** 81 times as many trajectories.
 # 5. Why does the surrogate overestimate the improvement far from the old policy? **a** Its noise is too large. **b** The clip raises it. **c** It corrects the decisions, but not the states from which they start.
@@ -780,7 +780,7 @@ quiz = {1: "b", 2: "b", 3: "a", 4: "b", 5: "c"}
 lesson.check_quiz(quiz)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** 1: the Tweedie estimate is a function of $z_k$. 2: $\hat V_k$ is then a baseline. 3: the terms that gains leave out have mean 0, and only add noise. 4: the variance of a mean of $n$ estimates is proportional to $1/n$. 5: the ratio $\rho_k$ belongs to the transition from $z_k$; the new policy visits other $z_k$.
+# **Why.** 1: the Tweedie estimate is a function of $z_k$. 2: $V_k$ is then a baseline. 3: the terms that gains leave out have mean 0, and only add noise. 4: the variance of a mean of $n$ estimates is proportional to $1/n$. 5: the ratio $\rho_k$ belongs to the transition from $z_k$; the new policy visits other $z_k$.
 
 # %% [markdown]
 # ## Summary
@@ -791,8 +791,8 @@ lesson.check_quiz(quiz)
 # | $D$, $k$, $\mathrm{std}_k$ | number of decisions, index of a decision, its standard deviation | `Decisions`, `samplers.transition_stds` |
 # | $\psi_k = \nabla_\theta\log\pi_\theta(z_{k+1}\mid z_k)$ | score of a decision | `losses.PolicyGradientLoss` |
 # | $\mathbb E[\psi_k f(z_0, \dots, z_k)] = 0$ | causality; any baseline $b(z_k)$ leaves the mean unchanged | `flowrl_bench.gradients.RawCredit` |
-# | $V_k$, $Q_k = V_{k+1}(z_{k+1})$ | value before and after the decision | the probe `flowrl_bench.exact.Exact` |
-# | $A^*_k = V_{k+1}(z_{k+1}) - V_k(z_k)$ | gain; same expected gradient as $R$ | `credit.gains` |
+# | $V^*_k$, $Q_k = V^*_{k+1}(z_{k+1})$ | value before and after the decision | the probe `flowrl_bench.exact.Exact` |
+# | $A^*_k = V^*_{k+1}(z_{k+1}) - V^*_k(z_k)$ | gain; same expected gradient as $R$ | `credit.gains` |
 # | $R - V_k(z_k)$ | reward to go; unbiased for every $V_k$ | `credit.reward_to_go` |
 # | $A_k^\lambda$ | generalised advantage: gain at 0, reward to go at 1 | `credit.generalised_gains` |
 # | $\rho_k$; $\mathbb E_\pi[\sum_k\rho_k A^*_k]$ | ratio of a decision; surrogate, right near the old policy | `losses.ClippedLoss` |

@@ -382,7 +382,7 @@ lesson.check_reach(reach)
 # noisy curves, so reports should mention this choice. A run that never reaches the target must not get the last cost. With `nan` every mean becomes `nan`, which cannot be overlooked.
 
 # %% [markdown]
-# It can be removed, however.
+# The next exercise shows how these `nan` can still get lost in a report.
 #
 # ### Exercise 5 · the missing runs
 #
@@ -412,7 +412,7 @@ def summary(costs):
 lesson.check_summary(summary)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** `nanmean` averages only the runs that reached the target, which are the best ones (survivorship bias). The more runs fail, the better the mean can look. A median needs only the order of the costs, so a failed run can take part without a number of its own.
+# **Why.** `nanmean` averages only the runs that reached the target, which are the best ones (survivorship bias). The more runs fail, the better the mean can look. A median needs only the order of the costs, so a failed run can be included without a number for its cost.
 
 # %%
 five = {"A": torch.tensor([9.0, 10.0, math.nan, math.nan, math.nan]), "B": torch.tensor([12.0, 12.0, 13.0, 13.0, 14.0])}
@@ -513,7 +513,7 @@ wider = "c"
 lesson.check_wider(wider)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A narrow range stops each pair after a small change, and Flow-GRPO, whose gradient is the noisiest, loses the most by this. With a wide range all rules can use large steps. The text below the figure measures this mechanism.
+# **Why.** A narrow range stops each pair after a small change, and Flow-GRPO, whose gradient is the noisiest, loses the most by this. With a wide range all rules can use large steps. The cell after the next figure measures this mechanism.
 
 # %%
 CLIPS = (TIGHT, 2e-2, 2e-1)

@@ -256,7 +256,7 @@ def check_euler(answer: Answer) -> None:
 def check_one_step(answer: str) -> None:
     """`answer` is where a single Euler step ends."""
     reasons = {
-        "a": "to reach a blob the velocity must know which one: what does pure noise say about it?",
+        "a": "the blob is not determined yet: which information about x_0 does pure noise contain?",
         "c": "the radius of the samples is not that of the data: compute v(x, 1)",
         "d": "the noise does not remain: a step of length 1 subtracts v(x, 1) = x - E[x_0]",
     }

@@ -61,9 +61,12 @@ def check_score(answer: Answer) -> None:
 
 TERMS = {
     "A": (True, "A: the noise z_0 is known before decision 4"),
-    "B": (True, "B: V_4 depends on z_4, from which decision 4 starts, and not on its result"),
-    "C": (False, "C: V_5 depends on z_5, which decision 4 draws; this term is the gradient itself"),
-    "D": (True, "D: given z_5, the mean of R is V_5, so that what remains of R has mean 0"),
+    "B": (True, "B: V*_4 depends on z_4, from which decision 4 starts, and not on its result"),
+    "C": (
+        False,
+        "C: V*_5 depends on z_5, which decision 4 draws; this term is the gradient itself",
+    ),
+    "D": (True, "D: given z_5, the mean of R is V*_5, so that what remains of R has mean 0"),
     "E": (True, "E: decision 2 was made before z_4 was reached"),
     "F": (True, "F: given z_6, the gain of decision 6 has mean 0 for every z_5"),
     "G": (True, "G: the other members' rewards are independent of this member's decisions"),
@@ -243,7 +246,7 @@ def check_noise(answer: Answer) -> None:
 
     right = three(uniform, to_go, gain)
     mistakes = {
-        "uniform credit contains V_0 as well: R - J is the sum of all parts": three(
+        "uniform credit contains V*_0 as well: R - J is the sum of all parts": three(
             sizes.sum() * shares[1:].sum(), to_go, gain
         ),
         "the reward to go of decision k contains its own gain": three(
@@ -252,7 +255,7 @@ def check_noise(answer: Answer) -> None:
         "the reward to go contains the gains of decision k and those after it, not those before": (
             three(uniform, (sizes * shares[1:].cumsum(0)).sum(), gain)
         ),
-        "the first share is that of V_0: decision k has shares[k + 1]": three(
+        "the first share is that of V*_0: decision k has shares[k + 1]": three(
             uniform, to_go, (sizes * shares[:-1]).sum()
         ),
         "each decision has its own size and share: multiply first, then sum": three(
@@ -312,7 +315,7 @@ check_quiz = quiz(
     (
         "b",
         {
-            "a": "the value after the decision contains its effect, and removes the signal",
+            "a": "this value contains the effect of the decision, which the gradient measures",
             "c": "this mean contains later decisions",
         },
     ),
@@ -340,7 +343,7 @@ check_quiz = quiz(
     (
         "c",
         {
-            "a": "noise has no direction; this error does not average out",
+            "a": "noise averages out; this error remains with any number of samples",
             "b": "the clip only lowers the surrogate",
         },
     ),
