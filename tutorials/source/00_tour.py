@@ -114,7 +114,7 @@ plt.show()
 #
 # An image is made in ten steps and gets one reward. Which step was responsible? Only a random step could have had another result. We call the random steps **decisions**: here steps 2 to 6, which are the decisions 0 to 4. An ODE step has only one possible result, so it is not a decision.
 #
-# How good is an unfinished image? From the state before each decision we can follow the ODE to the end, which gives an estimate of the finished image. The next figure shows these estimates for the best member of the group (upper row) and the worst (lower row), then the finished images, and below them the rewards.
+# How good is an unfinished image? From the state before each decision we can follow the ODE to the end, which gives an estimate of the finished image. The next figure shows these estimates for the best member of the group (upper row) and the worst (lower row), followed by the finished images. Below them are the rewards.
 
 # %% tags=["hide-input"]
 heads = [*(f"before decision {k}\n(step {step})" for k, step in enumerate(decisions.step)), "finished\nimage"]
@@ -222,8 +222,7 @@ figure.colorbar(shown, ax=axes, label="advantage", extend="both")
 plt.show()
 
 # %% [markdown]
-# Flow-GRPO makes every decision of the worst member less likely, the good one included. The other two rules give decision 0 a positive and decision 2 a negative advantage. TP-GRPO's advantage of decision 1 is negative too: decision 1 is a turning point (circles mark turning points) after which the value
-# only falls, so its credit is the whole fall. The ODE steps have no credit and no part in the update.
+# Flow-GRPO makes every decision of the worst member less likely, the good one included. The other two rules give decision 0 a positive and decision 2 a negative advantage. TP-GRPO's advantage of decision 1 is negative too: decision 1 is a turning point (marked by a circle). After it the value only falls, so its credit is the whole fall. The ODE steps have no credit and no part in the update.
 #
 # ### Exercise 4 · runs that learn nothing
 #
@@ -260,7 +259,7 @@ lesson.check_cause(cause)
 # %% [markdown]
 # ## Does it matter?
 #
-# Now we train with all three rules. We begin in a world of two dimensions, where a run takes a few seconds: the same model, sample counts and settings for all three rules, and one seed. (The lesson Side by side measures how much results vary between seeds.)
+# Now we train with all three rules. We begin in a world of two dimensions, where a run takes a few seconds. All three rules have the same model, sample counts and settings, and one seed. (The lesson Side by side measures how much results vary between seeds.)
 #
 # ### Exercise 5 · which rule is slowest?
 #
@@ -338,7 +337,7 @@ print(
 show(after, "after 10 iterations, same noise")
 
 # %% [markdown]
-# The images improve within ten iterations. To compare the rules on images, `flowrl compare` trains with all three rules and several seeds, and writes a report. A run as short as this one cannot tell them apart; the README shows longer runs.
+# The images improve within ten iterations. To compare the rules on images, `flowrl compare` trains with all three rules and several seeds, and writes a report. The differences between the rules are too small for a run as short as this one; the README shows longer runs.
 #
 # ## Quiz
 #
@@ -363,7 +362,7 @@ quiz = {1: "b", 2: "b", 3: "b", 4: "b", 5: "c"}
 lesson.check_quiz(quiz)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** 1: the members are compared with each other by their rewards. 2: the comparison is with the group's mean, not with a fixed number. 3: one value before each of the five decisions, and the reward of the finished image. 4: the falling decision has a negative gain, and is not a turning point of a rising trajectory. 5: a single seed says nothing about the variation between seeds.
+# **Why.** 1: the members are compared with each other by their rewards. 2: the comparison is with the group's mean, not with a fixed number. 3: one value before each of the five decisions, and the reward of the finished image. 4: the falling decision has a negative gain, and is not a turning point of a rising trajectory. 5: the variation between seeds is unknown after a single seed.
 
 # %% [markdown]
 # ## Summary

@@ -124,7 +124,7 @@ plt.show()
 # $$v(x, t) = \mathbb{E}\left[\varepsilon - x_0 \mid x_t = x\right].$$
 #
 # Why is the average sufficient? The density at a point changes only by the net flow in and out, and this flow is the density times
-# the *mean* velocity there. Least squares estimates this mean: a network trained to predict $\varepsilon - x_0$ from $(x_t, t)$ with a squared error
+# the *mean* velocity there. Least squares estimates this mean. A network trained to predict $\varepsilon - x_0$ from $(x_t, t)$ with a squared error
 # converges to $v$ (Lipman et al. 2022, arXiv 2210.02747, theorem 2; Liu et al. 2022, arXiv 2209.03003).
 #
 # <details><summary><b>Derivation: the mean velocity preserves the distribution at every time (four lines)</b></summary>
@@ -174,8 +174,7 @@ lesson.check_loss(flow_matching_loss)
 #
 # *Difficulty: medium · kind: code · importance: essential · time: 10 minutes*
 #
-# Training a flow needs no simulation of paths: every update sees points at random times. Write the loop. Each of the `updates` updates draws `size` new data points with `data.sample(size, generator)`,
-# new noise, and a new uniform time for every sample, in this order and all with `generator`. Then it computes the loss of exercise 2 and takes one step of the optimizer. Return the list of the losses as plain numbers.
+# Training a flow needs no simulation of paths: every update sees points at random times. Write the loop. Each of the `updates` updates draws `size` new data points with `data.sample(size, generator)`, new noise, and a new uniform time for every sample. Take all random numbers from `generator`, in this order. Then it computes the loss of exercise 2 and takes one step of the optimizer. Return the list of the losses as plain numbers.
 
 
 # %% tags=["exercise"]
@@ -236,8 +235,7 @@ print(f"loss: first 100 updates {sum(losses[:100]) / 100:.2f}, last 100 updates 
 # loss: first 100 updates 2.45..2.60, last 100 updates 1.95..2.07
 
 # %% [markdown]
-# The loss stops at about 2. Is that bad? For this data we can find out, because the exact velocity can be written down. At time $t$ a blob has become a Gaussian whose centre is $1 - t$ times the blob's centre, and whose
-# variance is $(1-t)^2$ times that of the blob plus $t^2$. The posterior probability of each blob follows from Bayes' rule, and within a blob all estimates are linear.
+# The loss stops at about 2. Is that bad? For this data we can find out, because the exact velocity can be written down. At time $t$ a blob has become a Gaussian. Its centre is $1 - t$ times the centre of the blob, and its variance is $(1-t)^2$ times that of the blob, plus $t^2$. The posterior probability of each blob follows from Bayes' rule, and within a blob all estimates are linear.
 # `GaussianMixture.velocity` computes this field.
 #
 # ### Exercise 4 · the loss of the exact field
@@ -263,7 +261,7 @@ exact_loss = "c"
 lesson.check_exact_loss(exact_loss)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Many lines with different directions pass through one point, and every one of them is a target. Even the exact field predicts only their mean, so the loss keeps the variance of $\varepsilon - x_0$ around it.
+# **Why.** Many lines with different directions pass through one point, and the direction of each is a target. Even the exact field predicts only their mean, so the loss keeps the variance of $\varepsilon - x_0$ around it.
 # So the loss alone is a poor measure of a flow's quality. Compare it with the loss of a better model, or look at samples.
 
 # %%
@@ -341,8 +339,7 @@ def euler(velocity, noise, times):
 lesson.check_euler(euler)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The sign is negative because $\Delta$ is positive and time decreases. The velocity is evaluated at the node where the step *starts*, at $t_i$;
-# at $t_{i+1}$ the state $z_i$ has too much noise for its time, and the network was never trained on such a pair.
+# **Why.** The sign is negative because $\Delta$ is positive and time decreases. The velocity is evaluated at the node where the step *starts*, at $t_i$. For the time $t_{i+1}$ the state $z_i$ has too much noise, and the network was never trained on such a pair.
 
 # %% [markdown]
 # How many steps does the sampler need? Let us begin with the extreme case.
@@ -452,8 +449,7 @@ print(
 
 # %% [markdown]
 # The estimate starts at the mean of all data, which is far from every blob: at first it is further from the final point than the state. However, it moves outwards fast; from $t = 0.7$ on it is nearer
-# to the final point than the state, and by $t = 0.4$ much nearer. Its *direction* is right from the beginning: the ODE is
-# deterministic, so the noise alone determines the final point, and on this symmetric ring the angle of the noise determines the blob. An ODE therefore has no random steps
+# to the final point than the state, and by $t = 0.4$ much nearer. Its *direction* is right from the beginning. The ODE is deterministic, so the noise alone determines the final point, and on this symmetric ring the angle of the noise determines the blob. An ODE therefore has no random steps
 # that reinforcement learning could credit, and the lesson on ODE and SDE adds them.
 #
 # ## The same with the library
@@ -490,8 +486,7 @@ print("tweedie agrees:", torch.allclose(library_tweedie(x, ring.velocity(x, t), 
 #
 # *Difficulty: harder · kind: code · importance: useful · time: 10 minutes*
 #
-# In theory, the error of Euler's method decreases like $1/T$. Let us check this. Return the root mean square distance, over samples, between the final points of `euler` with `steps` steps and those with
-# 640 steps, both with the exact field `ring.velocity` from the same `noise`. Use even grids.
+# In theory, the error of Euler's method decreases like $1/T$. Let us check this. Compare the final points of `euler` with `steps` steps and with 640 steps, both with the exact field `ring.velocity`, the same `noise` and even grids. Return the root mean square of their distances over samples.
 
 
 # %% tags=["exercise"]
@@ -616,7 +611,7 @@ bugs = {1: "C", 2: "A", 3: "B"}
 lesson.check_bugs(bugs)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** `torch.rand` is uniform on $[0, 1)$, so all noise has angles between 0 and 90 degrees, and only the blobs there are reached. At $t = 1$ the velocity points away from the mean of the data, so ten steps of it shrink the noise towards the mean and never choose a blob.
+# **Why.** `torch.rand` is uniform on $[0, 1)$, so all noise has angles between 0 and 90 degrees, and only the blobs there are reached. At $t = 1$ the velocity points away from the mean of the data. So ten steps with this velocity shrink the noise towards the mean, and no sample reaches a blob.
 # Without the last step the samples are states at $t = 0.1$: they still contain noise, and their blobs are at 0.9 of the radius.
 
 # %% [markdown]

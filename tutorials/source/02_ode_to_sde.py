@@ -114,7 +114,7 @@ opening()
 #
 # $$\hat x_0 = \mathbb E[x_0\mid x_t = x] = \frac{x + t^2\,\nabla\log p_t(x)}{1-t}.$$
 #
-# This is Tweedie's formula in its usual form (Robbins 1956; Efron 2011): the mean of what lies under Gaussian noise of variance $t^2$ is the observation plus $t^2$ times the score, here divided by the factor $1-t$ of the data. With $\nabla\log p_t = -(x + (1-t)v)/t$ it becomes $x - t\,v$, the estimate of the lesson on flow matching.
+# This is Tweedie's formula in its usual form (Robbins 1956; Efron 2011). Given an observation with Gaussian noise of variance $t^2$, the mean of the signal is the observation plus $t^2$ times the score. Here it is divided by the factor $1-t$ of the data. With $\nabla\log p_t = -(x + (1-t)v)/t$ it becomes $x - t\,v$, the estimate of the lesson on flow matching.
 # Velocity, score, clean estimate and noise estimate are four forms of one conditional mean.
 #
 # </details>
@@ -197,7 +197,7 @@ lesson.check_flow_sde(flow_sde_step)
 # At $t = 1$, where every path starts, the denominator of $\sigma_t$ is zero. The released code and `FlowSDE` use the next time $s$ in the denominator of this step, $\sigma_t = a\sqrt{1/(1-s)}$, which is finite. The wrapper
 # `Windowed` makes some steps stochastic and the others ODE steps. Here only the last step is an ODE step, for a reason given below.
 #
-# Are the marginals really the same? Let us take 250 small steps, and compare samples of the SDE with samples of the ODE from other noise, halfway and at the end: in a figure, and by the quantiles of the distance from the centre.
+# Are the marginals really the same? Let us take 250 small steps, and compare samples of the SDE with samples of the ODE from other noise, halfway and at the end. We compare the quantiles of the distance from the centre, then the points themselves.
 
 # %%
 start = [torch.randn(2500, 2, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
@@ -470,7 +470,7 @@ plt.show()
 # %% [markdown]
 # If all steps are random, the noise of Flow-SDE's last step remains in the sample as grain. With an ODE step as the last step this noise is missing, and only the opposite error remains.
 #
-# All other samples are *sharper* than the data, those of the ODE included: ten steps end with a jump to a conditional mean, which has lost part of the spread. So a sharp sample is not necessarily an exact sample. CPS adds new noise to conditional means at every step, and
+# All other samples are *sharper* than the data, those of the ODE included. Ten steps end with a jump to a conditional mean, which has lost part of the spread. So a sharp sample is not necessarily an exact sample. CPS adds new noise to conditional means at every step, and
 # part of its loss of spread remains with any number of steps.
 #
 # ## Which steps are decisions?
@@ -498,8 +498,8 @@ decisions = {"FlowSDE": 10, "CPS": 9, "DDIMSDE": 8}
 lesson.check_decisions(decisions)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Flow-SDE's $\sigma_t\sqrt\Delta$ is positive at every step, including the last one, whose noise remains in the image; the paper therefore makes the last step an ODE step (the window `:-1`). CPS and the
-# DDIM-inspired kernel have a factor $s$, which is 0 at the last step; the latter also has a factor $\sqrt{1-t}$, which is 0 at the first step.
+# **Why.** Flow-SDE's $\sigma_t\sqrt\Delta$ is positive at every step, including the last one, whose noise remains in the image. The paper therefore makes the last step an ODE step (the window `:-1`). CPS and the
+# DDIM-inspired kernel have a factor $s$, which is 0 at the last step. The latter also has a factor $\sqrt{1-t}$, which is 0 at the first step.
 
 # %% [markdown]
 # ### Exercise 9 · one random step
@@ -517,7 +517,7 @@ lesson.check_decisions(decisions)
 random_step = "..."
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compare the standard deviation of a step with the distance to the next blob, and ask what the later ODE steps do with a point that was moved.
+# **Hint.** Compare the standard deviation of a step with the distance to the next blob. How do the later ODE steps change a point that was moved?
 
 # %% tags=["solution"]
 random_step = "a"
@@ -558,7 +558,7 @@ print("spread of the end points per step:", " ".join(f"{value:.2f}" for value in
 print("another blob, per step:           ", " ".join(f"{value:.2f}" for value in changed))
 
 # %% [markdown]
-# On the right, siblings are 20 samples from the same initial noise, and a bar is the share of samples that end at another blob than most of their siblings. The printed spread is the root of the end points' variance among siblings, summed over both coordinates. Early noise decides *which* blob the sample ends in; late noise only moves the sample within its blob. Stepwise credit is based
+# On the right, 20 samples from the same initial noise are *siblings*. A bar is the share of samples that end at another blob than most of their siblings. The printed spread is the root of the end points' variance among siblings, summed over both coordinates. Early noise decides *which* blob the sample ends in; late noise only moves the sample within its blob. Stepwise credit is based
 # on this observation: steps differ in their effect, and a rule with equal credit for all steps ignores the difference.
 #
 # With kernel, noise level and window you can design the decisions of a policy. A good design explores enough to find better samples, and still produces samples without grain.

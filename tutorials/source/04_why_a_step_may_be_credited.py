@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 4 · Why a step may be credited
 #
-# **After this lesson you can** prove which credits leave the policy gradient unchanged, use values of states as baselines and as credit, choose $\lambda$, say how the noise grows with the number of decisions, and say how far old samples can be trusted.
+# **After this lesson you can** prove which credits leave the policy gradient unchanged, use values of states as baselines and as credit, choose $\lambda$, predict how the noise grows with the number of decisions, and decide how far old samples can be trusted.
 #
 # **Time** 90 minutes, of which the computer needs less than one. **You need** the lesson on GRPO.
 #
@@ -204,7 +204,7 @@ vanishes = {"A": True, "B": True, "C": False, "D": True, "E": True, "F": True, "
 lesson.check_vanishing(vanishes)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A, B and E are known before the draw; G is independent of it. D and F have mean 0 once $z_5$ is known: $V^*_5$ *is* the mean of $R$, and a gain has mean 0 given the state that it starts from. C is the effect of decision 4 on the reward. H contains a quarter of the member's own reward, and so a quarter of C; a group's mean as the baseline shortens the gradient by the factor $1 - 1/G$.
+# **Why.** A, B and E are known before the draw; G is independent of it. D and F have mean 0 once $z_5$ is known: $V^*_5$ *is* the mean of $R$, and a gain has mean 0 given the state that it starts from. C is the effect of decision 4 on the reward. H contains a quarter of the member's own reward, and so a quarter of C. So the group's mean as the baseline shortens the gradient by the factor $1 - 1/G$.
 
 # %%
 others = rewards.view(-1, 4)
@@ -273,7 +273,7 @@ report("R - your baseline", estimates(guessed, scores), truth)
 report("R - V_k, exact values", estimates(to_go, scores), truth)
 
 # %% [markdown]
-# All three means agree with the exact gradient within two standard errors. The estimate with the Tweedie baseline has the same noise as with exact values, to the printed digits, and it needs one velocity per state, which the rollout has already computed.
+# All three means agree with the exact gradient within two standard errors. To the printed digits, the Tweedie baseline has the same noise as exact values. It needs one velocity per state, which the rollout has already computed.
 #
 # The credit $R - V_k$, with an exact or an estimated value, is called the *reward to go*: the part of the reward that is gained from decision $k$ on.
 #
@@ -388,7 +388,7 @@ report("only V_{k+1}", estimates(late_baseline, scores), truth)
 report("only mean(dim=1)", estimates(to_go - to_go.mean(dim=1, keepdim=True), scores), truth)
 
 # %% [markdown]
-# The first three crosses are at the tip of the arrow, but the clouds differ. With exact credit the cloud is the smallest, and uniform credit needs about six times as many trajectories for the same precision (the variance is the square of the noise). The baseline $V^*_{k+1}$ alone gives the mean 0, as the theorem says. The mean over a trajectory's own decisions alone halves the gradient. With both bugs together the gradient points away from the target.
+# The first three crosses are at the tip of the arrow, but the clouds differ. With exact credit the cloud is the smallest. Uniform credit needs about six times as many trajectories for the same precision, because the variance is the square of the noise. The baseline $V^*_{k+1}$ alone gives the mean 0, in agreement with the theorem. The mean over a trajectory's own decisions alone halves the gradient. With both bugs together the gradient points away from the target.
 #
 # ## Between gain and reward to go: λ
 #
@@ -431,10 +431,10 @@ def lambda_credit(values, lam):
 lesson.check_lambda(lambda_credit)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The recursion goes backwards from the last decision, because a decision affects later gains only. A recursion forwards would credit earlier gains. With exact values even that has the right mean, because these terms vanish; so a test of the mean cannot find this bug, and only the noise shows it. In `flowrl`: `credit.generalised_gains`.
+# **Why.** The recursion goes backwards from the last decision, because a decision affects later gains only. A recursion forwards would credit earlier gains. With exact values even that has the right mean, because these terms vanish. So a test of the mean cannot find this bug; only the noise shows it. In `flowrl`: `credit.generalised_gains`.
 
 # %% [markdown]
-# Values are often wrong because they are outdated: a network that estimates them has learned from the policy before its last updates. To imitate this, we give the policy a wind of strength $\sqrt2$, and compare two values on its trajectories: its own exact ones, and the exact ones *of the calm policy*, which are outdated.
+# Values are often wrong because they are outdated: a network that estimates them has learned from the policy before its last updates. To imitate this, we give the policy a wind of strength $\sqrt2$. On its trajectories we compare its own exact values with the exact values *of the calm policy*, which are outdated.
 #
 # ### Exercise 6 · outdated values
 #
@@ -707,10 +707,10 @@ plt.show()
 # %% [markdown]
 # - Up to a strength of 0.4 surrogate and whole path agree with the exact curve to about 6%. The surrogate has the right value and the right slope at the old policy, and its error is of second order in the strength.
 # - Further out the **surrogate** keeps rising. It averages over the old states, in which the same wind always helps, and so it misses that the new policy overshoots. The printed exact $J$ is lower at a strength of 3 than at 2.
-# - The **whole path** agrees with the exact values until its noise becomes large. The *effective share* of the samples is $\bar u^2/\overline{u^2}$, in which $u$ are the weights of the paths: the number of equally weighted samples with the same precision, as a fraction. At a strength of 2 it is 0.14%: a few of the 40,000 trajectories determine the average, and even the standard error is no longer reliable.
+# - The **whole path** agrees with the exact values until its noise becomes large. The *effective share* of the samples is $\bar u^2/\overline{u^2}$, in which $u$ are the weights of the paths. It is the number of equally weighted samples with the same precision, as a fraction of all samples. At a strength of 2 it is 0.14%: a few of the 40,000 trajectories determine the average, and even the standard error is no longer reliable.
 # - The **clip** removes the incentive to go further: a decision whose ratio has left $[1-c, 1+c]$ in the direction of its advantage contributes no gradient. The clipped curve stops rising at a strength between 0.8 and 1, where the surrogate still agrees to about 6%. Its height has no meaning; what matters is that no update can increase it beyond this strength.
 #
-# So there are two reasons for the clip. The weights of whole paths are right, but soon too noisy. One ratio per decision has little noise, but is wrong far from the old policy. Close to the old policy both are accurate. A bound states this precisely: the error of the surrogate is at most a constant times the largest KL divergence between the two policies (Schulman et al. 2015, TRPO, theorem 1).
+# So there are two reasons for the clip. The weights of whole paths are right, but soon too noisy. One ratio per decision has little noise, but is wrong far from the old policy. Close to the old policy both are accurate. There is also a bound: the error of the surrogate is at most a constant times the largest KL divergence between the policies (Schulman et al. 2015, TRPO, theorem 1).
 #
 # ## The same with the weights of a network
 #
@@ -749,7 +749,7 @@ for name, rule in RULES.items():
 # exact: A*                  scale 0.98 [0.89, 1.07]   noise of one batch 0.8
 
 # %% [markdown]
-# All intervals contain the scale 1, so each credit gives the true gradient on average. The noise of one batch of 216 trajectories, however, is about four times as large with uniform credit, which therefore needs about fifteen batches for the precision of one batch with exact credit.
+# All intervals contain the scale 1, so each credit gives the true gradient on average. However, the noise of one batch of 216 trajectories is about four times as large with uniform credit. So it needs about fifteen batches for the precision of one batch with exact credit.
 #
 # The theorem does *not* cover three parts of the methods of the next lessons:
 #
@@ -780,7 +780,7 @@ quiz = {1: "b", 2: "b", 3: "a", 4: "b", 5: "c"}
 lesson.check_quiz(quiz)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** 1: the Tweedie estimate is a function of $z_k$. 2: $V_k$ is then a baseline. 3: the terms that gains leave out have mean 0, and only add noise. 4: the variance of a mean of $n$ estimates is proportional to $1/n$. 5: the ratio $\rho_k$ belongs to the transition from $z_k$; the new policy visits other $z_k$.
+# **Why.** 1: the Tweedie estimate is a function of $z_k$. 2: $V_k$ is then a baseline. 3: the terms that are missing in gains have mean 0, and only add noise. 4: the variance of a mean of $n$ estimates is proportional to $1/n$. 5: the ratio $\rho_k$ belongs to the transition from $z_k$; the new policy visits other $z_k$.
 
 # %% [markdown]
 # ## Summary

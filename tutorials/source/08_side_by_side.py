@@ -91,7 +91,7 @@ opening()
 # %% [markdown]
 # The prompts describe six directions (crosses); the colour of a sample is that of its direction. With Stepwise-Flow-GRPO the samples have reached
 # the targets after 8 iterations, with TP-GRPO after 10 (both stop at 12), while Flow-GRPO has not converged after 20. So it is tempting to conclude that *step-wise credit learns
-# several times faster*. The four parts of this lesson ask four questions about this conclusion.
+# several times faster*. The four parts of this lesson test this conclusion with four questions.
 #
 # 1. **Is the result due to chance?** One seed is one random sample.
 # 2. **At what cost?** The cost of an iteration differs between the rules.
@@ -136,8 +136,7 @@ def interval(values):
 lesson.check_interval(interval)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** `Tensor.std` divides by $n - 1$ by default, and $n$ seeds leave $n - 1$ degrees of freedom. With 1.96 instead of 4.30 for three seeds, the interval is less
-# than half as wide as it should be: it misses the true mean in 19 cases of 100 instead of 5. The formula assumes normally distributed results. Rewards near
+# **Why.** `Tensor.std` divides by $n - 1$ by default, and $n$ seeds leave $n - 1$ degrees of freedom. With 1.96 instead of 4.30 for three seeds, the interval is less than half as wide as it should be. It misses the true mean in 19 cases of 100 instead of 5. The formula assumes normally distributed results. Rewards near
 # their maximum of 1 are not normally distributed, so plot the single runs as well.
 
 # %% [markdown]
@@ -184,7 +183,7 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# In the early iterations the ranking is not due to chance: in the figure, at iterations 4 and 6, every seed of Stepwise is above every seed of TP-GRPO, and these are above every seed of Flow-GRPO. At the end the
+# In the early iterations the ranking is not due to chance. At iterations 4 and 6 of the figure, every seed of Stepwise is above every seed of TP-GRPO, and these are above every seed of Flow-GRPO. At the end the
 # two step-wise rules are equal. Flow-GRPO has the widest band, because its seeds begin to learn at different times. The spread is a result in itself: the
 # number of iterations that Flow-GRPO needs depends strongly on the seed.
 #
@@ -227,7 +226,7 @@ def permutation_p(a, b):
 lesson.check_permutation(permutation_p)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The observed split is one of the splits, so $p$ is never 0: with three seeds against three there are 20 splits, and the smallest possible $p$ is 2/20 = 0.1. *Three seeds per rule cannot reach
+# **Why.** The observed split is one of the splits, so $p$ is never 0. With three seeds against three there are 20 splits, and the smallest possible $p$ is 2/20 = 0.1. *Three seeds per rule cannot reach
 # the 5% level, whatever the result.* With six per rule there are 924 splits. The differences are absolute because we would have reported a difference of either sign.
 
 # %%
@@ -307,8 +306,7 @@ plt.show()
 #
 # $$n \approx 2\,(1.96 + 0.84)^2\, \frac{\mathrm{SD}^2}{\delta^2}$$
 #
-# seeds per rule. For example, one recorded `flowrl compare` of the default preset (images, three seeds) ended at a soft reward of 0.868 ± 0.011 for Flow-GRPO and 0.877 ± 0.013 for
-# Stepwise-Flow-GRPO, where ± is the standard deviation.
+# seeds per rule. For example, one recorded `flowrl compare` of the default preset (images, three seeds) ended at a soft reward of 0.868 ± 0.011 for Flow-GRPO and 0.877 ± 0.013 for Stepwise-Flow-GRPO. Here ± is the standard deviation.
 
 # %%
 first, second, spread = 0.868, 0.877, math.sqrt((0.011**2 + 0.013**2) / 2)
@@ -487,7 +485,7 @@ for rule in RULES:
 # tp-grpo              64..74% of all (trajectory, step) pairs have a ratio beyond the clip range
 
 # %% [markdown]
-# For every rule, most pairs have a ratio $\rho$ outside $1 \pm c$: the clip range $c = 0.002$ is very narrow. It is the default of the image world, whose latents have 128 elements. The log-probability is a *mean* over the elements of the latent (the lesson on GRPO), and the standard deviation of a mean of 2 elements
+# For every rule, most pairs have a ratio $\rho$ outside $1 \pm c$: the clip range $c = 0.002$ is very narrow. It is the default of the image world, whose latents have 128 elements. The log-probability is a *mean* over the elements of the latent (the lesson on GRPO). The standard deviation of a mean of 2 elements
 # is $\sqrt{128/2} = 8$ times that of a mean of 128. In two dimensions the same number is therefore a clip range that is eight times narrower. It is the same for all rules, but it may affect them differently.
 #
 # ### Exercise 6 · a wider clip range
@@ -594,7 +592,7 @@ for rule in RULES:
     )
 
 # %% [markdown]
-# Each iteration has four mini-batches. The first update moves all pairs, and uniform credit, whose gradient is the noisiest, moves nearly as many of them against their advantage as along it (half would be no signal at all). In the next three updates the pairs that moved against their advantage dominate the gradient, and reverse much of the first update. The
+# Each iteration has four mini-batches. The first update moves all pairs. With uniform credit, whose gradient is the noisiest, nearly as many pairs move against their advantage as along it (half would be no signal at all). In the next three updates the pairs that moved against their advantage dominate the gradient, and reverse much of the first update. The
 # step-wise rules move more pairs in the right direction at once, so less is reversed. (You can test this explanation: with `minibatches=1` no pair is clipped.)
 #
 # The wide clip range has a disadvantage: some runs fall after their maximum. A complete table would have a column for the final reward.
@@ -711,7 +709,7 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# The rewards of the controls rise as fast, so no advantage of the turning points is visible with six seeds. TP-GRPO's lead over Flow-GRPO must come from the parts that the controls share with it. (With 15 seeds at tuned settings, random instead of real turning points change the reward over training by -0.004, with a 95% interval from -0.009 to 0.001; see `docs/claims.md`.) The differences are paired by seed. Runs of one seed have the same prompts and initial weights, so
+# The rewards of the controls rise as fast, so no advantage of the turning points is visible with six seeds. TP-GRPO's lead over Flow-GRPO must come from the parts that the controls share with it. (With 15 seeds at tuned settings, random instead of real turning points change the reward over training by -0.004. The 95% interval is -0.009 to 0.001; see `docs/claims.md`.) The differences are paired by seed. Runs of one seed have the same prompts and initial weights, so
 # the common effect of the seed cancels.
 #
 # The paper (arXiv 2602.06422) compares TP-GRPO with Flow-GRPO, and two definitions of turning points with each other; the controls are additions of this lesson. Their result may not transfer to other scales: turning points may matter with larger changes of the reward along a trajectory, with other rewards, or with larger models. To show that turning points help there, the same control is needed at that scale.
