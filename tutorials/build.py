@@ -40,9 +40,9 @@ NUMBER = r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?"
 RANGE = rf"{NUMBER}\.\.{NUMBER}"
 NOTE = (
     "> **How to work.** Replace the dots, then run the check below. If it fails, it says what is"
-    " wrong with the result; check again for the cause, and once more for the remedy. A hint and"
-    " the solution are folded below it. Until your answer is correct, later cells use the solution,"
-    " so you can skip an exercise."
+    " wrong with the result; run the check again for the cause, and once more for the remedy. A"
+    " hint and the solution are folded below it. Until your answer is correct, later cells use the"
+    " solution, so you can skip an exercise."
 )
 SHARP = "--InlineBackend.figure_formats=retina"
 """Argument of the kernel: figures have two pixels per point, and the notebook stores the width in

@@ -175,7 +175,7 @@ def test_a_quiz_has_five_questions_with_a_reason_against_every_wrong_answer(less
         for other in set(offered) - {letter}:
             verdict = check({**right, number: other})
             assert str(verdict.problem).startswith(f"{number}. "), (number, other)
-            assert f"not yet right: question {number}. Check again" in repr(verdict)
+            assert f"not yet right: question {number}. Run the check again" in repr(verdict)
 
 
 def lesson_check(lesson, name):
@@ -183,18 +183,31 @@ def lesson_check(lesson, name):
 
 
 def test_a_failed_check_shows_symptom_then_cause_then_remedy():
-    """The notebook continues with the solution, which is not accepted as an answer."""
-    answer = "def interpolate(clean, noise, time):\n    return (1 - time[:, None]) * noise + time[:, None] * clean"
+    """The notebook continues with the solution, and a repeated check judges the student's last
+    answer.
+    """
+    answer = "def interpolate(clean, noise, time):\n    t = time[:, None]\n    return "
     notebook = {"__name__": "__main__"}
-    exec("import torch\nfrom flowrl_course import lesson_01 as lesson\n" + answer, notebook)
+    exec("import torch\nfrom flowrl_course import lesson_01 as lesson", notebook)
+    exec(answer + "(1 - t) * noise + t * clean", notebook)
     call = exercises("lesson_01")["check_interpolate"].call
-    first, second, third = (
-        (repr(eval(call, notebook)), exec(answer, notebook))[0] for _ in range(3)
-    )
+    first, second, third, fourth = (repr(eval(call, notebook)) for _ in range(4))
     assert re.search(r"\d+ of \d+ values are wrong; at \[\d, \d\] you have .* instead of", first)
-    assert "swapped" in second and "swapped" not in first and "Check again" not in third
-    eval(call, notebook)
-    assert "this is the solution" in repr(eval(call, notebook))
+    assert "swapped" in second and "swapped" not in first and "check again" not in third
+    assert third == fourth and "the cells below use the solution" in third
+    exec(answer + "t * noise + (1 - t) * clean", notebook)
+    assert eval(call, notebook).passed
+
+
+def test_the_solutions_letter_is_no_answer():
+    notebook = {"__name__": "__main__"}
+    exec('from flowrl_course import lesson_03 as lesson\nclipped_with_one_minibatch = "c"', notebook)
+    call = exercises("lesson_03")["check_one_minibatch"].call
+    for _ in range(3):
+        assert not eval(call, notebook).passed
+    assert notebook["clipped_with_one_minibatch"] == "a"
+    exec('clipped_with_one_minibatch = "A) "', notebook)
+    assert eval(call, notebook).passed
 
 
 def test_a_failed_check_raises_where_lessons_are_built(monkeypatch):

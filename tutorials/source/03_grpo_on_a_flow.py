@@ -72,7 +72,7 @@ opening()
 #
 # $$\log \pi(x) = -\frac{(x-\mu)^2}{2\,\mathrm{std}^2} - \log\mathrm{std} - \tfrac12\log 2\pi .$$
 #
-# A latent has many elements. The log-density of the whole latent is the sum over them; public code uses the **mean**, so that ratios of probabilities do not grow with the resolution (an image latent of SD3.5 has 65,536 elements). Clip ranges in this field are therefore as small as $10^{-4}$.
+# A latent has many elements. The log-density of the whole latent is the sum over them; public code uses the **mean**, so that ratios of probabilities do not grow with the resolution (an image latent of SD3.5 has 65,536 elements). The section *Mean or sum?* below explains what this means for the clip range.
 #
 # ### Exercise 1 · log-probability
 #
@@ -108,12 +108,12 @@ lesson.check_log_prob(log_prob)
 # %% [markdown]
 # ## The policy gradient
 #
-# The goal is a large expected reward, $J(\theta) = \mathbb E[R]$. The reward is computed by a program or by another model, and has no usable gradient. The policy has a gradient. Write $p(\text{path})$ for the probability density of a trajectory,
-# $p(z_0) \prod_i \pi(z_{i+1} \mid z_i)$, in which $z_0$ is node 0, the noise. Then
+# The goal is a large expected reward, $J(\theta) = \mathbb E[R]$. The reward is computed by a program or by another model, and has no usable gradient. The policy has a gradient. Write $q(\text{path})$ for the probability density of a trajectory,
+# $q(z_0) \prod_i \pi(z_{i+1} \mid z_i)$, in which $z_0$ is node 0, the noise. Then
 #
-# $$\nabla J = \nabla\!\int\! R\, p = \int\! R\, \nabla p = \int\! R\, p\, \nabla\log p = \mathbb E\Big[R \sum_i \nabla\log\pi(z_{i+1} \mid z_i)\Big].$$
+# $$\nabla J = \nabla\!\int\! R\, q = \int\! R\, \nabla q = \int\! R\, q\, \nabla\log q = \mathbb E\Big[R \sum_i \nabla\log\pi(z_{i+1} \mid z_i)\Big].$$
 #
-# The third equality is the chain rule, $\nabla\log p = \nabla p / p$. In the fourth, $p(z_0)$ drops out, because it does not depend on the weights. The result needs samples, their rewards, and the gradients of log-probabilities (Williams 1992, REINFORCE).
+# The third equality is the chain rule, $\nabla\log q = \nabla q / q$. In the fourth, $q(z_0)$ drops out, because it does not depend on the weights. The result needs samples, their rewards, and the gradients of log-probabilities (Williams 1992, REINFORCE).
 #
 # Any number $b$ that does not depend on the action may be subtracted from $R$, because
 #
@@ -188,7 +188,7 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# All constant baselines give the exact gradient on average. An offset of 5 in the reward multiplies the noise by about 9 if $b = 0$. With the mean reward as the baseline the offset has no effect. With the mean of the *own group* the average is too small by the factor $1 - 1/G$: the mean contains the sample's own reward, which
+# All constant baselines give the exact gradient on average, within the sampling error. An offset of 5 in the reward multiplies the noise by about 9 if $b = 0$. With the mean reward as the baseline the offset has no effect. With the mean of the *own group* the average is $1 - 1/G$ times the exact gradient: the mean contains the sample's own reward, which
 # depends on the action. This factor changes the length of the gradient, not its direction.
 #
 # ## The group as the baseline
@@ -290,7 +290,7 @@ for cell, sign in zip(axes, (1.0, -1.0), strict=True):
     cell.axvspan(0.8, 1.2, color=NOISE, alpha=0.08)
     cell.plot(ratios, -sign * ratios, ":", color=NOISE, label="without clip")
     cell.plot(ratios, lost, color=ACCENT, label="with clip")
-    title = "A = +1: no reward for going above 1 + c" if sign > 0 else "A = -1: no reward for going below 1 - c"
+    title = "A = +1: nothing to gain above 1 + c" if sign > 0 else "A = -1: nothing to gain below 1 - c"
     cell.set(xlabel="ratio $\\rho$", ylabel="loss of the pair")
     cell.set_title(title, fontsize=10)
     cell.legend(frameon=False, fontsize=8)
@@ -393,10 +393,18 @@ def directions(count, generator):
 # %% [markdown]
 # ### Exercise 6 · the training loop
 #
-# *Difficulty: harder · kind: design · importance: essential · time: 15 minutes*
+# *Difficulty: harder · kind: code · importance: essential · time: 30 minutes*
 #
-# Write one iteration with the functions above. Without gradients: draw `PROMPTS` directions, repeat each for `MEMBERS` members (members of a prompt are adjacent), roll out, score the last node, compute the group advantages, and store the log-probability of every transition of the `STEPS - 1` random steps. Then shuffle all pairs (sample, step) with `torch.randperm`,
-# split them into `minibatches` chunks, and take one step of the optimizer per chunk. Take all random numbers from `generator`, in the order directions, rollout, permutation. `transition(x, step, direction)` accepts pairs: `x` `[pair, dim]`, `step` `[pair]`, `direction` `[pair, 2]`. Your `iteration` returns nothing: it changes the weights.
+# Write one iteration with the functions above, in these steps. The first five need no gradients.
+#
+# 1. Draw `PROMPTS` directions, and repeat each for `MEMBERS` members; the members of a prompt are adjacent.
+# 2. Roll out, and compute the reward of the last node.
+# 3. Compute the group advantages, one number per sample.
+# 4. List all pairs (sample, step) of the `STEPS - 1` random steps, step by step within a sample: pair number `sample * (STEPS - 1) + step`. `torch.cartesian_prod` makes this list.
+# 5. Compute the log-probability of the transition of every pair, under the policy that drew it. `transition(x, step, direction)` takes pairs: `x` `[pair, dim]`, `step` `[pair]`, `direction` `[pair, 2]`.
+# 6. Shuffle the pairs with `torch.randperm`, and split them into `minibatches` chunks. For each chunk, compute the new log-probabilities and `clipped_loss`, and take one step of the optimizer.
+#
+# Take all random numbers from `generator`, in the order directions, rollout, permutation. The function returns nothing: it changes the weights.
 
 
 # %% tags=["exercise"]
@@ -409,7 +417,7 @@ def iteration(optimizer, generator, clip_range, minibatches):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** `torch.cartesian_prod(torch.arange(samples), torch.arange(STEPS - 1)).unbind(1)` lists all pairs as two tensors, `sample` and `step`. The states of the pairs are `nodes[step, sample]`, their successors `nodes[step + 1, sample]`, and their advantages `advantage[sample]`.
+# **Hint.** `torch.cartesian_prod(torch.arange(samples), torch.arange(STEPS - 1)).unbind(1)` gives the pairs as two tensors, `sample` and `step`. The states of the pairs are `nodes[step, sample]`, their successors `nodes[step + 1, sample]`, and their advantages `advantage[sample]`.
 
 
 # %% tags=["solution"]
@@ -537,7 +545,7 @@ config = RunConfig.of(
     world="mixture", task="direction", iterations=30, groups=16, group_size=12, learning_rate=3e-3, minibatches=4, seed=0
 )
 policy = mixture.policy(PolicyOptions())
-method = Method("flow-grpo", FlowSDE(0.7), loss=ClippedLoss(clip_range=2e-2))  # the window: all steps but the last
+method = Method("flow-grpo", FlowSDE(0.7), loss=ClippedLoss(clip_range=2e-2))  # trains all steps but the last
 trainer = Trainer(policy, method, mixture.reward("soft"), mixture.prompts("direction", "train"), config)
 history = [trainer.iteration() for _ in range(config.iterations)]
 for row in history[::10] + history[-1:]:
@@ -564,7 +572,7 @@ for row in [trainer.iteration() for _ in range(config.iterations)]:
 #
 # A mean of log-probabilities is the logarithm of a geometric mean: with $d$ elements, $\rho_\text{mean} = \rho_\text{sum}^{1/d}$. The first is the ratio in public code, the second is the ratio of the densities of the whole latents.
 #
-# Suppose an update changes the mean of every element by a thousandth of the standard deviation. How far does the ratio move from 1? With the mean over elements, less as latents grow; with the sum, more.
+# Suppose an update changes the mean of every element by a thousandth of the standard deviation. How far does the ratio move from 1? With the mean, the larger the latent, the closer the ratio stays to 1. With the sum it moves further away.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -599,14 +607,14 @@ plt.show()
 # The printed spread with the mean is $\delta/\sqrt d$, in which $\delta$ is the change in standard deviations, here $10^{-3}$. Three consequences:
 #
 # - A clip range belongs to a number of elements. A value from a paper on SD3.5 does not suit a model with smaller latents.
-# - A clip of $10^{-4}$ is not stricter than PPO's usual 0.2. For whole latents it allows ratios up to 700.
-# - With the mean, $\rho$ is no importance weight any more. Only at $\rho = 1$ is the gradient of the loss the policy gradient, times $1/d$. Adam is not sensitive to this constant factor.
+# - A clip of $10^{-4}$ is not stricter than PPO's usual 0.2. With 65,536 elements the spread reaches it at a change of $10^{-4} \cdot 256 = 0.026$ standard deviations, and the ratio of whole latents may then be as large as 700.
+# - With the mean, $\rho$ no longer reweights samples correctly. At $\rho = 1$ the gradient of the loss is still the policy gradient, divided by $d$. Adam is not sensitive to this constant factor.
 #
 # ### Exercise 8 · translate a clip range
 #
 # *Difficulty: medium · kind: formula · importance: useful · time: 5 minutes*
 #
-# A paper uses `clip_range` with latents of `elements` elements. Your latents have `own_elements`. Return the clip range that the typical ratio reaches after the same change $\delta$ of every element.
+# A paper uses `clip_range` with latents of `elements` elements. Your latents have `own_elements`. Find the change $\delta$ whose spread equals the paper's clip range, and return the spread of the same $\delta$ for your number of elements.
 
 
 # %% tags=["exercise"]
@@ -651,14 +659,14 @@ for elements in (2, 128, 16384):
 #
 # | | log |
 # |---|---|
-# | 1 | reward rises for five iterations, then falls to near 0; ratio mean 1.7; nothing is clipped |
-# | 2 | reward flat; 100% clipped from the second mini-batch of each iteration on |
-# | 3 | reward flat; mean absolute advantage 0.000 |
+# | 1 | reward 0.17, after four iterations 0.56, after nine 0.03; mean ratio 0.25 in the last mini-batch of iteration 7 |
+# | 2 | reward 0.17 to 0.18 for twenty iterations; 100% clipped from the second mini-batch of each iteration on |
+# | 3 | reward 0.17 to 0.18 for ten iterations; mean absolute advantage 0.000 |
 #
 # | | settings |
 # |---|---|
 # | A | all members of a group start from the same noise, *and* the only stochastic step has noise that does not affect the reward |
-# | B | clip range of 10 (a typing error for 1e-1), learning rate a hundred times too large |
+# | B | clip range of 0.9, learning rate ten times too large |
 # | C | clip range of 1e-9 |
 
 # %% tags=["exercise"]
@@ -675,7 +683,7 @@ diagnosis = {1: "B", 2: "C", 3: "A"}
 lesson.check_diagnosis(diagnosis)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A clip range that is never reached allows the policy to leave the region in which its samples are valid; the ratio is the first metric to show this. A clip range below the rounding error of the log-probability stops all learning after the first mini-batch. If all members get the same
+# **Why.** A clip range that is never reached allows the policy to leave the region in which its samples are valid; the ratio is the first metric to show this. With a clip range near 0, every pair that moved with its advantage in the first mini-batch has no gradient in the later ones, while the pairs that moved against theirs are pulled back; so the later mini-batches undo the first. If all members get the same
 # reward, all advantages are 0: check the spread within groups first.
 
 # %% [markdown]
@@ -683,30 +691,30 @@ lesson.check_diagnosis(diagnosis)
 #
 # *Difficulty: medium · kind: debugging · importance: useful · time: 6 minutes*
 #
-# A colleague's iteration runs without an error, its ratio and its clip fraction look healthy, and the reward never rises. One line is wrong. Which one?
+# A colleague's iteration runs without an error. The ratio stays near 1, a few percent of the pairs are clipped, and the mean absolute advantage is 0.8. Yet the reward is 0.17 before training and 0.17 after 30 iterations. One line is wrong. Which one?
 #
 # ```python
-# direction = directions(PROMPTS, generator).repeat(MEMBERS, 1)                               # line 1
-# nodes = rollout(direction, generator)                                                       # line 2
-# reward = reward_of(nodes[-1], direction)                                                    # line 3
-# advantage = group_advantage(reward.view(PROMPTS, MEMBERS)).flatten()                        # line 4
-# sample, step = torch.cartesian_prod(torch.arange(len(reward)), torch.arange(STEPS - 1)).unbind(1)   # line 5
+# direction = directions(PROMPTS, generator).repeat_interleave(MEMBERS, 0)                           # line 1
+# nodes = rollout(direction, generator)                                                              # line 2
+# reward = reward_of(nodes[0], direction)                                                            # line 3
+# advantage = group_advantage(reward.view(PROMPTS, MEMBERS)).flatten()                               # line 4
+# sample, step = torch.cartesian_prod(torch.arange(len(reward)), torch.arange(STEPS - 1)).unbind(1)  # line 5
 # ```
 
 # %% tags=["exercise"]
 wrong_line = ...
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Write down which prompt each of the first `MEMBERS` entries of `direction` has, and which entries line 4 puts into the first row.
+# **Hint.** The advantages are not 0, but training on them does not raise the reward. Of what is each quantity computed?
 
 # %% tags=["solution"]
-wrong_line = 1
+wrong_line = 3
 
 # %%
 lesson.check_wrong_line(wrong_line)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** `repeat` writes all prompts, then all prompts again, while `view(PROMPTS, MEMBERS)` reads `MEMBERS` adjacent entries as one group. So each "group" contains different prompts, and the advantage compares the difficulty of prompts instead of the quality of samples. `repeat_interleave` keeps the members of a prompt adjacent. In `flowrl` tensors have the axes `[prompt, member]`, which rules this bug out.
+# **Why.** Papers call the data $x_0$, but node 0 of a trajectory, $z_0$, is the noise; the image is the last node. So line 3 scores the noise, which no decision can change. The advantages then compare the luck of the first draw, and training on them moves the policy at random.
 
 # %% [markdown]
 # ## Quiz
@@ -732,7 +740,7 @@ quiz = {1: "b", 2: "a", 3: "b", 4: "b", 5: "b"}
 lesson.check_quiz(quiz)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** 1: $\nabla p = p\,\nabla\log p$. 2: mean and reward shift together. 3: for $A < 0$ the clip stops the gradient only below $1 - c$; above it the pair must still become less likely. 4: the reward is largest at one point. 5: it allows ratios of whole latents up to 700.
+# **Why.** 1: $\nabla q = q\,\nabla\log q$. 2: mean and reward shift together. 3: for $A < 0$ the clip stops the gradient only below $1 - c$; above it the pair must still become less likely. 4: the reward is largest at one point. 5: it allows ratios of whole latents up to 700.
 
 # %% [markdown]
 # ## Summary

@@ -32,6 +32,7 @@ class Unsolved(AssertionError):
     def __init__(self, message: str, symptom: str = "") -> None:
         super().__init__(message)
         cause = message.partition(": ")[0]
+        cause = cause if len(cause.split()) > 2 else ""
         self.steps = [step for step in (symptom, cause) if step not in ("", message)] + [message]
 
     def _render_traceback_(self) -> list[str]:
@@ -71,6 +72,21 @@ _met: Counter[tuple[str, str]] = Counter()
 _given: dict[str, list[Any]] = {}
 """What the solution of an exercise defined in the notebook, by check."""
 
+_own: dict[str, tuple[Any, ...]] = {}
+"""The student's last answer, by check: a check that is repeated without it judges it again."""
+
+
+class _Text(str):
+    """A text of a solution, which differs from an equal text of the student by its identity."""
+
+
+class _Whole(int):
+    """An integer of a solution."""
+
+
+class _Real(float):
+    """A number of a solution."""
+
 
 def check(name: str) -> Callable[[Callable[..., None]], Callable[..., Verdict]]:
     """Make a check of the decorated function; `name` is the name of the exercise in the verdict.
@@ -84,11 +100,10 @@ def check(name: str) -> Callable[[Callable[..., None]], Callable[..., Verdict]]:
 
         @functools.wraps(function)
         def run(*answer: Any) -> Verdict:
+            if any(part is item for part in answer for item in _given.get(key, ())):
+                answer = _own[key]
+            _own[key] = answer
             try:
-                expect(
-                    not any(part is item for part in answer for item in _given.get(key, ())),
-                    "this is the solution; run the cell with your own answer first",
-                )
                 function(*answer)
                 return Verdict(name, None)
             except Unsolved as error:
@@ -100,12 +115,13 @@ def check(name: str) -> Callable[[Callable[..., None]], Callable[..., Verdict]]:
             steps = problem.steps if cause is problem else problem.steps[-1:]
             step = min(_met[key, str(problem)], len(steps) - 1)
             _met[key, str(problem)] += 1
-            shown = [steps[step].rstrip(".")]
+            shown = [steps[step]]
             if step < len(steps) - 1:
-                shown.append("Check again for more")
+                shown.append("Run the check again for more")
             if use_solution(key, sys._getframe(1).f_globals):
                 shown.append("Until your answer is correct, the cells below use the solution")
-            return Verdict(name, str(problem), ". ".join(shown))
+            sentences = (text if text.endswith((".", "?", "!")) else f"{text}." for text in shown)
+            return Verdict(name, str(problem), " ".join(sentences))
 
         return run
 
@@ -125,10 +141,12 @@ def use_solution(key: str, namespace: dict[str, Any]) -> bool:
         return False
     before = dict(namespace)
     exec(_solutions()[key], namespace)
+    kinds = {str: _Text, int: _Whole, float: _Real}
+    for name, value in namespace.items():
+        if before.get(name, _given) is not value and type(value) in kinds:
+            namespace[name] = kinds[type(value)](value)
     _given[key] = [
-        value
-        for name, value in namespace.items()
-        if before.get(name) is not value and not isinstance(value, int | float | str | None)
+        value for name, value in namespace.items() if before.get(name, _given) is not value
     ]
     return True
 
@@ -148,7 +166,9 @@ def quiz(
         )
         wrong = []
         for number, (right, reasons) in zip(numbers, questions, strict=True):
-            letter = choice(answer[number], "".join(sorted([right, *reasons])))
+            letter = choice(
+                answer[number], "".join(sorted([right, *reasons])), f"question {number}"
+            )
             if letter != right:
                 wrong.append((number, reasons[letter]))
         if wrong:
@@ -215,10 +235,10 @@ def number(value: Any, what: str = "the answer") -> float:
         raise Unsolved(f"{what} is a {type(value).__name__}; it must be one number") from None
 
 
-def choice(value: Any, letters: str) -> str:
+def choice(value: Any, letters: str, what: str = "the question") -> str:
     """`value` as one of `letters`, or `Unsolved`."""
-    letter = str(answered(value, "the question")).strip().lower()
-    expect(letter != "...", "no answer yet; replace the dots")
+    answered(None if value == "..." else value, what)
+    letter = str(value).strip(" ().").lower()
     expect(
         len(letter) == 1 and letter in letters,
         f"answer with one of the letters {', '.join(letters)}",

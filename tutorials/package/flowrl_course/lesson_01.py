@@ -338,6 +338,7 @@ def check_better_ends(answer: Answer) -> None:
         return x
 
     got = tensor(answer(velocity, noise.clone(), evaluations), (100, 2), "the final points")
+    expect(calls, "the argument velocity was never called: only its calls are counted")
     expect(
         len(calls) <= evaluations,
         f"{len(calls)} evaluations exceed the budget: with two per step, halve the steps",

@@ -277,8 +277,10 @@ def check_diagnosis(answer: dict[int, str]) -> None:
     answered(None if ... in answer.values() else answer, "the diagnosis")
     given = {log: str(letter).strip().upper() for log, letter in answer.items()}
     expect(set(given.values()) == {"A", "B", "C"}, "use each of the letters A, B and C once")
-    expect(given[1] != "A", "log 1 moves a lot: its advantages cannot all be 0")
-    expect(given[1] != "C", "log 1: nothing is clipped there, so its clip cannot be tiny")
+    expect(given[1] != "A", "the reward of log 1 moves a lot: its advantages cannot all be 0")
+    expect(
+        given[1] != "C", "the reward of log 1 moves a lot: with a tiny clip nothing would move far"
+    )
     expect(
         given[2] != "A",
         "log 2 clips pairs, so ratios move and gradients exist; where all advantages are 0 nothing"
@@ -293,95 +295,112 @@ def check_diagnosis(answer: dict[int, str]) -> None:
 @check("Exercise 6")
 def check_iteration(answer: Answer, net: torch.nn.Module) -> None:
     """`answer(optimizer, generator, clip_range, minibatches)` trains `net` for one iteration."""
-    notebook = answer.__globals__
+    notebook, clip = answer.__globals__, 0.02
+    loss = notebook["clipped_loss"]
     start = {name: value.clone() for name, value in net.state_dict().items()}
 
-    class Counted(torch.optim.SGD):
-        """Plain gradient descent that counts its steps and the gradients it was given."""
+    def trained(function: Answer) -> tuple[torch.Tensor, list[tuple[Any, ...]]]:
+        """The weights after an iteration, and the arguments of the loss in each mini-batch."""
+        calls: list[tuple[Any, ...]] = []
 
-        steps = 0
+        def watched(new: Any, old: Any, advantage: Any, clip_range: Any) -> Any:
+            calls.append((new.detach(), old.detach(), advantage, clip_range))
+            return loss(new, old, advantage, clip_range)
 
-        def step(self, closure: Any = None) -> Any:
-            self.steps += 1
-            return super().step(closure)
-
-    def trained(function: Answer, minibatches: int = 3) -> tuple[torch.Tensor, int]:
         net.load_state_dict(start)
-        optimizer = Counted(net.parameters(), lr=1.0)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
         optimizer.zero_grad()
+        notebook["clipped_loss"] = watched
         try:
-            function(optimizer, torch.Generator().manual_seed(5), 0.02, minibatches)
-            return torch.cat([value.detach().flatten() for value in net.parameters()]), (
-                optimizer.steps
-            )
+            function(optimizer, torch.Generator().manual_seed(5), clip, 3)
+            return torch.cat([value.detach().flatten() for value in net.parameters()]), calls
         finally:
+            notebook["clipped_loss"] = loss
             net.load_state_dict(start)
 
-    got, steps = trained(answer)
+    (weights, right), (got, calls) = trained(_iteration(notebook)), trained(answer)
+    pairs = sum(len(new) for new, *_ in right)
     untouched = torch.cat([value.flatten() for value in start.values()])
-    expect(steps > 0, "the optimizer took no step yet: loss.backward(), then optimizer.step()")
+    expect(calls, "the loss was never computed: call clipped_loss once per mini-batch")
     expect(
-        steps != 1, "all pairs are one mini-batch: split the permutation with chunk(minibatches)"
+        len(calls) == 3,
+        f"the loss was computed {len(calls)} times for 3 mini-batches: split the permutation with"
+        " chunk(minibatches), and compute one loss for each chunk",
     )
-    expect(steps == 3, f"the optimizer took {steps} steps instead of one per mini-batch")
-    expect(not same(got, untouched), "the weights did not change: does the loss depend on them?")
+    seen = sum(len(new) for new, *_ in calls)
+    expect(
+        seen == pairs,
+        f"the mini-batches have {seen} pairs instead of {pairs}: a sample has STEPS - 1",
+    )
+    expect(
+        same(calls[0][0], calls[0][1], 1e-5),
+        "the first ratio is not 1: the old log-probability belongs to another pair, state, next"
+        " state or direction than the new one",
+    )
+    expect(
+        all(given[3] == clip for given in calls),
+        "the clip range is not the argument: pass clip_range",
+    )
+    advantages = [torch.cat([given[2] for given in run]).sort().values for run in (calls, right)]
+    expect(
+        same(advantages[0], advantages[1]),
+        "the advantages are not the group advantages of the rewards: are the members of a prompt"
+        " adjacent (repeat_interleave), and has every pair the advantage of its sample?",
+    )
+    expect(
+        not same(calls[2][0], calls[2][1], 1e-9),
+        "the last ratio is exactly 1: compute the old log-probability once, before the updates,"
+        " and take a step of the optimizer after every mini-batch",
+    )
+    expect(
+        not same(got, untouched), "the weights did not change: loss.backward(), optimizer.step()"
+    )
     wrong = {
         "gradients add up over the mini-batches: call optimizer.zero_grad() before backward": (
             "add"
         ),
-        "the old log-probability is computed anew in every mini-batch: the ratio is then always 1,"
-        " so compute it once before the first step": "recompute",
-        "members of a prompt are not adjacent: use repeat_interleave, not repeat": "repeat",
-        "the reward is used without comparison in its group: use group_advantage": "plain",
         "the pairs are not shuffled: split torch.randperm(pairs), not the pairs in order": "order",
     }
     close(
         got,
-        trained(_iteration(notebook))[0],
-        "the weights differ from those of an iteration as described: compare the order of the"
-        " random numbers (directions, rollout, permutation)",
+        weights,
+        "the update differs from the one described: number the pairs sample * (STEPS - 1) + step,"
+        " pass the generator to directions, rollout and randperm, and draw in this order",
         {text: trained(_iteration(notebook, fault))[0] for text, fault in wrong.items()},
-        1e-4,
     )
 
 
 def _iteration(notebook: dict[str, Any], fault: str = "") -> Answer:
     """The iteration of the exercise with the lesson's functions, or with one fault."""
     count, members, steps = (notebook[name] for name in ("PROMPTS", "MEMBERS", "STEPS"))
-    transition, log_prob = notebook["transition"], notebook["log_prob"]
 
     def run(
         optimizer: Any, generator: torch.Generator, clip_range: float, minibatches: int
     ) -> None:
         with torch.no_grad():
-            direction = notebook["directions"](count, generator)
-            direction = (
-                direction.repeat(members, 1)
-                if fault == "repeat"
-                else direction.repeat_interleave(members, 0)
-            )
+            direction = notebook["directions"](count, generator).repeat_interleave(members, 0)
             nodes = notebook["rollout"](direction, generator)
             rewards = notebook["reward_of"](nodes[-1], direction)
             advantage = notebook["group_advantage"](rewards.view(count, members)).flatten()
-            advantage = rewards if fault == "plain" else advantage
             pairs = torch.cartesian_prod(torch.arange(len(direction)), torch.arange(steps - 1))
             order = torch.randperm(len(pairs), generator=generator)
-        sample, step = pairs[torch.arange(len(pairs)) if fault == "order" else order].unbind(1)
+        sample, step = (pairs if fault == "order" else pairs[order]).unbind(1)
 
         def log_probs(part: torch.Tensor) -> torch.Tensor:
             i, chosen = step[part], sample[part]
-            gaussian = transition(nodes[i, chosen], i, direction[chosen])
-            return log_prob(nodes[i + 1, chosen], *gaussian)
+            gaussian = notebook["transition"](nodes[i, chosen], i, direction[chosen])
+            return notebook["log_prob"](nodes[i + 1, chosen], *gaussian)
 
         with torch.no_grad():
             before = log_probs(torch.arange(len(pairs)))
         for part in torch.arange(len(pairs)).chunk(minibatches):
             after = log_probs(part)
-            old = after.detach() if fault == "recompute" else before[part]
             if fault != "add":
                 optimizer.zero_grad()
-            loss = notebook["clipped_loss"](after, old, advantage[sample[part]], clip_range)
-            loss.backward()
+            lost = notebook["clipped_loss"](
+                after, before[part], advantage[sample[part]], clip_range
+            )
+            lost.backward()
             optimizer.step()
 
     return run
@@ -403,8 +422,8 @@ def check_wrong_line(answer: int) -> None:
     """`answer` is the number of the wrong line."""
     line = int(number(answer, "the line"))
     expect(1 <= line <= 5, "give the number of a line, 1 to 5")
-    expect(line != 4, "line 4 is right if the members of a prompt are adjacent: are they?")
-    expect(line == 1, "this line does what it says: follow the order of the prompts instead")
+    expect(line not in (1, 4), "lines 1 and 4 fit together: the members of a prompt are adjacent")
+    expect(line == 3, "this line does what it says: which node is the image, and which the noise?")
 
 
 check_quiz = quiz(
