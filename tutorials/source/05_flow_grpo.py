@@ -148,7 +148,7 @@ plt.show()
 #
 # Ten ODE steps are taken, and one of them adds noise. In which case do the rewards of the group differ most?
 #
-# - **a** the noise is added in step 0 or 1: all remaining steps of the ODE amplify the difference
+# - **a** the noise is added in step 0 or 1: the remaining steps turn a small difference into another image
 # - **b** the noise is added in step 8: no remaining step can remove it from the image
 # - **c** the step does not matter, since Flow-SDE preserves the distribution of the images
 
@@ -733,7 +733,7 @@ for name, run in (("failed run", flat), ("the stable run", healthy)):
 #
 # - **a** groups of 2 members, so that most groups are silent
 # - **b** a learning rate of 0, so that the policy never changes
-# - **c** a window of late steps, whose noise has no effect on the image
+# - **c** a window of late steps, whose noise has nearly no effect on the image
 # - **d** a clip range of $10^{-9}$, so that all pairs lose their gradient
 
 # %% tags=["exercise"]
@@ -749,7 +749,7 @@ changed_setting = "c"
 lesson.check_changed_setting(changed_setting)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The members start from different noise, so their rewards differ, and the advantages are not 0. The differences were decided by the initial noise and the early ODE steps, though. The trained decisions are steps 7 and 8 (window `7:9`), whose noise has nearly no effect on the image, as the figure of exercise 2 shows. So the gradient
+# **Why.** The members start from different noise, so their rewards differ, and the advantages are not 0. However, these differences come from the initial noise and the early ODE steps. The trained decisions are steps 7 and 8 (window `7:9`), whose noise has nearly no effect on the image, as the figure of exercise 2 shows. So the gradient
 # correlates rewards with noise that did not cause them, and its expectation is nearly 0. A useful test is to start the group from the same noise and look at `group_std`: here it would be near 0.
 #
 # ## The paper's figures, reproduced

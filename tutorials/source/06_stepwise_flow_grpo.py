@@ -18,8 +18,8 @@
 #
 # **Time** 95 minutes, of which the computer needs one to two. **You need** the lesson on Flow-GRPO, and the Tweedie estimate of the lesson on flow matching.
 #
-# Flow-GRPO gives every step of a trajectory the same credit. The animation shows two trajectories of one group, from the same noise. Before every random step it has an estimate of the finished image (computed as in
-# exercise 3), and the reward of the estimate. Which of the two has the better *first two steps*?
+# Flow-GRPO gives every step of a trajectory the same credit. The animation shows two trajectories of one group, from the same noise. Before every random step it shows an estimate of the finished image (computed as in
+# exercise 3) and the reward of the estimate. Which of the two has the better *first two steps*?
 #
 # **Symbols of this lesson**
 #
@@ -514,7 +514,7 @@ wrong_line = 4
 lesson.check_wrong_line(wrong_line)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The finished image belongs to the last column. With the final reward in front, "decision 0" gets $V_0 - R$, the *negative* total change, and every other decision the gain of the one before it. The shape of the table is right, so nothing fails. A cheap test finds the error: the gains of a trajectory must sum to $R - V_0$.
+# **Why.** The finished image belongs to the last column. With the final reward in front, "decision 0" gets $V_0 - R$, the *negative* total change, and every other decision the gain of the one before it. The shape of the table is right, so nothing fails. A cheap test finds such errors: the gains of a trajectory must sum to $R - V_0$.
 
 # %% [markdown]
 # ## From gains to reward-to-go
@@ -649,11 +649,11 @@ choice_of_probe = {"nodes": [4, 8, 12, 16, 20], "probe": 5}
 lesson.check_choice_of_probe(choice_of_probe)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Five estimates of five substeps cost $5 \cdot 4 = 20$ evaluations at any nodes; up to nine substeps fit. Completions fit only if the remaining steps are few, that is, at late nodes, where nothing is gained any more. This is why the paper uses substeps: their cost does not depend on the number of sampling steps.
+# **Why.** Five estimates of five substeps cost $5 \cdot 4 = 20$ evaluations at any nodes; up to nine substeps fit. Completions fit only if the remaining steps are few, that is, at late nodes, where nothing is gained any more. Substeps have the advantage that their cost does not depend on the number of sampling steps.
 #
 # ## Training
 #
-# The clearer gradient is a promise for training. To test it, the next cell trains for six iterations with each rule, with the same settings and seed (about half a minute).
+# The clearer gradient suggests faster training. To test this, the next cell trains for six iterations with each rule, with the same settings and seed (about half a minute).
 
 # %%
 settings = preset("default").apply(task="preference", groups=8, group_size=12, iterations=6)
@@ -795,7 +795,7 @@ lesson.check_quiz(quiz)
 # ## Further reading
 #
 # - Savani et al. 2026, *Stepwise credit assignment for GRPO on flow-matching models* (arXiv 2603.28718): the paper of this lesson. No code is public.
-# - Schulman et al. 2015, *High-dimensional continuous control using generalized advantage estimation* (arXiv 1506.02438): equation 16 is the sum of exercise 5.
+# - Schulman et al. 2015, *High-dimensional continuous control using generalized advantage estimation* (arXiv 1506.02438): equation 16 is the sum of exercise 7.
 # - He et al. 2025, *TempFlow-GRPO* (arXiv 2508.04324): credit of a step from branches, and weights by the noise of a step.
 # - *DenseGRPO* (arXiv 2601.20218): gains of ODE completions, normalised step by step.
 # - Ng, Harada and Russell 1999, *Policy invariance under reward transformations* (ICML): why differences of a potential, such as gains, do not change the optimal policy.

@@ -801,7 +801,7 @@ recorded.dots(
 )
 
 # %% [markdown]
-# No ablation shows an effect that matters, although the one of the noise level is undecided. In particular, random positions of the long-term reward do as well as turning points, here with 15 seeds. The first step and the balancing change the direction of the gradient so little that the cosines agree to within 0.01.
+# No ablation shows an effect that matters, although the one of the noise level is undecided. In particular, random positions of the long-term reward do as well as turning points, here with 15 seeds. With and without the first step the cosines agree to within 0.01, and balancing changes the reward by less than 0.01.
 #
 # ## Quiz
 #
