@@ -13,13 +13,16 @@
 # %% [markdown]
 # # 11 · Scale up
 #
-# **After this lesson you can** use SD3.5 or FLUX instead of the small models of the other lessons, describe the effects of LoRA, guidance and precision on the algorithm as well as on the images, and compute batch sizes and
+# **After this lesson you can** use SD3.5 or FLUX instead of the small models of the other lessons, describe the effects of LoRA, guidance and precision on the algorithm as well as on the images, find the cause of a run that fails at its start, and compute batch sizes and
 # memory before a run.
 #
-# **Time** 50 minutes, of which the computer needs about one. **You need** the lessons from ODE and SDE to Flow-GRPO, and that on TP-GRPO for its presets.
+# **Time** 70 minutes, of which the computer needs about one. **You need** the lessons from ODE and SDE to Flow-GRPO, and the lesson on TP-GRPO for its presets.
 #
-# The method does not change: sampler, credit rule, loss and trainer are the same objects as before. Only the policy changes. The figure shows the memory on one GPU without activations, for the real architectures (their
-# shapes, without their weights), if all weights are trained, and with a LoRA.
+# The method does not change: sampler, credit rule, loss and trainer are the same objects as before. Only the policy changes. The figure shows the memory on one GPU without activations, for the shapes of the real architectures, if all weights are trained, and with a LoRA.
+#
+# **Symbols of this lesson**
+#
+# {symbols: $t$; $T$; $v$; $z_j$; step $i$; $\rho$; $A$; $c$; $\beta$; NFE}
 
 # %% tags=["hide-input"]
 import math
@@ -82,7 +85,7 @@ opening()
 # ## A policy is a pipeline with options
 #
 # `load_policy` loads the folder of a diffusers pipeline (or its name on the Hub). If `MODEL` is empty, this lesson uses a *tiny* pipeline instead: the same classes of diffusers and transformers, with two layers and random weights. Its images are coloured noise, sampled in
-# milliseconds on a laptop, but it has tokenizers, text encoders, transformer, decoder and scheduler. On a machine with a GPU and the weights, set `MODEL`, and run the same cells.
+# milliseconds on a laptop. However, it has all parts: tokenizers, text encoders, transformer, decoder and scheduler. On a machine with a GPU and the weights, set `MODEL`, and run the same cells.
 
 # %%
 MODEL = ""  # for example "stabilityai/stable-diffusion-3.5-medium", or a folder
@@ -108,7 +111,7 @@ print(
 )
 
 # %% [markdown]
-# The condition of a prompt is one number, not its embedding. The embedding is large (last line), and copies for every sample of an iteration of Flow-GRPO (48 groups of 24) would be larger still. The policy therefore stores one copy per prompt, and looks it up when the network is called. The text encoders are moved to
+# The condition of a prompt is one number, not its embedding. The embedding is large (last line), and copies for every sample of an iteration of Flow-GRPO (48 groups of 24) would be larger still. The policy therefore stores one copy per prompt, and looks it up when it calls the network. It moves the text encoders to
 # the GPU only for new prompts.
 #
 # Sampling works as before:
@@ -122,15 +125,17 @@ plt.show()
 # %% [markdown]
 # ## The grid
 #
-# Larger images need more noise before they are unrecognisable, because their neighbouring pixels are similar and the noise averages out. The models' schedulers therefore *shift* the even grid $u_i = 1 - i/T$ towards $t = 1$,
+# Larger images need more noise before they are unrecognisable, because their neighbouring pixels are similar and the noise averages out. The schedulers of the models therefore *shift* the even grid $u_j = 1 - j/T$ towards $t = 1$,
 #
-# $$t = \frac{s\,u}{1 + (s-1)\,u},$$
+# $$t = \frac{\text{shift}\cdot u}{1 + (\text{shift}-1)\,u}.$$
 #
-# with $s = 3$ for SD3.5, and for FLUX with an $s$ that grows with the number of image tokens. `policy.schedule(T)` is the model's own grid.
+# The shift is 3 for SD3.5, and grows with the number of image tokens for FLUX. `policy.schedule(T)` is the model's own grid.
 #
 # ### Exercise 1 · the shift
 #
-# *Difficulty: easy · importance: useful · time: 3 minutes*
+# *Difficulty: easy · kind: formula · importance: useful · time: 3 minutes*
+#
+# Return the shifted times of an even grid.
 
 
 # %% tags=["exercise"]
@@ -153,7 +158,7 @@ def shifted(u, shift):
 lesson.check_shifted(shifted)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The shift multiplies the odds of noise against data, $t/(1-t)$, by $s$, and keeps both ends. With $s = 3$ the middle of the grid is at $t = 0.75$.
+# **Why.** The shift multiplies the odds of noise against data, $t/(1-t)$, by a constant, and keeps both ends. With a shift of 3 the middle of the grid is at $t = 0.75$.
 
 # %% tags=["hide-input"]
 figure, axes = panels(1, width=5.6, height=3.2)
@@ -161,7 +166,7 @@ even = torch.linspace(1, 0, 11)
 flux = {size: tiny_flux_policy(replace(TINY, height=size, width=size)).schedule(10).times for size in (128, 256)}
 curves = {
     "even": (even, NOISE, 0.62),
-    "SD3.5, s = 3": (policy.schedule(10).times, DATA, 0.70),
+    "SD3.5, shift 3": (policy.schedule(10).times, DATA, 0.70),
     "FLUX, 1,024 tokens (512 px)": (flux[128], OTHERS[0], 0.78),
     "FLUX, 4,096 tokens (1,024 px)": (flux[256], ACCENT, 0.86),
 }
@@ -175,8 +180,7 @@ for name, (times, _, _) in curves.items():
     print(f"{name:30} last step from t = {float(times[-2]):.2f} to 0; nodes above t = 0.5: {int((times > 0.5).sum())} of 11")
 
 # %% [markdown]
-# The grid matters for credit. In Flow-GRPO and TP-GRPO the last step is an ODE step, which is not a decision. On FLUX's grid this is a long step. On SD3.5's it is very short: the base grid that its scheduler shifts does not end at 0 but at
-# its own smallest time, so the long step is the one before (from 0.28 to 0.01), and it is stochastic. Always take the grid from the model's scheduler, not from a formula.
+# The grid matters for credit. In Flow-GRPO and TP-GRPO the last step is an ODE step, which is not a decision. On FLUX's grid this is a long step. On the grid of SD3.5 it is very short: its scheduler shifts a base grid that ends at its own smallest time instead of 0. So the long step is the one before, which is stochastic. For this reason, always take the grid from the model's scheduler, not from a formula.
 #
 # ## LoRA: a small number of trained weights
 #
@@ -184,11 +188,11 @@ for name, (times, _, _) in curves.items():
 #
 # $$W x + \frac{\alpha}{r} B A x,\qquad A: r \times \text{in},\quad B: \text{out} \times r,\quad B = 0 \text{ at the start}.$$
 #
-# The initial policy is exactly the base model. With the adapter disabled the same network is the reference of the KL penalty, so no second copy is needed.
+# So the initial policy is exactly the base model. With the adapter disabled, the same network is the reference of the KL penalty, and we need no second copy.
 #
 # ### Exercise 2 · the number of trained weights
 #
-# *Difficulty: easy · importance: useful · time: 4 minutes*
+# *Difficulty: easy · kind: formula · importance: useful · time: 4 minutes*
 #
 # `shapes` lists (out, in) of the layers that get a LoRA.
 
@@ -230,7 +234,7 @@ print("and we:", lora_parameters(attention_layers(tiny_sd3().transformer), TINY.
 #
 # ### Exercise 3 · a file for other programs
 #
-# *Difficulty: medium · importance: useful · time: 5 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 5 minutes*
 #
 # A LoRA file contains A and B. Some programs ignore $\alpha$ and add $BA$. Return two matrices with which such a program adds the right matrix. ($r$ is A's number of rows.)
 
@@ -255,7 +259,7 @@ def folded(A, B, alpha):
 lesson.check_folded(folded)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The scale may be part of either matrix, but of one only. `policy.save` multiplies B by it. Without the scale, images would look *almost* right, with half (or a quarter) of the learned change, an error that is easily overlooked. To detect it, load the file with plain diffusers and compare images,
+# **Why.** The scale may be part of either matrix, but of one only. `policy.save` multiplies B by it. Without the scale, images would look *almost* right, with half (or a quarter) of the learned change, and the error is easy to overlook. To detect it, load the file with plain diffusers and compare images,
 # as at the end of this lesson.
 
 # %% [markdown]
@@ -265,9 +269,9 @@ lesson.check_folded(folded)
 #
 # ### Exercise 4 · guidance
 #
-# *Difficulty: easy · importance: essential · time: 3 minutes*
+# *Difficulty: easy · kind: formula · importance: essential · time: 3 minutes*
 #
-# Return $v_\text{neg} + s\,(v_\text{prompt} - v_\text{neg})$. Before you read on, decide what scales 1 and 0 give.
+# Return $v_\text{neg} + \gamma\,(v_\text{prompt} - v_\text{neg})$ with the guidance scale $\gamma$. Before you read on, decide what scales 1 and 0 give.
 
 
 # %% tags=["exercise"]
@@ -293,8 +297,32 @@ lesson.check_guided(guided)
 # **Why.** Scale 1 is the prompt's own velocity: no guidance. Scale 0 ignores the prompt. Papers differ in the definition of the scale; diffusers and `flowrl` use this one. FLUX.1-dev also has a *distilled* guidance: the scale is an input of the network, which was trained to imitate the effect in one evaluation.
 
 # %% [markdown]
-# With guidance the guided velocity moves the sample, so the guided velocity *is the policy*. A policy that samples with guidance must be trained with it: the ratio compares the policy that sampled with the current policy, and must be 1 before the first update. The next cell samples one group per prompt with scale 4.5, and computes
-# ratios in three ways.
+# With guidance the guided velocity moves the sample, so the guided velocity *is the policy*. The ratio compares the current policy with the one that sampled, and should be 1 before the first update.
+#
+# ### Exercise 5 · guidance in sampling only
+#
+# *Difficulty: medium · kind: prediction · importance: essential · time: 4 minutes*
+#
+# Suppose we sample with scale 4.5, and compute the new log-probabilities without guidance, to save evaluations. What do the ratios look like before the first update?
+#
+# - **a** All are 1, since the weights have not changed.
+# - **b** They scatter evenly around 1, since the noise is symmetric.
+# - **c** Most are below 1, since samples of one policy are less likely under another.
+
+# %% tags=["exercise"]
+ratios_without_guidance = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The mean of the transition depends on the velocity. Each drawn state is close to the mean of the policy that drew it. How likely is it under a Gaussian with another mean?
+
+# %% tags=["solution"]
+ratios_without_guidance = "c"
+
+# %%
+lesson.check_unguided(ratios_without_guidance)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The two policies have different means and the same standard deviation. The expected log-ratio is minus the KL divergence between them, so it is negative. The next cell samples one group per prompt with scale 4.5, and computes ratios in three ways.
 
 # %%
 strong = load(guidance_scale=4.5)
@@ -342,13 +370,16 @@ for name, evaluate in (
     print(f"{name:22} largest |ratio - 1| = {size}")
 
 # %% [markdown]
-# As sampled, and with the base model (the LoRA is still zero), the ratio is 1. Without guidance it differs from 1 before any update. Most ratios are then below 1, since samples of one policy are less likely under another. With a clip range of $10^{-4}$, a pair with a ratio below 1 and a negative advantage is clipped. Only pairs with positive advantages would be trained. Guidance doubles the cost of training. `guidance_gradient="prompt"` computes the negative branch without a
-# gradient, which saves its activations; Stepwise-Flow-GRPO also reports training with scale 1 throughout.
+# As sampled, and with the base model (the LoRA is still zero), the ratio is 1. Without guidance it differs from 1 before any update, and most ratios are below 1. With a clip range of $c = 10^{-4}$, a pair with a ratio below $1 - c$ and a negative advantage is clipped. So mostly pairs with positive advantages would be trained. A policy that samples with guidance must therefore be trained with it, although this doubles the cost of training. `guidance_gradient="prompt"` computes the negative branch without a
+# gradient, which saves its activations. Stepwise-Flow-GRPO also reports training with scale 1 throughout.
 #
 # ## Precision
 #
-# The network computes in bfloat16; latents, transitions and log-probabilities are float32. bfloat16 has 8 significant bits, a relative error of up to $2^{-8} \approx 0.4\%$. The next cell measures three errors: the *next node* is rounded to bfloat16 after its
-# log-probability was computed, the *transition* is computed in bfloat16, or the *network* is evaluated in a batch of another size than during sampling (so that it may add in another order).
+# The network computes in bfloat16; latents, transitions and log-probabilities are float32. bfloat16 has 8 significant bits, so its relative error is up to $2^{-8} \approx 0.4\%$. The next cell measures three errors:
+#
+# - *rounded node*: the next state is rounded to bfloat16 after its log-probability was computed;
+# - *bfloat16 transition*: the mean of the transition is computed in bfloat16;
+# - *other batch*: the network evaluates batches of another size than during sampling, and may add numbers in another order.
 
 # %%
 half = load(dtype="bfloat16")
@@ -396,18 +427,52 @@ plt.show()
 
 # %% [markdown]
 # On the machine that built this page all three errors are above the clip ranges of the papers, so rounding alone would clip pairs. (The latents here have 256 elements; the mean over the 65,536 elements of a real latent reduces the error.) `flowrl` avoids the first two errors. The effect of the batch size remains in practice, and
-# depends on the device and its kernels; the metric `ratio_noise` measures it in every iteration. If it is close to the clip range, sample and train with batches of one size, or use a larger clip range.
+# depends on the device and its kernels. The metric `ratio_noise` measures it in every iteration. If it is close to the clip range, sample and train with batches of one size, or use a larger clip range.
 #
-# `flowrl` avoids another error, a merge of the LoRA into bfloat16 weights for speed. $W + BA$ rounded to bfloat16 loses most of a small $BA$, so that the sampling policy would differ from the trained one. `policy.frozen()` merges the LoRA only in float32 networks.
+# `flowrl` avoids another error as well. For speed, some programs merge the LoRA into bfloat16 weights. $W + BA$ rounded to bfloat16 loses most of a small $BA$, so the sampling policy would differ from the trained one. `policy.frozen()` merges the LoRA only in float32 networks.
 #
+# ### Exercise 6 · the first iteration of three runs
+#
+# *Difficulty: medium · kind: debugging · importance: useful · time: 6 minutes*
+#
+# Three runs of a real model with clip range $10^{-4}$ do not learn. These are metrics of their first iteration, before any update. (`zero_spread_groups` is the fraction of groups whose members all have the same reward.) Which cause explains which log? Answer with the letters.
+#
+# | | `ratio_noise` | `zero_spread_groups` |
+# |---|---|---|
+# | 1 | 6e-4 | 2% |
+# | 2 | 4e-2 | 3% |
+# | 3 | 0 | 96% |
+#
+# | | cause |
+# |---|---|
+# | A | guidance in sampling only |
+# | B | a reward that nearly no image gets, such as long texts without an error |
+# | C | bfloat16, with different batch sizes in sampling and training |
+
+# %% tags=["exercise"]
+first_iterations = {1: ..., 2: ..., 3: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Two causes change the ratio. The two printouts above show how much each of them does.
+
+# %% tags=["solution"]
+first_iterations = {1: "C", 2: "A", 3: "B"}
+
+# %%
+lesson.check_first_iterations(first_iterations)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Rounding changes ratios by less than a thousandth, and another policy by several percent; both exceed the clip range, so most pairs are clipped for a reason that is unrelated to learning. In log 3 ratios are exact, but nearly all advantages are 0. Begin with an easier reward, or with prompts for which it varies.
+
+# %% [markdown]
 # ## Batch arithmetic
 #
-# An iteration samples `groups` groups of `group_size` trajectories. Every process samples whole groups, because an advantage needs its group. The update trains on *pairs* (trajectory, stochastic step). The trajectories of all processes together are shuffled and split into `minibatches` parts, one optimizer step each; the steps of a trajectory stay together. In a mini-batch each process
+# An iteration samples `groups` groups of `group_size` trajectories. Every process samples whole groups, because an advantage needs its group. The update trains on *pairs* (trajectory, stochastic step). The trainer shuffles the trajectories of all processes together and splits them into `minibatches` parts, one optimizer step each; the steps of a trajectory stay together. In a mini-batch each process
 # evaluates the pairs of its own trajectories, `micro_batch` at a time, and the gradients are added up over micro-batches and processes.
 #
-# ### Exercise 5 · from settings to batches
+# ### Exercise 7 · from settings to batches
 #
-# *Difficulty: medium · importance: essential · time: 8 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 8 minutes*
 #
 # Return three whole numbers: the trajectories of the busiest process; the pairs of the largest mini-batch, over all processes; and the backward passes of the busiest process in this mini-batch if the pairs are spread evenly over the processes. The settings need not be multiples of each other.
 
@@ -434,7 +499,7 @@ def arithmetic(groups, group_size, steps, minibatches, micro_batch, processes):
 lesson.check_arithmetic(arithmetic)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Each division rounds up: groups to processes, trajectories to mini-batches, pairs to micro-batches. The trainer weighs an incomplete micro-batch by its number of pairs, so that the gradient is that of the mean over the mini-batch; dropping it, or filling it with repeated pairs, would change the gradient.
+# **Why.** Each division rounds up: groups to processes, trajectories to mini-batches, pairs to micro-batches. The trainer weights an incomplete micro-batch by its number of pairs, so that the gradient is that of the mean over the mini-batch. Dropping it, or filling it with repeated pairs, would change the gradient.
 
 # %%
 for processes in (1, 8, 24):
@@ -446,11 +511,39 @@ for processes in (1, 8, 24):
 # %% [markdown]
 # The pairs of a mini-batch depend neither on the number of processes nor on `micro_batch`, which only trades memory for time. If the groups do not divide evenly, some GPUs wait: a rollout of 48 groups takes as long on 32 GPUs as on 24.
 #
-# ### Exercise 6 · memory of the trajectories
+# ### Exercise 8 · settings for 8 GPUs
 #
-# *Difficulty: easy · importance: optional · time: 4 minutes*
+# *Difficulty: medium · kind: design · importance: useful · time: 8 minutes*
 #
-# A rollout stores all nodes of its $T$ steps and the velocity at each step, in float32. How many gigabytes ($10^9$ bytes) are these? `elements` is the size of one latent.
+# Choose `groups`, `group_size`, `minibatches` and `micro_batch` for 8 GPUs and 9 stochastic steps:
+#
+# - at least 512 trajectories per iteration, in groups of at least 16;
+# - no GPU waits for another one during the rollout;
+# - activations fit for at most 4 pairs at a time;
+# - at most 40 backward passes per GPU in a mini-batch, and at most 4 mini-batches, so that the samples do not become too old.
+
+
+# %% tags=["exercise"]
+settings = {"groups": ..., "group_size": ..., "minibatches": ..., "micro_batch": ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Start with the number of groups that 8 GPUs can share evenly. Then try your function: `arithmetic(groups, group_size, 9, minibatches, micro_batch, 8)`.
+
+# %% tags=["solution"]
+settings = {"groups": 32, "group_size": 16, "minibatches": 4, "micro_batch": 4}
+
+# %%
+lesson.check_settings(settings)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 32 groups of 16 are 4 groups per GPU. A mini-batch then has 128 trajectories with 1,152 pairs, so 36 backward passes per GPU. With 2 mini-batches they would be 72. The choice of `groups` and `group_size` changes what is learned, and the choice of `micro_batch` only time and memory.
+
+# %% [markdown]
+# ### Exercise 9 · memory of the trajectories
+#
+# *Difficulty: easy · kind: formula · importance: optional · time: 4 minutes*
+#
+# A rollout stores the states at all nodes of its $T$ steps and the velocity at each step, in float32. How many gigabytes ($10^9$ bytes) are these? `elements` is the size of one latent.
 
 
 # %% tags=["exercise"]
@@ -485,13 +578,13 @@ for size in (512, 1024):
     )
 
 # %% [markdown]
-# With a few groups per GPU the trajectories are small compared with the network. The largest part is missing from these sums: activations, which grow with `micro_batch` and decrease with gradient checkpointing (to about those of one layer). Measure them: start with a micro-batch of 1, read
+# With a few groups per GPU the trajectories are small compared with the network. These sums do not contain the largest part: activations, which grow with `micro_batch` and decrease with gradient checkpointing (to about those of one layer). To measure them, start with a micro-batch of 1, read
 # `torch.cuda.max_memory_allocated()`, and increase the size.
 
 # %% [markdown]
 # ## The timeline of an iteration
 #
-# `flowrl train --plan` counts an iteration before anything is loaded. The next cell makes the plans of three methods with the presets for SD3.5-Medium at 512 px (4 groups of 24 on one GPU). It also counts the floating-point operations of one forward pass, one backward pass and one decoded image on the real architectures, without weights.
+# `flowrl train --plan` counts the evaluations of an iteration before it loads anything. The next cell computes these plans for three methods with the presets for SD3.5-Medium at 512 px (4 groups of 24 on one GPU). It also counts the floating-point operations of one forward pass, one backward pass and one decoded image on the real architectures, without weights.
 
 # %%
 from flowrl import preset
@@ -521,15 +614,15 @@ print(
 plans = {name: plan(preset(f"sd3.5-medium,{name},ocr").apply()) for name in ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")}
 for name, counts in plans.items():
     print(
-        f"{name:18} sampling {counts.nfe:5,} evaluations, update {counts.train_nfe:,} ({counts.gradient_nfe} with gradient), {counts.reward_calls} images scored"
+        f"{name:18} sampling {counts.nfe:5,} evaluations, update {counts.train_nfe:,} ({counts.gradient_nfe} with gradient), {counts.reward_calls} rewards"
     )
 
 # %% [markdown]
 # The backward pass of a LoRA needs the gradients of the activations, but not those of the frozen weights. It therefore takes about as many operations as a forward pass, instead of twice as many. A decoded image takes about as many as one evaluation.
 #
-# ### Exercise 7 · forward passes of an iteration
+# ### Exercise 10 · forward passes of an iteration
 #
-# *Difficulty: medium · importance: useful · time: 8 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 8 minutes*
 #
 # Return two numbers in units of one forward pass of one latent: sampling, and update. `nfe` and `train_nfe` count evaluations; with guidance each is `passes` forward passes. `gradient_nfe` of the evaluations in the update take a gradient, each through `branches` of its forward passes (1: the prompt's branch only). A backward pass costs `backward` forward passes, and gradient checkpointing repeats each differentiated forward pass once.
 
@@ -557,11 +650,11 @@ lesson.check_iteration(iteration_passes)
 # **Why.** The evaluations of the base model (for the KL) have no gradient: forward passes only. With `guidance_gradient="prompt"` the negative branch has none either. Checkpointing stores few activations, and computes the others again in the backward pass.
 
 # %% [markdown]
-# A timeline needs rates, and rates are properties of a machine. The next cell *assumes* three; replace them by your own measurements. The counts are those of the plan.
+# To get a timeline from these counts, we need rates, which depend on the machine. The next cell *assumes* three; replace them by your own measurements. The counts are those of the plan.
 
 # %%
 RATE, DECODE_RATE = 300.0, 60.0  # assumed: 10^12 operations per second of the network in bfloat16, of the decoder in float32
-REWARD = 0.02  # assumed: seconds to score one image
+REWARD = 0.02  # assumed: seconds for the reward of one image
 timelines = {}
 for name, counts in plans.items():
     branches = 2 if name == "tp-grpo" else 1  # the presets follow the released codes
@@ -600,16 +693,16 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# The counts say what to optimise, whatever the rates are. Flow-GRPO spends almost three times as many passes on the update as on sampling, so a cheaper update (no KL, fewer trained steps) helps most. With the estimates of the other two, sampling needs more passes than the update, and ten times as many images are decoded and scored. Their iterations become long if the reward model is slow.
-# `chunk` samples and scores in parts, and `overlap_rewards` scores one part during the sampling of the next, if the policy is on a GPU or a server computes the reward.
+# The counts show what to optimise, whatever the rates are. Flow-GRPO spends almost three times as many passes on the update as on sampling, so a cheaper update (no KL, fewer trained steps) helps most. With the estimates of the other two methods, sampling needs more passes than the update, and ten times as many images need decoding and a reward. Their iterations become long if the reward model is slow.
+# The setting `chunk` divides the rollout into parts. With `overlap_rewards` the rewards of one part are computed during the sampling of the next, if the policy is on a GPU or a server computes the reward.
 #
 # ## Train, save and load
 #
-# The last part trains with TP-GRPO and Flow-GRPO, with redness as the reward. With `MODEL` set this is a real (if short) run; the tiny random network shows that all parts work together.
+# Finally we train with TP-GRPO and Flow-GRPO, with redness as the reward. With `MODEL` set this is a real (if short) run; the tiny random network shows that all parts work together.
 
 # %%
 REDNESS = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3)))
-settings = RunConfig.of(
+config = RunConfig.of(
     groups=4, group_size=6, num_steps=STEPS, minibatches=1, micro_batch=4 if MODEL else 64, max_batch=8 if MODEL else 64,
     iterations=10, learning_rate=3e-4 if MODEL else 5e-2, ema_decay=0.0, seed=0,
 )  # fmt: skip
@@ -617,8 +710,8 @@ histories, trained = {}, {}
 for make in (flow_grpo, tp_grpo):
     method = replace(make(), loss=ClippedLoss(clip_range=1e-2))  # Flow-SDE with a = 0.7 on all steps but the last
     trained[method.name] = load()
-    trainer = Trainer(trained[method.name], method, REDNESS, PROMPTS, settings)
-    metrics = [trainer.iteration() for _ in range(settings.iterations)]
+    trainer = Trainer(trained[method.name], method, REDNESS, PROMPTS, config)
+    metrics = [trainer.iteration() for _ in range(config.iterations)]
     history = histories[method.name] = [row["reward_mean"] for row in metrics]
     first = metrics[0]
     noise_floor = "below 1e-5" if first["ratio_noise"] < 1e-5 else first["ratio_noise"]
@@ -648,7 +741,7 @@ plt.show()
 # %% [markdown]
 # One seed, ten iterations and an untrained network do not show which method is better, only that both run.
 #
-# `save` writes the LoRA as a file that plain diffusers loads without `flowrl`. If the images agree, rank, scale, targets and names are right.
+# `save` writes the LoRA as a file that plain diffusers loads without `flowrl`. The next cell compares the images of both. If they agree, rank, scale, targets and names are right.
 
 # %%
 import tempfile
@@ -686,7 +779,7 @@ plt.show()
 # <image>
 
 # %% [markdown]
-# (In bfloat16 the two are only close: the plain pipeline rounds its latents after every step.)
+# (In bfloat16 the two agree only approximately, because the plain pipeline rounds its latents after every step.)
 #
 # ## On a real GPU
 #
@@ -701,21 +794,53 @@ plt.show()
 # | learning rate, weight decay, gradient norm | 3e-4, 1e-4, 1 | `learning_rate`, `weight_decay`, `max_grad_norm` |
 # | clip range | 1e-4; TP-GRPO 1e-5 | `clip_range` |
 #
-# This lesson contains no seconds or gigabytes of a real run, because none were measured for it. `flowrl train --model ... --prompts FILE --reward ...` starts a run. Check four points first: (1) do four ODE samples look like images of the model? (2) is `ratio_noise` far below the clip range? (3) is `zero_spread_groups` low, that is, do the members of a group get different
-# rewards? (4) does an easy reward such as redness rise within twenty iterations? Each check takes minutes, and together they detect most errors that would otherwise cost days.
+# This lesson contains no seconds or gigabytes of a real run, because we measured none for it. `flowrl train --model ... --prompts FILE --reward ...` starts a run. Check four points first:
+#
+# 1. Do four ODE samples look like images of the model?
+# 2. Is `ratio_noise` far below the clip range?
+# 3. Is `zero_spread_groups` low, that is, do the members of a group get different rewards?
+# 4. Does an easy reward such as redness rise within twenty iterations?
+#
+# Each check takes minutes, and together they detect most errors that would otherwise cost days.
 
 # %% [markdown]
-# ## To keep
+# ## Quiz
+#
+# *Kind: quiz · time: 5 minutes*
+#
+# 1. Why does a LoRA need no second network for the KL penalty? **a** The penalty is computed from the LoRA weights. **b** With the adapter disabled, the network is the base model. **c** The base model is the running average.
+# 2. You train on four times as many GPUs and keep all settings. What changes in an ideal world without rounding? **a** The time. **b** The gradient, since each GPU has its own groups. **c** The size of a mini-batch.
+# 3. `ratio_noise` is 3e-4 and the clip range 1e-4. What happens? **a** Nothing, since the errors average out. **b** The KL penalty grows. **c** Pairs are clipped before any update.
+# 4. You halve `micro_batch`. The gradient of a mini-batch **a** stays the same, **b** is half as long, **c** becomes noisier.
+# 5. The backward pass of a LoRA takes about as many operations as a forward pass, and not twice as many, because **a** it has few trained weights, so no gradients of activations are needed, **b** the gradients of the frozen weights are not computed, **c** checkpointing halves the work.
+
+# %% tags=["exercise"]
+quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The answers are in the sections on LoRA, on batch arithmetic, on precision, again on batch arithmetic, and on the timeline, in this order.
+
+# %% tags=["solution"]
+quiz = {1: "b", 2: "a", 3: "c", 4: "a", 5: "b"}
+
+# %%
+lesson.check_quiz(quiz)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 1: $B = 0$ at the start, and disabling the adapter has the same effect later. 2: groups and mini-batches are defined over all processes. 3: the ratio differs from 1 by more than the clip range. 4: gradients are added up over micro-batches with their numbers of pairs. 5: gradients of activations are needed to reach the first layers.
+
+# %% [markdown]
+# ## Summary
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
-# | $t = su/(1 + (s-1)u)$ | shifted grid | `policy.schedule(T)` |
+# | $t = \text{shift}\cdot u/(1 + (\text{shift}-1)u)$ | shifted grid | `policy.schedule(T)` |
 # | $Wx + \frac{\alpha}{r}BAx$ | LoRA; disabled, the network is the reference | `ModelOptions(lora_rank, lora_alpha)`, `policy.reference()` |
-# | $v_\text{neg} + s(v - v_\text{neg})$ | guidance, in sampling and training | `ModelOptions(guidance_scale=s)`, `policy.guided(s)` |
+# | $v_\text{neg} + \gamma(v - v_\text{neg})$ | guidance, in sampling and training | `ModelOptions(guidance_scale=...)`, `policy.guided(scale)` |
 # | $\lvert\rho - 1\rvert$ before an update | rounding error; keep it below the clip range | `ratio_noise` in the metrics |
 # | pairs | trajectories × stochastic steps | settings `minibatches`, `micro_batch` |
 #
-# Support for another model family takes one file, as described in `docs/model-families.md`.
+# Support for another model family needs one file, as described in `docs/model-families.md`.
 #
 # ## Further reading
 #

@@ -13,12 +13,16 @@
 # %% [markdown]
 # # 13 · The forward process
 #
-# **After this lesson you can** explain why DiffusionNFT, AWM and DGPO need no SDE, say what their rewards weight, derive NFT's gradient, tell what stops each of their steps, and count their network evaluations.
+# **After this lesson you can** explain why DiffusionNFT, AWM and DGPO need no SDE, say what their rewards weight, derive NFT's gradient, say what stops each of their steps, and count their network evaluations.
 #
-# **Time** 75 minutes, of which the computer needs about one. **You need** the lesson on GRPO; the measurements use the gradients of the lesson Test your own rule.
+# **Time** 90 minutes, of which the computer needs about one. **You need** the lesson on GRPO; the measurements use the gradients of the lesson Test your own rule.
 #
-# All lessons since the second have turned the ODE into an SDE, because a policy gradient needs the log-probability of every step. Forward-process methods need none. They take finished samples and their rewards, noise the samples again as in pretraining, and regress the velocity with weights that depend on the rewards.
-# The figure shows what each kind of update sees of the same eight samples.
+# Since the lesson on ODE and SDE we have turned the ODE into an SDE, because a policy gradient needs the log-probability of every step. Forward-process methods need no log-probability. They take finished samples and their rewards, add noise to the samples again as in pretraining, and regress the velocity with weights that depend on the rewards.
+# The figure shows which states each kind of update uses, for the same eight samples.
+#
+# **Symbols of this lesson**
+#
+# {symbols: $t$; $\varepsilon$; $x_t$; $v$; $z_j$; $\mu$, std; $R$; $A$; $\rho$; $\beta_\text{NFT}$}
 
 # %% tags=["hide-input"]
 import math
@@ -65,8 +69,8 @@ def opening():
     generator = torch.Generator().manual_seed(8)
     path = setting.rollout(Groups(len(setting.prompts), 8), generator, Uniform().probe).trajectories
     nodes = path.nodes.view(len(setting.prompts), 8, 11, 2)[prompt]
-    scores = torch.exp(-(nodes[:, -1] - torch.tensor(target(setting.prompts[prompt]))).square().sum(-1) / 2)
-    colours = plt.get_cmap("coolwarm_r")((0.5 + (scores - scores.mean()) / scores.std() / 4).clamp(0, 1).numpy())
+    rewards = torch.exp(-(nodes[:, -1] - torch.tensor(target(setting.prompts[prompt]))).square().sum(-1) / 2)
+    colours = plt.get_cmap("coolwarm_r")((0.5 + (rewards - rewards.mean()) / rewards.std() / 4).clamp(0, 1).numpy())
     figure, (left, right) = panels(2, width=4.0, height=4.0)
     plane(left, "Flow-GRPO: transitions of the sampler")
     plane(right, "Forward process: finished samples, fresh noise")
@@ -89,54 +93,54 @@ opening()
 # %% [markdown]
 # ## From a transition to a regression
 #
-# Flow-GRPO's transition from $t$ to $s = t - \Delta$ is a Gaussian whose mean is linear in the velocity (the lesson on ODE and SDE, $\sigma^2 = a^2 t/(1-t)$):
+# Let us first write the policy gradient as a regression. Flow-GRPO's step $i$ from time $t$ to $s = t - \Delta$ is a Gaussian whose mean is linear in the velocity (the lesson on ODE and SDE, with $\sigma_t^2 = a^2 t/(1-t)$ and the noise level $a$):
 #
-# $$\mu(v) = \Big(1 - \frac{a^2 \Delta}{2(1-t)}\Big)\, x_t - k\, v, \qquad k = \Delta\,(1 + a^2/2).$$
+# $$\mu(v) = \Big(1 - \frac{a^2 \Delta}{2(1-t)}\Big)\, z_i - \kappa\, v, \qquad \kappa = \Delta\,(1 + a^2/2).$$
 #
-# Call $v^{\mathrm T}$ the velocity that would have led exactly to the drawn $x_s$, $\mu(v^{\mathrm T}) = x_s$. Then
+# Let $v^{\mathrm T}$ be the velocity that would have led exactly to the drawn state, $\mu(v^{\mathrm T}) = z_{i+1}$. Then
 #
-# $$-\log \pi(x_s \mid x_t) = \frac{|x_s - \mu(v)|^2}{2\,\mathrm{std}^2} + \text{const} = \frac{k^2}{2\,\mathrm{std}^2}\,|v - v^{\mathrm T}|^2 + \text{const}.$$
+# $$-\log \pi(z_{i+1} \mid z_i) = \frac{|z_{i+1} - \mu(v)|^2}{2\,\mathrm{std}^2} + \text{const} = \frac{\kappa^2}{2\,\mathrm{std}^2}\,|v - v^{\mathrm T}|^2 + \text{const}.$$
 #
-# The policy gradient is a *regression weighted by advantages*, whose target is the draw of one step.
+# So the policy gradient is a *regression weighted by advantages*, whose target is the draw of one step.
 #
 # ### Exercise 1 · the target of a transition
 #
-# *Difficulty: medium · importance: useful · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 6 minutes*
 #
-# Return $v^{\mathrm T}$ `[sample, dim]` of transitions from `x` at time `t` to `x_next` at time `s` (numbers, `t` < 1).
+# Return $v^{\mathrm T}$ `[sample, dim]` of transitions from `z` at time `t` to `z_next` at time `s` (numbers, `t` < 1).
 
 
 # %% tags=["exercise"]
-def transition_target(x, x_next, t, s, noise_level):
+def transition_target(z, z_next, t, s, noise_level):
     """The velocity whose mean is the state that was drawn."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Set $\mu(v) = x_s$, bring the term with $x_t$ to the other side and divide by $-k$. For $a = 0$ the result is the slope $(x_t - x_s)/\Delta$.
+# **Hint.** Set $\mu(v) = z_{i+1}$, bring the term with $z_i$ to the other side and divide by $-\kappa$. For $a = 0$ the result is the slope $(z_i - z_{i+1})/\Delta$.
 
 
 # %% tags=["solution"]
-def transition_target(x, x_next, t, s, noise_level):
+def transition_target(z, z_next, t, s, noise_level):
     """The velocity whose mean is the state that was drawn."""
     delta = t - s
-    k = delta * (1 + noise_level**2 / 2)
-    return ((1 - noise_level**2 * delta / (2 * (1 - t))) * x - x_next) / k
+    kappa = delta * (1 + noise_level**2 / 2)
+    return ((1 - noise_level**2 * delta / (2 * (1 - t))) * z - z_next) / kappa
 
 
 # %%
 lesson.check_target(transition_target)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $x_s = \mu(v_{\text{old}}) + \mathrm{std}\,\xi$ with the step's noise $\xi$, so $v^{\mathrm T} = v_{\text{old}} - (\mathrm{std}/k)\,\xi$: the target is the old velocity plus noise. For $a = 0$ it is the slope $(x_t - x_s)/\Delta$ of the step.
+# **Why.** $z_{i+1} = \mu(v_{\text{old}}) + \mathrm{std}\,\xi$ with the step's noise $\xi$, so $v^{\mathrm T} = v_{\text{old}} - (\mathrm{std}/\kappa)\,\xi$: the target is the old velocity plus noise. For $a = 0$ it is the slope $(z_i - z_{i+1})/\Delta$ of the step.
 
 # %% [markdown]
-# Pretraining regresses the same velocity towards another target, $v^* = \varepsilon - x_0$ at $x_t = (1-t)\,x_0 + t\,\varepsilon$. Both targets have the mean $v_{\text{old}}(x_t)$, if the samples are those of $v_{\text{old}}$. They differ in what else they contain. The next cell takes *one* state $x_t$ at $t = 0.7$ and draws 20,000 targets for it, as each method would:
+# Pretraining regresses the same velocity towards another target, $v^* = \varepsilon - x_0$ at $x_t = (1-t)\,x_0 + t\,\varepsilon$. Both targets have the mean $v_{\text{old}}(x_t)$ if the samples are those of $v_{\text{old}}$. However, they differ in their noise. The next cell takes *one* state at $t = 0.7$ and draws 20,000 targets for it, as each method would:
 #
-# - Flow-GRPO continues it by the SDE. The target is $v^{\mathrm T}$ of the next step, the reward that of the end.
-# - In the forward process it is a noised sample. The target is $v^* = (x_t - x_0)/t$, the reward that of $x_0$. (The data are known here, so the cell draws $x_0$ from the exact $p(x_0 \mid x_t)$.)
+# - Flow-GRPO continues from it with the SDE. The target is $v^{\mathrm T}$ of the next step, and the reward is that of the finished sample.
+# - In the forward process it is a noised sample. The target is $v^* = (x_t - x_0)/t$, and the reward is that of $x_0$. (We know the data here, so the cell draws $x_0$ from the exact $p(x_0 \mid x_t)$.)
 #
-# **Predict** which target is more closely related to the reward.
+# Which target do you expect to be more closely related to the reward?
 
 # %%
 count, level, now = 20_000, 0.7, 0.7
@@ -159,8 +163,8 @@ views = {
 }
 exact = data.velocity(state[None], torch.tensor([now]))[0]
 print(f"exact velocity ({exact[0]:+.2f}, {exact[1]:+.2f})")
-for name, (values, scores) in views.items():
-    mean, terms = values.mean(0), (scores - scores.mean())[:, None] * (values - values.mean(0))
+for name, (values, rewards) in views.items():
+    mean, terms = values.mean(0), (rewards - rewards.mean())[:, None] * (values - values.mean(0))
     signal, noise = terms.mean(0), terms.std(0).norm()
     spread = (values - mean).square().sum(1).mean().sqrt()
     print(
@@ -170,9 +174,9 @@ for name, (values, scores) in views.items():
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.2, height=3.6)
-for cell, (name, (values, scores)) in zip(axes, views.items(), strict=True):
-    dots = cell.scatter(*values[:700].T, c=scores[:700], cmap="viridis", s=5, vmin=0, vmax=1)
-    signal, tail = ((scores - scores.mean())[:, None] * values).mean(0), values.mean(0)
+for cell, (name, (values, rewards)) in zip(axes, views.items(), strict=True):
+    dots = cell.scatter(*values[:700].T, c=rewards[:700], cmap="viridis", s=5, vmin=0, vmax=1)
+    signal, tail = ((rewards - rewards.mean())[:, None] * values).mean(0), values.mean(0)
     cell.annotate("", tail + 2 * signal / signal.norm(), tail, arrowprops=dict(arrowstyle="-|>", color=ACCENT, linewidth=2.4))
     cell.set(xlabel="first coordinate of the target", ylabel="second coordinate", aspect="equal", xlim=(-5, 5), ylim=(-4.5, 4.5))
     cell.set_title(f"Target: {name}")
@@ -182,23 +186,23 @@ figure.suptitle("One state, 700 of its targets; arrow: direction of the covarian
 plt.show()
 
 # %% [markdown]
-# Both means are the exact velocity, up to the sampling error. The transition's target is the noise of one step out of six, and the reward depends on all of them. The finished sample determines its reward completely: good targets are separated from bad ones, and the signal/noise of a sample is about twice as large. The two covariances are no multiples of each other, because the targets answer different questions. A better transition target makes *this step* more likely; a better $v^*$ makes *this sample* more likely.
+# Both means are the exact velocity, up to the sampling error. The transition's target contains the noise of one step out of six, and the reward depends on all of them. The finished sample determines its reward completely. So its target separates good samples from bad ones, and the signal/noise of a sample is about twice as large. The two covariances are not multiples of each other, because the targets answer different questions: following $v^{\mathrm T}$ makes *this step* more likely, and following $v^*$ makes *this sample* more likely.
 #
-# This answers two questions.
+# We can now answer two questions.
 #
-# **What do the losses need?** Rows $(x_0, \text{prompt}, R)$. $x_t$ and $v^*$ are made afresh from $x_0$ and $\varepsilon$ at any time $t$. No trajectory is kept, no probability is computed.
+# **What do the losses need?** Rows $(x_0, \text{prompt}, R)$. The loss computes new $x_t$ and $v^*$ from $x_0$ and $\varepsilon$ at any time $t$. It stores no trajectory and computes no probability.
 #
-# **Why does the solver not matter?** Because nothing of the sampling enters but its result. An SDE, the Euler method, DPM-Solver++ of second order (NFT and DGPO) or SA-Solver (AWM; both in `samplers.Multistep`) only have to produce samples of the policy.
+# **Why does the solver not matter?** Because the loss uses only the result of the sampling. An SDE, the Euler method, DPM-Solver++ of second order (NFT and DGPO) or SA-Solver (AWM; both in `samplers.Multistep`) only have to produce samples of the policy.
 #
-# Is $-|v - v^*|^2$ a log-likelihood? Not exactly. With suitable weights over $t$ its mean over $t$ and $\varepsilon$ is a lower bound of $\log p(x_0)$ (the ELBO of diffusion models); with other weights it is a surrogate. The policy gradient of the next sections is therefore not that of $\mathbb E[R]$. How close it is can be measured, and is measured below.
+# Is $-|v - v^*|^2$ a log-likelihood? Not exactly. With suitable weights over $t$, its mean over $t$ and $\varepsilon$ is a lower bound of $\log p(x_0)$ (the ELBO of diffusion models); with other weights it is a surrogate. The gradients of the next sections are therefore not exactly that of $\mathbb E[R]$. We will measure how close they are.
 #
 # ## What the reward weights
 #
-# Begin with weights $w(x_0) \ge 0$. The minimiser of $\mathbb E[\,w\,|v(x_t) - v^*|^2]$ is a weighted mean,
+# We begin with weights $w(x_0) \ge 0$. The minimiser of $\mathbb E[\,w\,|v(x_t) - v^*|^2]$ is a weighted mean,
 #
 # $$v_w(x_t) = \frac{\mathbb E[w\, v^* \mid x_t]}{\mathbb E[w \mid x_t]},$$
 #
-# which is the exact velocity of the *tilted* data $p_w(x_0) \propto w(x_0)\,p(x_0)$. In this world the tilted data of the weight $R$ are known: the reward is a Gaussian bump, and a Gaussian mixture times a bump is a Gaussian mixture again.
+# which is the exact velocity of the *tilted* data $p_w(x_0) \propto w(x_0)\,p(x_0)$. In this world we know the tilted data for the weight $R$: the reward is a Gaussian bump, and a Gaussian mixture times a bump is again a Gaussian mixture.
 
 
 # %%
@@ -216,20 +220,20 @@ def covariance(x, t):
     return expected_reward(x, t)[:, None] * (good.velocity(x, t) - data.velocity(x, t))
 
 
-t, (values, scores) = torch.tensor([now]), views["finished sample"]
-regressed = (scores[:, None] * values).sum(0) / scores.sum()
+t, (values, rewards) = torch.tensor([now]), views["finished sample"]
+regressed = (rewards[:, None] * values).sum(0) / rewards.sum()
 tilted_velocity, mean_here = good.velocity(state[None], t)[0], expected_reward(state[None], t)[0]
 print(f"mean and std of R over the data: {mean_reward:.3f}, {std_reward:.3f}")
-print(f"at the state above: E[R | x_t] = {mean_here:.3f}, mean over the draws {scores.mean():.3f}")
+print(f"at the state above: E[R | x_t] = {mean_here:.3f}, mean over the draws {rewards.mean():.3f}")
 print(f"exact velocity of the tilted data ({tilted_velocity[0]:+.2f}, {tilted_velocity[1]:+.2f})")
 print(f"weighted mean of the targets      ({regressed[0]:+.2f}, {regressed[1]:+.2f})")
 
 # %% [markdown]
-# If $r(x_0) \in [0, 1]$ is the probability that a sample is "optimal", the data split into a positive and a negative part, $p_+ \propto r\,p$ and $p_- \propto (1 - r)\,p$. With $\alpha(x_t) = \mathbb E[r \mid x_t]$ their velocities add up, $v_{\text{old}} = \alpha\, v_+ + (1-\alpha)\, v_-$, and both differences from $v_{\text{old}}$ have one direction,
+# Let the *optimality* $r(x_0) \in [0, 1]$ be the probability that a sample counts as good. Then the data split into a positive and a negative part, $p_+ \propto r\,p$ and $p_- \propto (1 - r)\,p$. With $\alpha(x_t) = \mathbb E[r \mid x_t]$ their velocities add up, $v_{\text{old}} = \alpha\, v_+ + (1-\alpha)\, v_-$, and both differences from $v_{\text{old}}$ have the same direction,
 #
 # $$\alpha\,(v_+ - v_{\text{old}}) = (1-\alpha)\,(v_{\text{old}} - v_-) = \operatorname{Cov}(r, v^* \mid x_t) =: \delta(x_t).$$
 #
-# Everything that rewards say about the velocity at $x_t$ is this covariance $\delta$. The three methods differ in how far they go along it, and in what stops them.
+# So all information of the rewards about the velocity at $x_t$ is in this covariance $\delta$. The three methods differ in how far they go along it, and in what stops them.
 
 # %% tags=["hide-input"]
 axis = torch.linspace(-3, 3, 11)
@@ -256,15 +260,15 @@ plt.show()
 # %% [markdown]
 # ## DiffusionNFT: two branches
 #
-# DiffusionNFT (arXiv 2509.16117) regresses two mixtures of the old velocity and the one that is trained,
+# DiffusionNFT (arXiv 2509.16117) regresses two mixtures of the old velocity and the trained one. The paper calls the mixing strength β; we write $\beta_\text{NFT}$, since $\beta$ is the weight of the KL penalty.
 #
-# $$v_\pm = v_{\text{old}} \pm \beta\,(v - v_{\text{old}}), \qquad L = \mathbb E\big[\, r\,|v_+ - v^*|^2 + (1 - r)\,|v_- - v^*|^2 \,\big].$$
+# $$v_\pm = v_{\text{old}} \pm \beta_\text{NFT}\,(v - v_{\text{old}}), \qquad L = \mathbb E\big[\, r\,|v_+ - v^*|^2 + (1 - r)\,|v_- - v^*|^2 \,\big].$$
 #
-# The second term regresses, towards *bad* samples, a velocity on the *other side* of $v_{\text{old}}$. The optimality comes from the advantage: $r = \tfrac12 + \tfrac1{2c}\operatorname{clip}(A, -c, c)$, with $c = 5$ in the released code.
+# The second term uses *bad* samples: it regresses towards them a velocity on the *other side* of $v_{\text{old}}$. The optimality is computed from the advantage, $r = \tfrac12 + A/(2 A_{\max})$ with $A$ clipped to $\pm A_{\max}$, and $A_{\max} = 5$ in the released code.
 #
 # ### Exercise 2 · the loss of Theorem 3.2
 #
-# *Difficulty: easy · importance: essential · time: 5 minutes*
+# *Difficulty: easy · kind: formula · importance: essential · time: 5 minutes*
 #
 # All velocities are `[sample, dim]`, `r` is `[sample]`. Return the loss of each sample, the mean over the elements instead of the sum, `[sample]`.
 
@@ -292,24 +296,24 @@ def nft_loss(velocity, old, target, r, beta):
 lesson.check_branches(nft_loss)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Only $v$ is trained; $v_{\text{old}}$ is a constant, of a copy of the weights that follows slowly. In `flowrl` this is `DiffusionNFT(error="velocity")`. The default is the released code's loss, which measures the errors of the clean estimates $x_t - t\,v_\pm$ and divides each branch by its mean absolute error.
+# **Why.** Only $v$ is trained; $v_{\text{old}}$ is a constant, computed by a copy of the weights that follows slowly. In `flowrl` this is `DiffusionNFT(error="velocity")`. The default is the loss of the released code, which measures the errors of the clean estimates $x_t - t\,v_\pm$ and divides each branch by its mean absolute error.
 
 # %% [markdown]
-# Now the gradient. Write $d = v - v_{\text{old}}$ and expand both squares:
+# To find the gradient, let $d = v - v_{\text{old}}$ and expand both squares. Their weighted sum is
 #
-# $$r\,|v_{\text{old}} - v^* + \beta d|^2 + (1-r)\,|v_{\text{old}} - v^* - \beta d|^2 = |v_{\text{old}} - v^*|^2 + 2\beta(2r-1)\,\langle v_{\text{old}} - v^*, d\rangle + \beta^2 |d|^2 .$$
+# $$|v_{\text{old}} - v^*|^2 + 2\beta_\text{NFT}\,(2r-1)\,\langle v_{\text{old}} - v^*, d\rangle + \beta_\text{NFT}^2\, |d|^2 .$$
 #
 # - The **value** at $d = 0$ is $|v_{\text{old}} - v^*|^2$. It does not contain $r$.
-# - The **gradient** at $d = 0$ is $2\beta\,(2r-1)\,(v_{\text{old}} - v^*)$, with $2r - 1 = A/c$ inside the clip. Its mean given $x_t$ is $-4\beta\,\delta$.
-# - The **curvature** $2\beta^2$ is positive for every reward. The minimum is at $d = \tfrac{2}{\beta}\,\delta(x_t)$.
+# - The **gradient** at $d = 0$ is $2\beta_\text{NFT}\,(2r-1)\,(v_{\text{old}} - v^*)$, with $2r - 1 = A/A_{\max}$ inside the clip. Its mean given $x_t$ is $-4\beta_\text{NFT}\,\delta$.
+# - The **curvature** $2\beta_\text{NFT}^2$ is positive for every reward. The minimum is at $d = \tfrac{2}{\beta_\text{NFT}}\,\delta(x_t)$.
 #
-# The released code multiplies by $c/\beta$, measures clean estimates (factor $t^2$) and divides by $w = t \cdot \operatorname{mean}|v_{\text{old}} - v^*|$ (at $d = 0$ the same for both branches, without gradient).
+# The released code multiplies by $A_{\max}/\beta_\text{NFT}$, measures clean estimates (factor $t^2$) and divides by $\eta = t \cdot \operatorname{mean}|v_{\text{old}} - v^*|$ (at $d = 0$ the same for both branches, without gradient).
 #
 # ### Exercise 3 · the gradient of the first update
 #
-# *Difficulty: medium · importance: essential · time: 8 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 8 minutes*
 #
-# Return the gradient of the released loss of each sample with respect to its velocity $v$ at $v = v_{\text{old}}$, `[sample, dim]`. `advantage` (within the clip) and `time` are `[sample]`. The loss is $\frac{c}{\beta}\, t^2\, \big[r\,|v_+ - v^*|^2 + (1-r)\,|v_- - v^*|^2\big] / w$ with means over the elements, so a derivative has a factor 1/dim.
+# Return the gradient of the released loss of each sample with respect to its velocity $v$ at $v = v_{\text{old}}$, `[sample, dim]`. `advantage` (within the clip) and `time` are `[sample]`. The loss is $\frac{A_{\max}}{\beta_\text{NFT}}\, t^2\, \big[r\,|v_+ - v^*|^2 + (1-r)\,|v_- - v^*|^2\big] / \eta$ with means over the elements, so a derivative has a factor 1/dim.
 
 
 # %% tags=["exercise"]
@@ -319,25 +323,48 @@ def nft_gradient(advantage, old, target, time):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** At $v = v_{\text{old}}$ both branches have the same error and the same $w$. Differentiate the two squares by $v$, insert $2r - 1 = A/c$, and watch which constants cancel. Do not forget the factor 1/dim of the mean.
+# **Hint.** At $v = v_{\text{old}}$ both branches have the same error and the same $\eta$. Differentiate the two squares by $v$, insert $2r - 1 = A/A_{\max}$, and watch which constants cancel. Do not forget the factor 1/dim of the mean.
 
 
 # %% tags=["solution"]
 def nft_gradient(advantage, old, target, time):
     """The gradient at v = v_old, [sample, dim]."""
     error = old - target
-    weight = time[:, None] * error.abs().mean(dim=1, keepdim=True)
-    return 2 * advantage[:, None] * time[:, None] ** 2 * error / weight / error.shape[1]
+    eta = time[:, None] * error.abs().mean(dim=1, keepdim=True)
+    return 2 * advantage[:, None] * time[:, None] ** 2 * error / eta / error.shape[1]
 
 
 # %%
 lesson.check_gradient(nft_gradient)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $\frac{c}{\beta} \cdot 2\beta\,\frac{A}{c}\,(v_{\text{old}} - v^*)\,\frac{t^2}{w} = 2A\,t^2\,(v_{\text{old}} - v^*)/w$. The gradient moves the velocity towards the target of a good sample and away from that of a bad one, in proportion to $A$. $\beta$ has no effect on the first gradient.
+# **Why.** $\frac{A_{\max}}{\beta_\text{NFT}} \cdot 2\beta_\text{NFT}\,\frac{A}{A_{\max}}\,(v_{\text{old}} - v^*)\,\frac{t^2}{\eta} = 2A\,t^2\,(v_{\text{old}} - v^*)/\eta$. A step against this gradient moves the velocity towards the target of a good sample and away from that of a bad one, in proportion to $A$. $\beta_\text{NFT}$ has no effect on the first gradient.
 
 # %% [markdown]
-# The next cell measures value and gradient of the library's loss for different rewards of the *same* 2,000 samples. **Predict** which of the numbers changes if all advantages change sign.
+# ### Exercise 4 · reversed rewards
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 3 minutes*
+#
+# Suppose a bug reverses the sign of all advantages. We compute NFT's loss at the first update, $v = v_{\text{old}}$, for the same samples. What changes?
+#
+# - **a** The value of the loss rises, and its gradient changes sign.
+# - **b** The value stays exactly the same, and the gradient changes sign.
+# - **c** Neither changes, since the two branches are symmetric.
+
+# %% tags=["exercise"]
+reversed_rewards = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Insert $d = 0$ into the expanded loss above. Which of its three terms contains $r$?
+
+# %% tags=["solution"]
+reversed_rewards = "b"
+
+# %%
+lesson.check_reversed(reversed_rewards)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** At $d = 0$ both branches are $v_{\text{old}}$, so the weights $r$ and $1 - r$ multiply the same error and add up to 1. Only the term that is linear in $d$ contains $r$, and with it the gradient. The next cell measures both for different rewards of the same 2,000 samples.
 
 # %%
 generator = torch.Generator().manual_seed(3)
@@ -388,11 +415,11 @@ print(f"largest difference of your gradient from autograd's: {float((ours - refe
 # largest difference of your gradient from autograd's: 0..1e-7
 
 # %% [markdown]
-# The value is the same for good, reversed, random and absent rewards. A constant loss at the first update is no sign of a defect, and a falling one later is no sign of success. Look at the gradient, at the metrics `positive` and `negative` separately, or at the reward.
+# The value is the same for good, reversed, random and absent rewards. So a constant loss at the first update does not indicate a defect, and a falling loss later does not indicate success. Look at the gradient, at the metrics `positive` and `negative` separately, or at the reward.
 #
-# ### $\beta$ is the step length
+# ### $\beta_\text{NFT}$ determines the step length
 #
-# If one iteration went to the minimum, the new velocity would be $v_{\text{old}} + \tfrac{2}{\beta}\,\delta$ with $\delta = \operatorname{Cov}(r, v^* \mid x_t) = \operatorname{Cov}(R, v^* \mid x_t) / (2 c \operatorname{std} R)$. All of this is known here in closed form, so the next cell samples the ODE of that velocity: one complete inner optimum for several $\beta$.
+# If one iteration went to the minimum, the new velocity would be $v_{\text{old}} + \tfrac{2}{\beta_\text{NFT}}\,\delta$, with $\delta = \operatorname{Cov}(R, v^* \mid x_t) / (2 A_{\max} \operatorname{std} R)$. In this world we know all of it in closed form. So let us see what samples the ODE of this velocity produces: one complete inner optimum for several values of $\beta_\text{NFT}$.
 
 
 # %%
@@ -415,30 +442,30 @@ for beta, points in ends.items():
 # %% tags=["hide-input"]
 figure, axes = panels(4, width=2.6, height=2.9)
 for cell, beta in zip(axes, ("old", 1.0, 0.3, 0.03), strict=True):
-    plane(cell, "old policy" if beta == "old" else rf"$\beta = {beta:g}$", extent=4.4)
+    plane(cell, "old policy" if beta == "old" else rf"$\beta_{{NFT}} = {beta:g}$", extent=4.4)
     cell.scatter(*ends[beta][:400].T, s=4, color=DATA)
     cell.scatter(*centre, marker="x", s=80, color=ACCENT, zorder=3)
 figure.suptitle("Samples after one complete inner optimum of NFT", fontsize=11)
 plt.show()
 
 # %% [markdown]
-# With $\beta = 1$ a whole inner optimum moves the policy a little; the method makes many iterations, each from a new $v_{\text{old}}$. With $\beta = 0.1$ it goes most of the way; with $\beta = 0.03$ it extrapolates beyond the data, whose log-density falls. The paper uses 1, and 0.1 for OCR, where the old copy lags most.
+# With $\beta_\text{NFT} = 1$ a whole inner optimum moves the policy a little; the method makes many iterations, each from a new $v_{\text{old}}$. With 0.1 it goes most of the way. With 0.03 it extrapolates beyond the data, so the log-density falls. The paper uses 1, and 0.1 for OCR, where the old copy lags most.
 #
 # ## AWM: the advantage as the weight
 #
-# Advantage-weighted matching (AWM, arXiv 2509.25050) takes minus the matching loss as the log-likelihood, $\log p(x_0) \approx -\ell(v)$ with $\ell(v) = |v - v^*|^2$ times a weight over $t$, and puts it into PPO's ratio $\rho = \exp(\log p - \log p_{\text{old}})$, both with the same $t$ and $\varepsilon$. The published settings make *one* update per iteration, so $\log p_{\text{old}} = \log p$, the ratio is exactly 1, nothing is clipped, and the gradient is $A\,\nabla\ell$: regression with the advantage as the weight.
+# Advantage-weighted matching (AWM, arXiv 2509.25050) uses minus the matching loss as the log-likelihood, $\log p(x_0) \approx -\ell(v)$ with $\ell(v) = |v - v^*|^2$ times a weight over $t$. It inserts this into PPO's ratio $\rho = \exp(\log p - \log p_{\text{old}})$, both with the same $t$ and $\varepsilon$. The published settings make *one* update per iteration, so $\log p_{\text{old}} = \log p$. The ratio is then exactly 1, nothing is clipped, and the gradient is $A\,\nabla\ell$: regression with the advantage as the weight.
 #
 # A negative weight pushes $v$ away from the targets of bad samples. How far? Given $x_t$, the objective is
 #
 # $$\mathbb E[A\,|v - v^*|^2 \mid x_t] = \mathbb E[A \mid x_t]\,|d|^2 - 2\,\langle \operatorname{Cov}(A, v^* \mid x_t), d\rangle + \text{const}.$$
 #
-# The slope at $d = 0$ is that of NFT. But the curvature is $2\,\mathbb E[A \mid x_t]$, which is negative wherever the states lead to bad samples: no minimum, the further the better. A penalty $\lambda\,|v - v_{\text{old}}|^2$ adds $2\lambda$.
+# The slope at $d = 0$ is that of NFT. However, the curvature is $2\,\mathbb E[A \mid x_t]$, which is negative at all states that lead to bad samples. There the objective has no minimum, and falls with every further step. A penalty $\lambda\,|v - v_{\text{old}}|^2$ adds $2\lambda$.
 #
-# ### Exercise 4 · an inner optimum
+# ### Exercise 5 · an inner optimum
 #
-# *Difficulty: medium · importance: useful · time: 8 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 8 minutes*
 #
-# `advantages` `[sample]` and `targets` `[sample, dim]` belong to samples at one and the same $x_t$. Return the $v$ `[dim]` that minimises $\frac1n \sum_k A_k\,|v - v^*_k|^2 + \lambda\,|v - v_{\text{old}}|^2$, or `None` if there is no minimum. `old` is `[dim]`, `penalty` = $\lambda$.
+# `advantages` `[sample]` and `targets` `[sample, dim]` belong to samples with the same $x_t$. Return the $v$ `[dim]` that minimises $\operatorname{mean}_m\, A_m\,|v - v^*_m|^2 + \lambda\,|v - v_{\text{old}}|^2$, or `None` if there is no minimum. `old` is `[dim]`, `penalty` = $\lambda$.
 
 
 # %% tags=["exercise"]
@@ -464,10 +491,10 @@ def inner_optimum(advantages, targets, old, penalty):
 lesson.check_optimum(inner_optimum)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The derivative $2\,\frac1n\sum_k A_k (v - v^*_k) + 2\lambda(v - v_{\text{old}})$ is linear in $v$. Its slope is the mean advantage plus $\lambda$, and a zero of the derivative is a minimum only if that is positive. With weights $w_k \ge 0$ and $\lambda = 0$ this is the weighted mean of above. (If mean and penalty cancel exactly, the objective is a plane.)
+# **Why.** The derivative $2\operatorname{mean}_m A_m (v - v^*_m) + 2\lambda(v - v_{\text{old}})$ is linear in $v$. Its slope is twice the mean advantage plus $2\lambda$, and a zero of the derivative is a minimum only if this slope is positive. With weights $w \ge 0$ and $\lambda = 0$ we get the weighted mean of the section above. (If mean and penalty cancel exactly, the objective is a plane.)
 
 # %% [markdown]
-# The next figure has the objective along the direction of $\delta$ at two states, with AWM's scale of the advantages ($A/5$) and NFT's loss in the same units (its curvature is then $2\beta$).
+# The next figure shows the objective along the direction of $\delta$ at two states, with AWM's scale of the advantages ($A/5$) and NFT's loss in the same units (its curvature is then $2\beta_\text{NFT}$).
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=3.3)
@@ -483,8 +510,8 @@ for cell, (name, place) in zip(axes, sites.items(), strict=True):
     lines = {
         "AWM, no penalty": (curve, "#a9adb5"),
         r"AWM, $\lambda = 0.5$": (curve + 0.5, ACCENT),
-        r"NFT, $\beta = 1$": (torch.tensor(1.0), OTHERS[0]),
-        r"NFT, $\beta = 0.1$": (torch.tensor(0.1), COLOURS["dance-grpo"]),
+        r"NFT, $\beta_{NFT} = 1$": (torch.tensor(1.0), OTHERS[0]),
+        r"NFT, $\beta_{NFT} = 0.1$": (torch.tensor(0.1), COLOURS["dance-grpo"]),
     }
     for label, (bend, shade) in lines.items():
         cell.plot(steps, bend * steps**2 - 2 * slope * steps, color=shade, label=label)
@@ -496,21 +523,21 @@ axes[0].legend(frameon=False, fontsize=9)
 plt.show()
 
 # %% [markdown]
-# All curves have the same slope at 0, and different curvatures. Without a penalty, AWM has no minimum at the right state. (A network, a learning rate and few updates per iteration bound the step in practice, until they do not.) AWM's penalties are distances from the base model, `kl_weight`, and from a slow average of the weights, `average_weight`. The average's decay is 0 at first, and with one update per iteration the average then *equals* the current weights: the penalty has no gradient in the beginning. NFT needs no separate penalty, because its curvature does not depend on $A$.
+# All curves have the same slope at 0, and different curvatures. Without a penalty, AWM has no minimum at the state of the right panel. (In practice the learning rate and the small number of updates per iteration limit the step, but not over many iterations.) AWM's penalties are distances from the base model, `kl_weight`, and from a slow average of the weights, `average_weight`. The decay of the average is 0 at first, and with one update per iteration the average then *equals* the current weights. So this penalty has no gradient in the beginning. NFT needs no separate penalty, because its curvature does not depend on $A$.
 #
 # ## DGPO: a group as one preference
 #
-# DGPO (arXiv 2510.08425) prefers the good part of a group to the bad part, as direct preference optimisation does with two samples:
+# DGPO (arXiv 2510.08425) prefers the good part of a group to the bad part, as direct preference optimisation does with two samples. With the sharpness $\beta_\text{DGPO}$ (β in the paper),
 #
-# $$S = \frac{\beta}{G} \sum_i A_i\,\big(\ell_i(v) - \ell_i(v_{\text{ref}})\big), \qquad L = -\log \operatorname{sigmoid}(-S)/\beta .$$
+# $$S = \frac{\beta_\text{DGPO}}{G} \sum_m A_m\,\big(\ell_m(v) - \ell_m(v_{\text{ref}})\big), \qquad L = -\log \operatorname{sigmoid}(-S)/\beta_\text{DGPO} .$$
 #
-# An advantage-weighted sum of log-likelihood ratios contains $\sum_i A_i \log Z$ with the unknown normalisation $Z$ of the prompt. It cancels because $\sum_i A_i = 0$. Therefore a group must be *whole*, at one time and (in the released code) with one noise for all members. Advantages must not be clamped afterwards, and members that cannot be judged must be left out *before* advantages are formed.
+# An advantage-weighted sum of log-likelihood ratios also contains $\sum_m A_m \log C$, in which $C$ is the unknown normalisation of the prompt. This term cancels because $\sum_m A_m = 0$. Therefore a group must be *complete*, at one time and (in the released code) with one noise for all members.
 #
-# ### Exercise 5 · the weights of a group
+# ### Exercise 6 · the weights of a group
 #
-# *Difficulty: medium · importance: useful · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 6 minutes*
 #
-# The gradient is that of $\frac1G \sum_i w_i\,\ell_i(v)$ with constants $w_i$. Return them, `[group, member]`. `advantages`, `errors` ($\ell_i(v)$) and `reference` ($\ell_i(v_{\text{ref}})$) are `[group, member]`.
+# The gradient is that of $\frac1G \sum_m w_m\,\ell_m(v)$ with constants $w_m$. Return them, `[group, member]`. `advantages`, `errors` ($\ell_m(v)$) and `reference` ($\ell_m(v_{\text{ref}})$) are `[group, member]`, `beta` is $\beta_\text{DGPO}$.
 
 
 # %% tags=["exercise"]
@@ -520,7 +547,7 @@ def dgpo_weights(advantages, errors, reference, beta):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Use the chain rule: the derivative of $-\log\operatorname{sigmoid}(-S)$ by $S$, times the derivative of $S$ by $\ell_i$. One factor is common to the group, one belongs to the member.
+# **Hint.** Use the chain rule: the derivative of $-\log\operatorname{sigmoid}(-S)$ by $S$, times the derivative of $S$ by $\ell_m$. One factor is common to the group, one belongs to the member.
 
 
 # %% tags=["solution"]
@@ -534,7 +561,7 @@ def dgpo_weights(advantages, errors, reference, beta):
 lesson.check_weights(dgpo_weights)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The derivative of $-\log\operatorname{sigmoid}(-S)$ is $\operatorname{sigmoid}(S)$, and $\nabla S = \frac{\beta}{G}\sum_i A_i\nabla\ell_i$. $\beta$ cancels against the division, so it changes the sharpness of the sigmoid and not the scale of the gradient.
+# **Why.** The derivative of $-\log\operatorname{sigmoid}(-S)$ is $\operatorname{sigmoid}(S)$, and $\nabla S = \frac{\beta_\text{DGPO}}{G}\sum_m A_m\nabla\ell_m$. The factor $\beta_\text{DGPO}$ cancels against the division, so it changes the sharpness of the sigmoid and not the scale of the gradient.
 
 # %%
 group = torch.tensor([[1.2, 0.6, -0.4, -1.4]])
@@ -553,11 +580,41 @@ half = dgpo_weights(group[:, :2], before[:, :2], before[:, :2], 1.0)[0]
 print("half a group:                     " + " ".join(f"{w:+.2f}" for w in half) + f"                 {half.sum():.2f}")
 
 # %% [markdown]
-# At the beginning all weights are $A/2$, again the advantage. As the good members' errors fall, $S$ decreases and the sigmoid closes: it stops the step, relative to the *reference*, not to the last iteration. With the published $\beta = 100$ it closes after a hundredth of the progress, which suits the errors of image models; two-dimensional errors are larger, and the default of this repository's method in this world is 1.
+# At the beginning all weights are $A/2$, again the advantage. As the errors of good members fall, $S$ decreases and the sigmoid approaches 0. So it stops the step, relative to the *reference* and not to the last iteration. With the published $\beta_\text{DGPO} = 100$ this happens after a hundredth of the progress, which suits the small errors of image models. Errors in two dimensions are larger, so we use 1.
 #
+# ### Exercise 7 · find the line
+#
+# *Difficulty: medium · kind: debugging · importance: useful · time: 4 minutes*
+#
+# A colleague's loss runs, and its values look plausible. However, the updates depend on the unknown normalisation $C$ of the prompt again. Which line is the cause?
+#
+# ```python
+# advantages = zscore(rewards, over=("member",))                   # line 1: [group, member]
+# advantages = advantages.clamp(-1, 1)                             # line 2
+# gaps = advantages * (errors - reference)                         # line 3
+# s = beta * gaps.mean(dim=1)                                      # line 4: [group]
+# loss = -torch.nn.functional.logsigmoid(-s).mean() / beta         # line 5
+# ```
+
+# %% tags=["exercise"]
+wrong_line = ...
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Which property of the advantages removes $C$? Compute it for rewards 0, 0, 0, 1 after each line.
+
+# %% tags=["solution"]
+wrong_line = 2
+
+# %%
+lesson.check_wrong_line(wrong_line)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** For rewards 0, 0, 0, 1 the advantages are -0.58 (three times) and 1.73. After the clamp the last one is 1, and the sum is -0.73 instead of 0. Then the term with $\log C$ does not cancel. In Flow-GRPO the same clamp would only bound an outlier. For the same reason, invalid members must be left out *before* advantages are computed.
+
+# %% [markdown]
 # ## How noisy, and how close to the true gradient?
 #
-# AWM's paper argues that matching towards the clean $x_0$ has less variance than the policy gradient, whose target is a noisy transition. The next cell measures both, at *equal evaluations*: all rows have 18 prompts, 12 trajectories of 10 steps and 9 trained pairs each, 19 evaluations per trajectory (with the window of five steps, 15). The second row has the *same states and advantages* as the first, and only another target: $v^*$ of the trajectory's own end (`noise="path"`).
+# AWM's paper argues that matching towards the clean $x_0$ has less variance than the policy gradient, whose target is a noisy transition. The next cell measures both, at *equal evaluations*: all rows have 18 prompts, 12 trajectories of 10 steps and 9 trained pairs each, so 19 evaluations per trajectory (with the window `:5`, 15). The second row has the *same states and advantages* as the first, and only another target: $v^*$ of the trajectory's own finished sample (`noise="path"`).
 # The truth is $\nabla\,\mathbb E[R]$ of ODE samples (pathwise, the lesson Test your own rule). `one batch` is the mean cosine of a single batch's gradient with the truth, which combines bias and noise.
 
 # %%
@@ -600,14 +657,42 @@ same = alignment(early["AWM, Euler"], early["AWM, DPM++"])
 print(f"cosine of AWM's mean gradients with Euler and with DPM++: {same.cosine:.2f}")
 
 # %% [markdown]
-# On the same states with the same advantages, the target $v^*$ has about five times the signal-to-noise ratio of the transition's target: as much as with about 25 times as many trajectories. This confirms the paper's claim in this world, at this point of training. (The mean of $v^*$ over the SDE's own continuations is not exactly $v_{\text{old}}$: state and end of an SDE trajectory have the joint distribution of the forward process only for $a = \sqrt 2$. Fresh noise has it always.) Two further observations:
+# On the same states with the same advantages, the target $v^*$ has about five times the signal-to-noise ratio of the transition's target: as much as with about 25 times as many trajectories. This confirms the paper's claim in this world, at this point of training. (The mean of $v^*$ over the SDE's own continuations is not exactly $v_{\text{old}}$: the states and finished samples of an SDE trajectory have the joint distribution of the forward process only for $a = \sqrt 2$. With fresh noise they always have it.) Two further observations:
 #
-# - A large part of Flow-GRPO's disadvantage comes from the late steps, decisions that hardly influence the reward. The window of five early steps (last row) has half of the forward process's ratio, for 15 evaluations.
-# - SDE, Euler and DPM++ give the same gradient within the error, as promised, and AWM, NFT and DGPO differ little: before training all three are covariances of the advantage with $v^*$.
+# - A large part of Flow-GRPO's disadvantage comes from the late steps, decisions that hardly influence the reward. With the window `:5` (last row) it has half of the forward process's ratio, for 15 evaluations.
+# - SDE, Euler and DPM++ give the same gradient within the error, as expected. AWM, NFT and DGPO differ little, because before training all three are covariances of the advantage with $v^*$.
 #
-# The surrogate's direction is close to $\nabla\,\mathbb E[R]$, but not the same: the intervals of AWM and NFT exclude 1. (An interval may exceed 1, see the lesson Test your own rule.)
+# The direction of the surrogate is close to $\nabla\,\mathbb E[R]$, but not the same: the intervals of AWM and NFT exclude 1. (An interval may exceed 1, see the lesson Test your own rule.)
 #
-# Does this hold during training? The derivation above used that $v_{\text{old}}(x_t)$ is the mean of $v^*$ given $x_t$. Before training that is exact: the policy is the velocity of its own samples. Afterwards, nothing guarantees it. **Predict** how the cosines change. The next cell repeats the measurement for a policy that Flow-GRPO has trained for 12 iterations, and one that AWM has trained for 8. It also measures *plain matching*, the gradient with advantage 1 for every sample: if $v_{\text{old}}$ is the mean of $v^*$, it is 0 up to noise.
+# Does this hold during training? The derivation above used that $v_{\text{old}}(x_t)$ is the mean of $v^*$ given $x_t$. Before training this is exact, because the policy has the velocity of its own samples.
+#
+# ### Exercise 8 · gradients after training
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 3 minutes*
+#
+# We train a policy with Flow-GRPO for 12 iterations, and then measure the gradients again. What happens to the cosine of AWM's and NFT's gradients with $\nabla\,\mathbb E[R]$, 0.94 before training?
+#
+# - **a** It stays near 0.94, since no step of the derivation depends on the policy.
+# - **b** It falls well below, since $v_{\text{old}}$ is no longer the mean velocity of its own samples.
+# - **c** It rises to 1, since the samples are better.
+
+# %% tags=["exercise"]
+cosine_after_training = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** In the lesson Test your own rule, training changed the velocity, and the one-step estimate was no longer a mean. Which assumption of this lesson is the same?
+
+# %% tags=["solution"]
+cosine_after_training = "b"
+
+# %%
+lesson.check_after_training(cosine_after_training)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Reinforcement learning changes $v$ so that the ODE's samples get more reward. Nothing keeps it equal to the conditional mean of $\varepsilon - x_0$ over these samples. The regression then contains a second term, which does not depend on rewards.
+
+# %% [markdown]
+# The next cell repeats the measurement for a policy that Flow-GRPO has trained for 12 iterations, and one that AWM has trained for 8. It also measures *plain matching*, the gradient with advantage 1 for every sample: if $v_{\text{old}}$ is the mean of $v^*$, this gradient is 0 up to noise.
 
 
 # %%
@@ -660,17 +745,17 @@ for name, (iterations, trainer) in AFTER.items():
 # mean gradient: plain matching 0.110..0.240, AWM 0.020..0.042
 
 # %% [markdown]
-# After training, by either method, the forward process's gradients have turned away from $\nabla\,\mathbb E[R]$. Flow-GRPO's, whose theory needs no such assumption, has hardly; with the window, which leaves the effect of the later steps out, it has turned too, but not further than NFT's. Plain matching is no longer 0, but several times as long as AWM's gradient: $v_{\text{old}}$ is not the mean of $v^*$ of its own samples any more. In $\mathbb E[A\,(v_{\text{old}} - v^*) \mid x_t]$ the covariance is then joined by $\mathbb E[A \mid x_t]$ times the mismatch, which does not come from rewards. (The published recipes take far smaller steps, one update per iteration at a learning rate of 3e-4. Whether their mismatch is smaller can be measured in the same way.)
+# After training with either method, the gradients of the forward process have turned away from $\nabla\,\mathbb E[R]$. That of Flow-GRPO, whose theory needs no such assumption, has hardly turned. With the window, which leaves out the effect of the later steps, it has turned as well, but not further than NFT's. Plain matching is no longer 0, but several times as long as AWM's gradient: $v_{\text{old}}$ is no longer the mean of $v^*$ of its own samples. Then $\mathbb E[A\,(v_{\text{old}} - v^*) \mid x_t]$ contains, besides the covariance, $\mathbb E[A \mid x_t]$ times the mismatch, which does not depend on rewards. (The published recipes take far smaller steps, one update per iteration at a learning rate of 3e-4. You can measure their mismatch in the same way.)
 #
 # ## Cost
 #
-# A trajectory costs its sampling steps, and at each trained pair one evaluation of *every* network that the loss reads: the current one with gradient, and without gradient the base model, the old copy or the average. Classifier-free guidance doubles an evaluation. DiffusionNFT and AWM sample and train without guidance, DGPO samples with it, Flow-GRPO has it in both.
+# The cost of a trajectory consists of its sampling steps and, at each trained pair, one evaluation of *every* network that the loss uses: the current one with gradient, and without gradient the base model, the old copy or the average. Classifier-free guidance doubles an evaluation. DiffusionNFT and AWM sample and train without guidance, DGPO samples with it, and Flow-GRPO uses it in both.
 #
-# ### Exercise 6 · evaluations of a trajectory
+# ### Exercise 9 · evaluations of a trajectory
 #
-# *Difficulty: easy · importance: optional · time: 5 minutes*
+# *Difficulty: easy · kind: formula · importance: optional · time: 5 minutes*
 #
-# `steps` are the sampler's, `draws` the trained steps or times, `networks` those that are evaluated at each of them. Guidance is on (True) or off (False) in sampling and in training. Return the number of evaluations per trajectory, one without guidance counted as 1.
+# `steps` is the number of sampling steps, `draws` that of trained steps or times, and `networks` that of the networks evaluated at each of them. Guidance is on (True) or off (False) in sampling and in training. Return the number of evaluations per trajectory, in units of an evaluation without guidance.
 
 
 # %% tags=["exercise"]
@@ -710,11 +795,11 @@ for name, (setting, options) in published.items():
     print(f"{name:<15}{evaluations(*setting):>10}{evaluations(*setting[:3], False, False):>18}   {shown}")
 
 # %% [markdown]
-# The counts of the first iterations are lower, because a copy that still equals the current weights needs no evaluation of its own. Without guidance the methods differ little per trajectory. The published totals differ by guidance and by the number of trained pairs. How many trajectories a method needs is not in such a table. (A trained evaluation *with* gradient also costs a backward pass, about two forward ones; all four methods have one network with gradient.)
+# The counts of the first iterations are lower, because a copy that still equals the current weights needs no evaluation of its own. Without guidance the methods differ little per trajectory. The published totals differ because of guidance and the number of trained pairs. Such a table does not tell how many trajectories a method needs. (A trained evaluation *with* gradient also costs a backward pass, about two forward ones; all four methods have one network with gradient.)
 #
 # ## Training
 #
-# Do less noisy gradients at the beginning make a faster method? The next cell trains the four methods in this world for about 23,000 evaluations each. All have equal tuning effort (the lesson Side by side): two learning rates times two values of one setting of the method's own, chosen with seeds 0 and 1 for a short and a long budget, reported on seeds 2 to 5. All sample by Flow-SDE with a window of five early steps: forward-process losses take any sampler, and so the samplers do not differ between the methods. (By default each forward-process method has its published solver.)
+# Do less noisy gradients at the beginning make a faster method? The next cell trains the four methods in this world for about 23,000 evaluations each. All have equal tuning effort (the lesson Side by side): two learning rates times two values of one setting of the method, chosen with seeds 0 and 1 for a short and a long budget, reported on seeds 2 to 5. All sample with Flow-SDE and the window `:5`. Forward-process losses accept any sampler, so this choice lets only the losses differ. (By default each forward-process method has its published solver.)
 
 # %%
 OWN = {  # the setting that is tuned in addition to the learning rate, and the iterations
@@ -750,11 +835,11 @@ runs, chosen = {}, {}
 for name in OWN:
     tuning = [trained_runs(name, number, range(2)) for number in range(4)]
     for budget in BUDGETS:
-        scores = [sum(reward_at(run, budget) for run in pair) / 2 for pair in tuning]
-        best = chosen[name, budget] = scores.index(max(scores))
+        rewards = [sum(reward_at(run, budget) for run in pair) / 2 for pair in tuning]
+        best = chosen[name, budget] = rewards.index(max(rewards))
         runs[name, best] = runs.get((name, best)) or trained_runs(name, best, range(2, 6))
         ends = " ".join(f"{reward_at(run, budget):.2f}" for run in runs[name, best])
-        table = " ".join(f"{score:.2f}" for score in scores)
+        table = " ".join(f"{each:.2f}" for each in rewards)
         print(f"{name:<14} {budget:>6,} evaluations: tuning {table}; seeds 2 to 5 at the best {ends}")
 
 # %% [markdown] tags=["expected"]
@@ -781,19 +866,19 @@ axes[0].set_ylabel("held-out reward")
 plt.show()
 
 # %% [markdown]
-# In this world tuned Flow-GRPO has the highest mean reward at both budgets, with four seeds, in spite of its noisier gradients before training. The project's comparison with 15 seeds agrees: per forward equivalent, NFT trails tuned uniform credit by 0.079 [0.056, 0.102], DGPO by 0.034 [0.018, 0.051] and AWM by 0.440 [0.419, 0.461] (`docs/claims.md`). Three parts of this lesson contribute to it. With the window a trajectory costs 15 evaluations, half as many as NFT's 28 and AWM's 26 (with their copies), so Flow-GRPO makes nearly twice the iterations. The window also leaves out the steps that make its gradient noisy. And later in training the forward process's gradients point away from $\nabla\,\mathbb E[R]$, as measured above, while its penalties and proximal terms limit the steps.
+# In this world tuned Flow-GRPO has the highest mean reward at both budgets, with four seeds, although its gradients are noisier before training. (`docs/claims.md` has the project's comparison with more seeds.) Three findings of this lesson contribute to it. With the window a trajectory costs 15 evaluations, about half as many as with NFT and AWM and their copies, so Flow-GRPO makes more iterations. The window also leaves out the steps that make its gradient noisy. And later in training the gradients of the forward process point away from $\nabla\,\mathbb E[R]$, as measured above, while its penalties and proximal terms limit the steps.
 #
-# The papers report the opposite, training faster than Flow-GRPO's by factors of 3 to 25 (NFT), 24 (AWM) and about 20 (DGPO). Their models have tens of thousands of latent elements instead of two, a base model that needs guidance, hundreds of iterations, and a Flow-GRPO without a window. This lesson does not contradict them. It shows that the advantage is no consequence of the loss alone.
+# The papers report the opposite, training faster than Flow-GRPO's by factors of 3 to 25 (NFT), 24 (AWM) and about 20 (DGPO). Their models have tens of thousands of latent elements instead of two, a base model that needs guidance, hundreds of iterations, and a Flow-GRPO without a window. So this lesson does not contradict them. It shows that the advantage does not follow from the loss alone.
 #
-# The choice of settings matters as much as the method. AWM with the published `average_weight=1` (first two columns) hardly moves here, and the setting with which Flow-GRPO is fastest (left figure) loses reward again in some seeds.
+# The choice of settings matters as much as the method. AWM with the published `average_weight=1` (first two columns) hardly moves here, and with the setting that makes Flow-GRPO fastest (left figure), the reward falls again for some seeds.
 #
 # ## Credit per decision
 #
-# What are the decisions of a trajectory that Euler or DPM++ has sampled? No transition is drawn, but the initial noise is. It is the only decision, $D = 1$: the value table `[prompt, member, decision+1]` has two columns, and all rows of a sample have one advantage. That is enough for the three methods. (A rule such as `StepwiseGain`, which distributes credit over decisions, has nothing to distribute, and the trainer refuses it with such a sampler.)
+# What are the decisions of a trajectory that Euler or DPM++ has sampled? No transition is drawn, but the initial noise is. So it is the only decision, $D = 1$: the value table `[prompt, member, decision+1]` has two columns, and all rows of a sample have one advantage. This is enough for the three methods. (The trainer refuses a rule such as `StepwiseGain` with such a sampler, since there is only one decision.)
 #
-# With an SDE, the lessons on Stepwise-Flow-GRPO and TP-GRPO gave every decision an advantage of its own. A forward-process loss can take them, as weights over time: a row at time $t$ gets the advantage of the last decision made at $t$ or before it in sampling, $A(t) = A_k$ for $t_{k+1} < t \le t_k$ with $t_k$ the time of decision $k$, a function that is constant in pieces. In `flowrl` every credit rule works with every forward loss in this way.
+# With an SDE, the lessons on Stepwise-Flow-GRPO and TP-GRPO gave every decision its own advantage. A forward-process loss can use these advantages as weights over time: a row at time $t$ gets the advantage of the last decision made at $t$ or before it in sampling. So $A(t)$ is piecewise constant, $A(t) = A_k$ for $t_{k+1} < t \le t_k$, in which $t_k$ is the time of decision $k$. In `flowrl` every credit rule works with every forward loss in this way.
 #
-# It is a **heuristic**. $x_t$ is noised anew, it is not the state that decision $k$ started from, and the regression does not change decision $k$. With `noise="path"` the states are the visited ones, but the target is still the finished sample. The next cell measures what this does to the gradient before training, with the gains of the lesson on Stepwise-Flow-GRPO as credit.
+# This is a **heuristic**. $x_t$ has new noise, so it is not the state from which decision $k$ started, and the regression does not change decision $k$. With `noise="path"` the states are the visited ones, but the target is still the finished sample. The next cell measures the effect on the gradient before training, with the gains of the lesson on Stepwise-Flow-GRPO as credit.
 
 # %%
 gains = StepwiseGain()
@@ -840,17 +925,43 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# Gains improve Flow-GRPO's gradient: they remove the luck of the other decisions, which is most of its noise. They damage the forward process's, because there is no such luck in it: $v^*$ contains the whole sample, and the reward of the whole sample is its natural weight. Most weights of a sample are then near 0, whatever its reward (left figure), and the large ones are those of a state that the regression does not visit. This is one rule in one world before training. It suffices to say that credit by decision must not be expected to carry over to the forward process.
+# Gains improve Flow-GRPO's gradient, because they remove the luck of the other decisions, which is most of its noise. However, they damage the gradient of the forward process, which contains no such luck: $v^*$ contains the whole sample, and the reward of the whole sample is its natural weight. Most weights of a sample are then near 0, whatever its reward (left figure), and the large ones belong to a state that the regression does not visit. This is one rule in one world before training. Still, it shows that we cannot expect credit by decision to carry over to the forward process.
 #
-# ## To keep
+# ## Quiz
+#
+# *Kind: quiz · time: 5 minutes*
+#
+# 1. Why may a forward-process method sample with any solver? **a** Its loss uses finished samples only. **b** All solvers give the same samples. **c** The ratio corrects the difference between solvers.
+# 2. NFT's loss is constant over the first updates of an iteration. What follows? **a** The learning rate is too small. **b** The rewards do not reach the loss. **c** Nothing; look at the gradient or at the reward.
+# 3. A smaller $\beta_\text{NFT}$ **a** makes the first gradient smaller, **b** moves the inner optimum further away from $v_{\text{old}}$, **c** weakens the KL penalty.
+# 4. At a state that leads to bad samples, AWM without a penalty **a** has no minimum, **b** has its minimum at $v_{\text{old}}$, **c** has the same minimum as NFT.
+# 5. Before training AWM's gradient has five times the signal-to-noise ratio of Flow-GRPO's, on the same states. Why does this not make it the faster method here? **a** Its evaluations are not counted correctly. **b** Its direction turns away from $\nabla\,\mathbb E[R]$ during training, and each trajectory costs more evaluations. **c** It cannot use an SDE.
+
+# %% tags=["exercise"]
+quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The answers are after the first figure of targets, after exercise 4, in the section on the step length, before exercise 5, and after the training runs, in this order.
+
+# %% tags=["solution"]
+quiz = {1: "a", 2: "c", 3: "b", 4: "a", 5: "b"}
+
+# %%
+lesson.check_quiz(quiz)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 1: new states are computed from finished samples. 2: the value at $v_{\text{old}}$ does not contain the rewards. 3: the optimum is at $\tfrac{2}{\beta_\text{NFT}}\delta$, and the first gradient does not contain $\beta_\text{NFT}$. 4: the curvature is twice the mean advantage. 5: both effects were measured above.
+
+# %% [markdown]
+# ## Summary
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
 # | $v^* = \varepsilon - x_0$, $\ell$ | target, matching error | `ForwardBatch.target`; the metric `matching` |
-# | $\delta = \operatorname{Cov}(r, v^* \mid x_t)$ | all that rewards say about $v(x_t)$ | the mean gradient at $v = v_{\text{old}}$ |
-# | $v_\pm = v_{\text{old}} \pm \beta\,(v - v_{\text{old}})$, $r$ | NFT's branches, optimality; $1/\beta$ is the step length | `losses.DiffusionNFT(beta=...)` |
+# | $\delta = \operatorname{Cov}(r, v^* \mid x_t)$ | all information of the rewards about $v(x_t)$ | the mean gradient at $v = v_{\text{old}}$ |
+# | $v_\pm = v_{\text{old}} \pm \beta_\text{NFT}\,(v - v_{\text{old}})$, $r$ | NFT's branches, optimality; the step is proportional to $1/\beta_\text{NFT}$ | `losses.DiffusionNFT(beta=...)` |
 # | $A\,\nabla\ell$, $\lambda$ | AWM; what stops it | `losses.AWM(kl_weight=..., average_weight=...)` |
-# | $\operatorname{sigmoid}(S)\,A_i$, $\sum_i A_i = 0$ | DGPO; whole groups | `losses.DGPO`, `Uniform(clamp=None)` |
+# | $\operatorname{sigmoid}(S)\,A_m$, $\sum_m A_m = 0$ | DGPO; complete groups | `losses.DGPO`, `Uniform(clamp=None)` |
 # | training times, copies | which $t$; old network and average | `flow.PermutedTimes` ..., `forward.WeightCopy` |
 # | solver | any | `samplers.Multistep`, `samplers.ODE`, every SDE |
 # | $D = 1$ | without drawn transitions the initial noise is the only decision | `Decisions.step` is -1 |

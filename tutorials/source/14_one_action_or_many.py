@@ -15,10 +15,14 @@
 #
 # **After this lesson you can** say what a ratio per step, per chunk and per image does, estimate an image's likelihood and the noise of the estimate, share pairs of time and noise within a group, train from differences of two images, and price a comb of branches.
 #
-# **Time** 60 minutes, of which the computer needs about one. **You need** the lessons on GRPO and on the forward process; that on branching for the last exercise.
+# **Time** 80 minutes, of which the computer needs about one. **You need** the lessons on GRPO and on the forward process, and the lesson on branching for the last two exercises.
 #
-# What is the action of a flow policy? Flow-GRPO says: the draw of every step, with a Gaussian likelihood that is known exactly. The lesson on the forward process suggests another answer: the finished image, *one* action, whose likelihood has to be estimated. A third answer needs no likelihood: two images from nearly the same noise, and their difference.
-# The figure shows the three on the same untrained policy; the cross is the target of the prompt.
+# What is the action of a flow policy? In Flow-GRPO it is the draw of every step, whose Gaussian likelihood we know exactly. The lesson on the forward process suggests another answer: the finished image is *one* action, whose likelihood we have to estimate. A third answer needs no likelihood: two images from nearly the same noise, and their difference.
+# The figure shows the three answers for the same untrained policy; the cross is the target of the prompt.
+#
+# **Symbols of this lesson**
+#
+# {symbols: $\varepsilon$; $x_t$; $v$; $z_j$; decision $k$; $\rho$; $D$; $R$; $A$; $c$}
 
 # %% tags=["hide-input"]
 import math
@@ -105,17 +109,17 @@ opening()
 # %% [markdown]
 # ## One ratio per step, chunk or image
 #
-# Stay with the Gaussian draws at first. PPO's ratio $\rho_k = \pi(x_{k+1} \mid x_k)/\pi_{\text{old}}(x_{k+1} \mid x_k)$ says how much more probable the present policy makes a draw than the one that sampled. Flow-GRPO clips every $\rho_k$ on its own. GSPO (arXiv 2507.18071, for language models) forms one ratio per trajectory, the geometric mean
+# We begin with the Gaussian draws. PPO's ratio $\rho_k = \pi(z_{k+1} \mid z_k)/\pi_{\text{old}}(z_{k+1} \mid z_k)$ says how much more probable a draw is under the present policy than under the one that sampled it. Flow-GRPO clips every $\rho_k$ separately. GSPO (arXiv 2507.18071, for language models) uses one ratio per trajectory, the geometric mean
 #
-# $$s = \exp\Big(\frac1n \sum_{k=1}^{n} \log \rho_k\Big),$$
+# $$\bar\rho = \exp\Big(\frac1D \sum_{k=0}^{D-1} \log \rho_k\Big),$$
 #
-# so that all draws of an image are clipped, or none. Chunk-GRPO (arXiv 2510.21583) forms it per chunk of consecutive steps.
+# so that either all draws of an image are clipped, or none. Chunk-GRPO (arXiv 2510.21583) uses one ratio per chunk of consecutive steps.
 #
 # ### Exercise 1 · ratios of chunks
 #
-# *Difficulty: medium · importance: useful · time: 7 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 7 minutes*
 #
-# `log_ratios` is `[trajectory, step]`, `chunks` are numbers of consecutive steps, such as `(2, 3, 4)`, which sum to the number of steps. Return the ratio that each step is clipped with, `[trajectory, step]`: the geometric mean over the chunk that contains it.
+# `log_ratios` is `[trajectory, step]`, `chunks` are numbers of consecutive steps, such as `(2, 3, 4)`, which sum to the number of steps. Return the ratio that is clipped for each step, `[trajectory, step]`: the geometric mean over the chunk that contains the step.
 
 
 # %% tags=["exercise"]
@@ -139,10 +143,33 @@ def chunk_ratios(log_ratios, chunks):
 lesson.check_chunks(chunk_ratios)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Chunks of one step are Flow-GRPO's ratios, one chunk of all steps is GSPO's. In `flowrl`: `losses.GSPO(chunks=(2, 3, 4))`.
+# **Why.** With chunks of one step we get Flow-GRPO's ratios, and with one chunk of all steps that of GSPO. In `flowrl`: `losses.GSPO(chunks=(2, 3, 4))`.
 
 # %% [markdown]
-# The next cell takes one batch and updates it four times with Flow-GRPO's loss. Before each update it computes the gradients of all three losses on the same weights, with the clip range 0.02. **Predict** the first line: how do the gradients differ before any update?
+# ### Exercise 2 · ratios before and after an update
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 4 minutes*
+#
+# The next cell makes four updates on one batch with Flow-GRPO's loss. Before each update it computes the gradients of three losses (a ratio per step, chunk, image) on the same weights, with the same clip range. What do you expect for the gradients before the first update, and for the clipped fraction after it?
+#
+# - **a** The gradients are equal. Afterwards the ratio per step is clipped most often.
+# - **b** The gradients are equal. Afterwards the ratio per image is clipped most often.
+# - **c** The gradient with a ratio per image is shorter, since it is a mean over nine steps.
+
+# %% tags=["exercise"]
+before_and_after = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Differentiate $\bar\rho$ at $\log\rho_k = 0$, and add up the losses of all nine steps of a trajectory. How large is the spread of a mean of nine noisy numbers, compared with that of one?
+
+# %% tags=["solution"]
+before_and_after = "a"
+
+# %%
+lesson.check_before_and_after(before_and_after)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** At $\rho = 1$ the derivative of the geometric mean gives each of the nine steps one ninth. The ratio appears in the loss of all nine steps, so each step's total is the same as before. After an update the mean over nine noisy log-ratios has a smaller spread than each of them, and exceeds the clip range less often.
 
 # %%
 sampled, record = rolled(beginning, Groups(18, 8), 0)
@@ -198,17 +225,17 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# On policy all ratios are 1 and the three gradients are *equal*: the derivative of a geometric mean at 1 gives every step the same share. Sharing the ratio changes no credit and no first update. What it changes is the clip, from the second update on. The mean over nine noisy log-ratios has a smaller spread, so the same clip range is wider: after one update the ratio per step clips the most, the ratio per image almost nothing, and the directions of the gradients differ. (A cosine can be negative because the clipped transitions are those that have already moved as their advantages ask; the others may have moved the wrong way, and pull back.) A comparison of such losses with one clip range for all compares clip ranges. GSPO's published ranges, 3e-4 and 4e-4, belong to sequences of hundreds of tokens.
+# Before any update all ratios are 1 and the three gradients are *equal*. So sharing the ratio changes no credit and no first update. It changes the clip, from the second update on. The same clip range is wider for a mean over nine log-ratios: after one update the ratio per step is clipped most often and the ratio per image almost never, and the directions of the gradients differ. (A cosine can be negative. The clipped transitions have already moved in the direction of their advantages; the others may have moved the wrong way, and their gradient points back.) If we compare such losses with one clip range for all, we compare clip ranges. GSPO's published ranges, 3e-4 and 4e-4, belong to sequences of hundreds of tokens.
 #
 # ## The likelihood of an image
 #
-# A deterministic sampler has no ratios of steps. The image is the only action then, and its likelihood is not known. AWM, EPG (arXiv 2602.04663) and V-GRPO (arXiv 2604.23380) replace it by the matching error of the lesson on the forward process,
+# A deterministic sampler has no ratios of steps. Then the image is the only action, and we do not know its likelihood. AWM, EPG (arXiv 2602.04663) and V-GRPO (arXiv 2604.23380) replace it by the matching error of the lesson on the forward process,
 #
 # $$\log p(x_0) \approx -\,\mathbb E_{t, \varepsilon}\big[\,w(t)\,|v(x_t, t) - v^*|^2\,\big], \qquad x_t = (1-t)\,x_0 + t\,\varepsilon,\quad v^* = \varepsilon - x_0 .$$
 #
-# EPG has $w = 1$. V-GRPO measures the error of the clean estimate, $t^2 |v - v^*|^2$, divided by its own size (`weight="normalised"`). Both put the difference to the old policy into PPO's ratio, one per image, from a few pairs $(t, \varepsilon)$ that old and new policy share. (In `flowrl` both are written from formulas that a third-party port cites, not from code of the authors.)
+# EPG has $w = 1$. V-GRPO measures the error of the clean estimate, $t^2 |v - v^*|^2$, divided by its own size (`weight="normalised"`). Both insert the difference from the old policy into PPO's ratio, one per image, from a few pairs $(t, \varepsilon)$ that old and new policy share. (In `flowrl` both follow formulas that a third-party port cites, not code of the authors.)
 #
-# In this world the exact answer is known. Let the old policy be the data and the new one the data tilted by the reward (the lesson on the forward process); then $\log p_{\text{new}} - \log p_{\text{old}}$ is a formula. The next cell estimates it for 200 images, with 1,000 pairs per image and with 4. The weight $(1-t)/t$ in the last line is that of the evidence bound, which is exact if the velocities are.
+# In this world we know the exact answer. Let the old policy be the data, and the new one the data tilted by the reward (the lesson on the forward process). Then $\log p_{\text{new}} - \log p_{\text{old}}$ has a closed form. The next cell estimates it for 200 images, with 1,000 pairs per image and with 4. The weight $(1-t)/t$ in the last line is that of the evidence bound, which is exact if the velocities are exact.
 
 
 # %%
@@ -263,17 +290,17 @@ axes[0].legend(frameon=False, fontsize=8)
 plt.show()
 
 # %% [markdown]
-# The bound recovers the exact log-ratio (slope 1, dotted line), but from four pairs it is the noisiest of the three, because its weight is large at small $t$. The weights of the methods are not likelihoods: as a sum over the two elements EPG's estimate is too steep, V-GRPO's too flat by a factor of three, and bent. Their *order* of the images is nearly right, and four pairs suffice for it. That is what an update needs, since advantages only say which images should become more probable. The scale of the log-ratio matters for the clip, which is therefore a setting of the method and not a bound on the policy's change.
+# The bound recovers the exact log-ratio (slope 1, dotted line), but from four pairs it is the noisiest of the three, because its weight is large at small $t$. The estimates of the methods are not likelihoods: summed over the two elements, EPG's is too steep, and V-GRPO's is curved and too flat by a factor of three. However, they order the images nearly correctly, even with four pairs. For an update this is enough, since advantages only say which images should become more probable. The scale of the log-ratio matters for the clip. So the clip range is a setting of the method, and not a bound on the change of the policy.
 #
 # ## Pairs shared by a group
 #
-# The last column is better than the one before: all images of that estimate have the same pairs. V-GRPO shares pairs within a group, and stratifies the times: of $K$ times, one in each of $K$ equal intervals of $[0, 1]$.
+# In the last column the correlation is higher than in the column before, because all images of this estimate have the same pairs. V-GRPO shares pairs within a group, and stratifies the times: of $K$ times, one is in each of $K$ equal intervals of $[0, 1]$.
 #
-# ### Exercise 2 · pairs of a group
+# ### Exercise 3 · pairs of a group
 #
-# *Difficulty: medium · importance: useful · time: 7 minutes*
+# *Difficulty: medium · kind: code · importance: useful · time: 7 minutes*
 #
-# Return `times` `[group, member, pair]` and `noise` `[group, member, pair, 2]`. Time $k$ of the `count` times of a group is uniform in $[k/K, (k+1)/K]$; noise is standard normal, independent for each pair. The members of a group have the same pairs, different groups have independent ones. Draw with `generator`.
+# Return `times` `[group, member, pair]` and `noise` `[group, member, pair, 2]`. With $K$ = `count`, time number $q = 0, \dots, K-1$ of a group is uniform in $[q/K, (q+1)/K]$; noise is standard normal, independent for each pair. The members of a group have the same pairs, and different groups have independent ones. Draw with `generator`.
 
 
 # %% tags=["exercise"]
@@ -298,16 +325,16 @@ def draw_pairs(groups, members, count, generator):
 lesson.check_pairs(draw_pairs)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Groups of one member have pairs of their own: `draw_pairs(groups * members, 1, ...)` is EPG's draw. In `flowrl` a forward-process loss declares both, `times=UniformTimes(4, low=1e-3, shift=1.0, shared=True)` and `noise="group"`. There the times are the same for all groups, the noise for a group.
+# **Why.** Groups of one member have their own pairs: `draw_pairs(groups * members, 1, ...)` is EPG's draw. In `flowrl` a forward-process loss declares both, `times=UniformTimes(4, low=1e-3, shift=1.0, shared=True)` and `noise="group"`. There all groups have the same times, and each group has its own noise.
 
 # %% [markdown]
-# The estimate of a group of $G$ images with $K$ pairs is $\hat g = \frac1G \sum_i A_i\, \frac1K \sum_k h_i(\omega_{ik})$, where $h_i(\omega) = \nabla_\theta\,\ell_i$ is the gradient of image $i$'s error at the pair $\omega = (t, \varepsilon)$. Take images and advantages as given, so that only the pairs are random. Both draws have the same mean. How do the variances differ?
+# What does sharing do to the gradient? Let $h_m(\omega) = \nabla_\theta\,\ell_m$ be the gradient of the error of image $m$ at the pair $\omega = (t, \varepsilon)$. The estimate of a group of $G$ images with $K$ pairs each is $\frac1G \sum_m A_m\, \frac1K \sum_q h_m(\omega_{mq})$. Consider images and advantages as given, so that only the pairs are random. Own and shared pairs give the same mean. How do the variances differ?
 #
-# ### Exercise 3 · the variance of the estimate
+# ### Exercise 4 · the variance of the estimate
 #
-# *Difficulty: harder · importance: useful · time: 10 minutes*
+# *Difficulty: harder · kind: formula · importance: useful · time: 10 minutes*
 #
-# `gradients` is `[draw, member, weight]`, $h_i(\omega_s)$ of every member $i$ at the same pairs $\omega_1, \omega_2, \dots$; `advantages` is `[member]`. Return two numbers, the variances of $\frac1G \sum_i A_i\,h_i$ with one pair ($K = 1$), summed over the weights: first if each member has an independent pair, then if all have the same. Variances are over the draws, with the mean square (`unbiased=False`).
+# `gradients` is `[draw, member, weight]`, $h_m(\omega)$ of every member at the same pairs, one pair per draw; `advantages` is `[member]`. Return two numbers, the variances of $\frac1G \sum_m A_m\,h_m$ with one pair ($K = 1$), summed over the weights: first if each member has an independent pair, then if all have the same. Variances are over the draws, with the mean square (`unbiased=False`).
 
 
 # %% tags=["exercise"]
@@ -317,7 +344,7 @@ def pair_variances(advantages, gradients):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Variances of independent terms add up, and a factor $A_i/G$ counts squared. With shared pairs the terms are not independent: form the sum over the members for each draw first, then take its variance.
+# **Hint.** Variances of independent terms add up, and a factor $A_m/G$ counts squared. With shared pairs the terms are not independent: compute the sum over the members for each draw first, then its variance.
 
 
 # %% tags=["solution"]
@@ -333,17 +360,43 @@ def pair_variances(advantages, gradients):
 lesson.check_variances(pair_variances)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Write $h_i(\omega) = c(\omega) + u_i(\omega)$ with the part $c$ that all images of the group have in common. With shared pairs $\sum_i A_i\,c(\omega) = c(\omega) \sum_i A_i = 0$, because advantages sum to 0 in a group: whatever a pair does to all images cancels. With own pairs each $c(\omega_i)$ is another one, and nothing cancels. This is the argument of a baseline, for pairs instead of rewards.
+# **Why.** Independent terms contribute their variances separately. Shared pairs add covariances between members, which can lower or raise the sum. The next exercise asks which of the two happens.
 
 # %% [markdown]
-# The next cell measures the four combinations of shared or own pairs and stratified or independent times, each in 300 estimates for one group of eight images before training. It also removes $c(\omega)$, as the mean of $h_i$ over the group.
+# ### Exercise 5 · the common part
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 4 minutes*
+#
+# Split $h_m(\omega) = \bar h(\omega) + u_m(\omega)$, with the mean $\bar h$ over the members of the group. Suppose we subtract $\bar h(\omega)$ from all gradients, and compute both variances again. What changes?
+#
+# - **a** Both variances fall by the same factor.
+# - **b** Only the variance with shared pairs falls.
+# - **c** Only the variance with own pairs falls.
+
+# %% tags=["exercise"]
+without_common_part = "..."
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Compute $\sum_m A_m\,\bar h(\omega)$ for a shared pair $\omega$. What do the advantages of a group sum to?
+
+# %% tags=["solution"]
+without_common_part = "c"
+
+# %%
+lesson.check_common_part(without_common_part)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** With shared pairs $\sum_m A_m\,\bar h(\omega) = \bar h(\omega) \sum_m A_m = 0$, so the common part was never in the estimate. With own pairs each member has another $\bar h(\omega_m)$, and nothing cancels. This is the argument of a baseline, for pairs instead of rewards.
+
+# %% [markdown]
+# The next cell measures the four combinations of shared or own pairs and stratified or independent times, each in 300 estimates for one group of eight images before training. It also removes the common part.
 
 # %%
 G, K = 8, 4
 base = start("v-grpo")
 group = replace(setting_of(base, ODE()), prompts=base.prompts.prompts[:1])
-result, scored = rolled(group, Groups(1, G), 0)
-eight, rewards = result.trajectories.images_latent.flatten(1), scored.values[0, :, -1]
+result, known = rolled(group, Groups(1, G), 0)
+eight, rewards = result.trajectories.images_latent.flatten(1), known.values[0, :, -1]
 weights_of = (rewards - rewards.mean()) / rewards.std()  # the advantages [member]
 
 
@@ -378,7 +431,7 @@ for stratified in (False, True):
             f"length of the mean {float(rows.mean(0).norm()):.2f}, variance {variances[shared, stratified]:.3f}"
         )
 print(f"sharing and stratifying: variance / {variances[False, False] / variances[True, True]:.1f}")
-single = []  # h_i at 200 pairs, [draw, member, weight]
+single = []  # h_m at 200 pairs, [draw, member, weight]
 for _ in range(200):
     parts = errors(*(part[0].clamp(min=1e-3) if part.ndim == 3 else part[0] for part in draw_pairs(1, G, 1, generator)))
     single.append(torch.stack([flat(torch.autograd.grad(part, group.parameters, retain_graph=True)) for part in parts]))
@@ -400,34 +453,34 @@ axes.grid(False)
 plt.show()
 
 # %% [markdown]
-# The means agree, the variances do not. Sharing and stratifying each help, and together they divide the variance by 3.5, at no cost. In the last two lines the common part is removed: the variance with shared pairs is the same number, because the common part never was in it, and that with own pairs falls to less than half, even below the shared one. So sharing removes what a pair does to *all* images, and nothing else. What remains differs between images and needs more pairs.
+# The means agree, and the variances differ. Sharing and stratifying each help, and together they divide the variance by 3.5, at no cost. Without the common part (last line) the variance with shared pairs is unchanged, and that with own pairs falls to less than half, even below the shared one. So sharing removes the effect of a pair on *all* images, and nothing else. The rest differs between images; only more pairs reduce it.
 #
-# The images themselves are a second source of noise, which neither helps against.
+# The images themselves are a second source of noise, which sharing and stratifying do not reduce.
 #
 # ## Differences of two images
 #
-# Finite-difference flow optimisation (FDFO, arXiv 2603.12893) needs neither draws of steps nor a likelihood. It samples two trajectories from nearly the same noise, so that the images differ by a small $d = x_0^a - x_0^b$ and the rewards by $D = R_a - R_b$. For a reward that is linear, $R = g^\top x_0$, as every smooth reward nearly is over a small $d$,
+# Finite-difference flow optimisation (FDFO, arXiv 2603.12893) needs neither draws of steps nor a likelihood. It samples two trajectories from nearly the same noise, so that the images differ by a small $d = x_0^a - x_0^b$ and the rewards by $\Delta R = R_a - R_b$. Over a small $d$ every smooth reward is nearly linear, so
 #
-# $$D\,d = d\,d^\top g, \qquad \mathbb E[D\,d] = C_d\,g,\quad C_d = \mathbb E[d\,d^\top].$$
+# $$\Delta R\; d \approx d\,d^\top \nabla R, \qquad \mathbb E[\Delta R\; d] \approx C_d\,\nabla R,\quad C_d = \mathbb E[d\,d^\top].$$
 #
-# $D\,d$ points along the gradient of the reward, through the covariance of the differences: a direction in which images of this policy do not vary gets no weight. No gradient of the reward is needed. Dividing by $\operatorname{mean}(d^2)$, the mean over elements, makes the result independent of how far apart the two images are.
+# Thus $\Delta R\; d$ points along the gradient of the reward, multiplied by the covariance of the differences: a direction in which images of this policy do not vary gets no weight. We need no gradient of the reward. Dividing by $\operatorname{mean}(d^2)$, the mean over elements, makes the result independent of the distance between the two images.
 #
-# The velocity must learn it. A change of the velocity by $-u$ in all steps changes the image by about $+u$, so FDFO pulls the velocity of *every* state on the way towards
+# How does the velocity learn this? A change of the velocity by $-u$ in all steps changes the image by about $+u$. For member $m$ of the pair, let $\delta_m = x_0^m - \tfrac12 (x_0^a + x_0^b) = \pm d/2$. FDFO pulls the velocity of *every* state of its trajectory towards
 #
-# $$v^* = v_{\text{old}} - \frac{\Delta_i}{\operatorname{mean}(\Delta_i^2)}, \qquad \Delta_i = x_0^i - \tfrac12 (x_0^a + x_0^b) = \pm d/2,$$
+# $$v^* = v_{\text{old}} - \frac{\delta_m}{\operatorname{mean}(\delta_m^2)},$$
 #
-# weighted by the advantage $A_i = R_i - \tfrac12 (R_a + R_b) = \pm D/2$.
+# weighted by the advantage $A_m = R_m - \tfrac12 (R_a + R_b) = \pm \Delta R/2$.
 #
-# ### Exercise 4 · the target of a difference
+# ### Exercise 6 · the target of a difference
 #
-# *Difficulty: medium · importance: useful · time: 8 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 8 minutes*
 #
 # `old` and `images` are `[pair, 2, dim]`, the velocities that sampled and the finished images of both members. Return the targets $v^*$, `[pair, 2, dim]`.
 
 
 # %% tags=["exercise"]
 def difference_target(old, images):
-    """v_old - Delta / mean(Delta^2), Delta the difference from the pair's mean, [pair, 2, dim]."""
+    """v_old - delta / mean(delta^2), delta the difference from the pair's mean, [pair, 2, dim]."""
     return ...
 
 
@@ -437,7 +490,7 @@ def difference_target(old, images):
 
 # %% tags=["solution"]
 def difference_target(old, images):
-    """v_old - Delta / mean(Delta^2), Delta the difference from the pair's mean, [pair, 2, dim]."""
+    """v_old - delta / mean(delta^2), delta the difference from the pair's mean, [pair, 2, dim]."""
     difference = images - images.mean(dim=1, keepdim=True)
     return old - difference / difference.square().mean(dim=-1, keepdim=True)
 
@@ -446,10 +499,10 @@ def difference_target(old, images):
 lesson.check_difference(difference_target)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The gradient of $A_i\,\operatorname{mean}(v - v^*)^2$ at $v = v_{\text{old}}$ is $\tfrac{2}{\text{dim}}\,A_i\,\Delta_i/\operatorname{mean}(\Delta_i^2)$, and a descent step moves the image along $A_i\,\Delta_i/\operatorname{mean}(\Delta_i^2) = D\,d/\operatorname{mean}(d^2)$. Both members agree: for the worse one, advantage and difference have the opposite sign. The target is far away if $d$ is small, and no place to arrive at; a bound on the ratio stops the update (`AWM(trust="quadratic", clip=0.03)`). In `flowrl`: `noise="difference"`, where the mean of squares has 1e-6 added.
+# **Why.** The gradient of $A_m\,\operatorname{mean}(v - v^*)^2$ at $v = v_{\text{old}}$ is $\tfrac{2}{\text{dim}}\,A_m\,\delta_m/\operatorname{mean}(\delta_m^2)$, and a descent step moves the image along $A_m\,\delta_m/\operatorname{mean}(\delta_m^2) = \Delta R\; d/\operatorname{mean}(d^2)$. Both members agree, because for the worse one advantage and difference have the opposite sign. If $d$ is small, the target is far away, and the velocity should not reach it. So a bound on the ratio stops the update (`AWM(trust="quadratic", clip=0.03)`). In `flowrl`: `noise="difference"`, which adds 1e-6 to the mean of squares.
 
 # %% [markdown]
-# The next cell recovers the gradient. First with Gaussian images of a known covariance $C$ and a linear reward: the mean of $A_i\,\Delta_i$ over 100,000 pairs, with and without the division. It should be $C g/2$, since $\Delta = \pm d/2$ and $C_d = 2C$. Then in the world itself, with the exact velocity of the data: 64 points of noise, 256 pairs around each, and the direction $J J^\top \nabla R$ that an infinitesimal difference must give, where $J$ is the derivative of the image by the noise. (Here only the initial noise differs; FDFO also renews a little noise at every step.)
+# Let us see whether differences recover the gradient. The next cell begins with Gaussian images of a known covariance $C$ and a linear reward, and computes the mean of $A_m\,\delta_m$ over 100,000 pairs, with and without the division. It should be $C\,\nabla R/2$, since $\delta_m = \pm d/2$ and $C_d = 2C$. Then it uses the world itself, with the exact velocity of the data: 64 points of noise and 256 pairs around each. With the derivative $J$ of the image by the noise, an infinitesimal difference must give the direction $J J^\top \nabla R$. (Here only the initial noise differs; FDFO also replaces a little noise at every step.)
 
 
 # %%
@@ -466,7 +519,7 @@ def reward(points):
 
 
 def descent(images, rewards, divided=True):
-    """The mean of A (v_old - v*) over pairs and members, or without the division by mean(Delta^2), [..., dim]."""
+    """The mean of A (v_old - v*) over pairs and members, or without the division by mean(delta^2), [..., dim]."""
     advantages = rewards - rewards.mean(-1, keepdim=True)
     shift = images - images.mean(-2, keepdim=True)
     if divided:
@@ -478,14 +531,14 @@ generator = torch.Generator().manual_seed(4)
 g, root = torch.tensor([1.0, 0.5]), torch.tensor([[1.0, 0.0], [0.9, 0.3]])
 covariance = root @ root.T
 pairs = torch.randn(100_000, 2, 2, generator=generator) @ root.T
-found = {name: descent(pairs, pairs @ g, divided) for name, divided in (("D d", False), ("D d / mean(d^2)", True))}
+found = {name: descent(pairs, pairs @ g, divided) for name, divided in (("dR d", False), ("dR d / mean(d^2)", True))}
 wanted = covariance @ g / 2
-print(f"g = ({g[0]:.2f}, {g[1]:.2f}), C g / 2 = ({wanted[0]:.2f}, {wanted[1]:.2f})")
+print(f"grad R = ({g[0]:.2f}, {g[1]:.2f}), C grad R / 2 = ({wanted[0]:.2f}, {wanted[1]:.2f})")
 for name, direction in found.items():
     print(f"{name:<16} gives ({direction[0]:.2f}, {direction[1]:.2f})")
 even = torch.randn(100_000, 2, 2, generator=generator)
 direction = descent(even, even @ g)
-print(f"{'D d / mean(d^2)':<16} gives ({direction[0]:.2f}, {direction[1]:.2f}) if C is the identity")
+print(f"{'dR d / mean(d^2)':<16} gives ({direction[0]:.2f}, {direction[1]:.2f}) if C is the identity")
 
 origin = torch.randn(64, 2, generator=generator)
 jacobian = torch.stack([torch.autograd.functional.jacobian(ode, z[None])[0, :, 0] for z in origin])
@@ -501,8 +554,8 @@ for share in SHARES:
         [float(torch.nn.functional.cosine_similarity(a, b, dim=1).mean()) for a, b in zip(both, (through, slope), strict=True)]
     )
     length = float((ends[:, :, 0] - ends[:, :, 1]).norm(dim=-1).mean())
-    print(f"common share {share:.3f}: length of d {length:.2f}, cosine of D d with J J' grad R {cosines[-1][0]:.2f}", end=", ")
-    print(f"of D d / mean(d^2) with grad R {cosines[-1][1]:.2f}")
+    print(f"common share {share:.3f}: length of d {length:.2f}, cosine of dR d with J J' grad R {cosines[-1][0]:.2f}", end=", ")
+    print(f"of dR d / mean(d^2) with grad R {cosines[-1][1]:.2f}")
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.2, height=3.2)
@@ -510,39 +563,39 @@ cell = axes[0]
 for pair in pairs[:60] / 1.2:
     better = int((pair[1] - pair[0]) @ g > 0)
     cell.annotate("", pair[better], pair[1 - better], arrowprops={"arrowstyle": "->", "color": DATA, "lw": 0.7, "alpha": 0.6})
-for vector, shade, name in ((g, INK, "g"), (covariance @ g, ACCENT, "C g")):
+for vector, shade, name in ((g, INK, r"$\nabla R$"), (covariance @ g, ACCENT, r"$C\,\nabla R$")):
     cell.annotate("", 1.8 * vector / vector.norm(), (0, 0), arrowprops={"arrowstyle": "-|>", "color": shade, "lw": 2.5})
     ground = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     cell.text(*(2.2 * vector / vector.norm() + torch.tensor([0.35, -0.2])), name, color=shade, fontsize=11, bbox=ground)
 plane(cell, "Pairs, from worse to better, linear reward", extent=3.4)
 kept = [1 - share for share in SHARES]
 for column_of, (name, shade) in enumerate(
-    ((r"$D\,d$ with $J J^\top \nabla R$", ACCENT), (r"$D\,d\,/\,$mean$(d^2)$ with $\nabla R$", DATA))
+    ((r"$\Delta R\,d$ with $J J^\top \nabla R$", ACCENT), (r"$\Delta R\,d\,/\,$mean$(d^2)$ with $\nabla R$", DATA))
 ):
     axes[1].plot(kept, [pair[column_of] for pair in cosines], "o-", color=shade, label=name)
 axes[1].axvline(1 - SHARED, color=NOISE, linestyle=":", linewidth=1)
 axes[1].text(1.15 * (1 - SHARED), 0.78, "FDFO", color=NOISE, fontsize=9, ha="right")
 axes[1].set(xscale="log", xlabel="share of fresh noise (variance)", ylabel="mean cosine", ylim=(0.62, 1.02))
-axes[1].set_title("The nearer, the more a derivative")
+axes[1].set_title("Near pairs approach the derivative")
 axes[1].invert_xaxis()
 axes[1].legend(frameon=False, fontsize=8, loc="lower center")
 clean(axes[1])
 plt.show()
 
 # %% [markdown]
-# With a linear reward $D\,d$ gives $C g$, here by formula. Division by $\operatorname{mean}(d^2)$ removes the size of $C$ but not its shape; it gives $g$ itself only if differences have no preferred direction. In the world, independent images (share 0) give all 64 points one direction, that from bad modes to good ones. The nearer the noise, the more $D\,d$ is the derivative at each point, along what the flow can change there: at FDFO's share the mean cosine is 0.99. With the division the cosine with $\nabla R$ stays near 0.9, because near differences prefer some directions.
+# With a linear reward $\Delta R\; d$ gives $C\,\nabla R$, as the formula says. Division by $\operatorname{mean}(d^2)$ removes the size of $C$ but not its shape. It gives the direction of $\nabla R$ only if differences have no preferred direction. In the world, independent images (share 0) give all 64 points the same direction, from bad modes to good ones. As the noises of a pair approach each other, $\Delta R\; d$ approaches the derivative at each point: at FDFO's share the mean cosine is 0.99. With the division the cosine with $\nabla R$ stays near 0.9, because small differences prefer some directions.
 #
-# Per pair, $D\,d$ is a product of one number and one direction: in $n$ dimensions a single pair knows one of $n$ components of $g$. Many pairs have to be averaged, and so the group has the smallest size possible, two.
+# For a single pair, $\Delta R\; d$ is one number times one direction. So it measures one of the many components of $\nabla R$, and we have to average over many pairs. Therefore FDFO's groups have the smallest possible size, two.
 #
 # ## Where to branch
 #
-# Methods with many actions can choose which to compare. A *comb* (the lesson on branching) has an ODE trunk; at step $k$ it draws $b_k$ branches from the trunk's state, each finished by the ODE. TempFlow-GRPO (arXiv 2508.04324) draws six at each of nine steps. RSM (arXiv 2604.17415) draws 6, 6, 8 and 10 at the first four of ten.
+# Methods with many actions can choose which actions to compare. A *comb* (the lesson on branching) has an ODE trunk; at step $k$ it draws $b_k$ branches from the trunk's state, and the ODE finishes each of them. TempFlow-GRPO (arXiv 2508.04324) draws six at each of nine steps. RSM (arXiv 2604.17415) draws 6, 6, 8 and 10 at the first four of ten.
 #
-# ### Exercise 5 · the price of a comb
+# ### Exercise 7 · the cost of a comb
 #
-# *Difficulty: medium · importance: useful · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 6 minutes*
 #
-# `branches` are the draws at steps 0, 1, ... of `steps`. Return the network evaluations of one trunk with all its branches. The trunk runs to the last step that branches, whose evaluation the branches of this step share. A branch from step $k$ starts at node $k+1$ and is finished by one evaluation per remaining step. Guidance counts 1.
+# `branches` are the draws at steps 0, 1, ... of `steps`. Return the network evaluations of one trunk with all its branches. The trunk ends at the last step that branches, whose evaluation the branches of this step share. A branch from step $k$ starts at node $k+1$ and needs one evaluation per remaining step. Do not count guidance.
 
 
 # %% tags=["exercise"]
@@ -565,10 +618,10 @@ def comb_evaluations(branches, steps):
 lesson.check_comb(comb_evaluations)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Siblings start from one state, so its velocity is evaluated once, on the trunk. An early branch is expensive, nine evaluations of ten, and a late one nearly free. In `flowrl` the probe is `Comb(branches=(6, 6, 8, 10))`, and the trainer's metric `nfe` counts the same.
+# **Why.** Siblings start from one state, so its velocity is evaluated once, on the trunk. An early branch is expensive, up to nine evaluations of ten, and a late one costs almost nothing. In `flowrl` the probe is `Comb(branches=(6, 6, 8, 10))`, and the trainer's metric `nfe` counts the same.
 
 # %% [markdown]
-# What does a branch tell for its price? Siblings differ by one draw only, so the spread of their rewards is that draw's effect. The next cell prints the prices of both combs, compared with the states that the library's trees evaluate, and measures the spread at each step with 144 trunks before training.
+# How much information does a branch give for its cost? Siblings differ by one draw only, so the spread of their rewards is the effect of this draw. The next cell prints the costs of both combs, compared with the states that the library's trees evaluate, and measures the spread at each step with 144 trunks before training.
 
 # %%
 COMBS = {"RSM": (6, 6, 8, 10), "TempFlow-GRPO": (6,) * 9}
@@ -599,7 +652,7 @@ cell.set(xlabel="node", yticks=[], title="RSM's comb: 222 evaluations, 30 images
 cell.spines[["left", "right", "top"]].set_visible(False)
 cell = axes[1]
 cell.bar(range(9), effects.sqrt(), color=ACCENT, width=0.6)
-cell.set(xlabel="step of the branch", ylabel="std of siblings' rewards", title="Early branches cost more and tell more")
+cell.set(xlabel="step of the branch", ylabel="std of siblings' rewards", title="Early branches cost more and differ more")
 price = cell.twinx()
 price.plot(range(9), range(9, 0, -1), "o--", color=INK, markersize=3, linewidth=1)
 price.set(ylabel="evaluations of a branch (dots)", ylim=(0, 10))
@@ -608,11 +661,34 @@ clean(cell)
 plt.show()
 
 # %% [markdown]
-# In this world before training the reward is decided early. The first four steps, RSM's, hold most of the variance, also per network evaluation. Its images are dearer than TempFlow-GRPO's because it leaves out the late branches, which cost little and whose siblings are almost equal; TempFlow-GRPO draws them, and its weights by noise count them less. With a trained policy, or a reward for fine detail, the spread may lie elsewhere. The lesson What is a step worth? computes the worth of steps exactly.
+# In this world, before training, the reward is decided early. The first four steps, at which RSM branches, hold most of the variance, also per network evaluation. RSM's images cost more than TempFlow-GRPO's because it leaves out the late branches, which cost little and whose siblings are almost equal. TempFlow-GRPO draws them, but gives them less weight (its weights by noise). With a trained policy, or a reward for fine detail, the spread may be elsewhere. In the lesson What is a step worth? we compute the worth of steps exactly.
 #
+# ### Exercise 8 · design a comb
+#
+# *Difficulty: medium · kind: design · importance: useful · time: 6 minutes*
+#
+# Choose `branches` for 10 steps (9 of them may branch). The comb should need at most 150 evaluations, produce at least 20 images, compare at least four siblings at every step that branches, and branch at steps that hold at least 80% of the measured variance.
+
+
+# %% tags=["exercise"]
+branches = ...  # such as (6, 6, 8, 10)
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The cell above prints how much of the variance the first four steps hold. Where is an additional image cheapest among these four?
+
+# %% tags=["solution"]
+branches = (4, 4, 5, 7)
+
+# %%
+lesson.check_design(branches)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Fewer than four steps hold less than 80% of the variance. Four siblings at each of the first four steps are 16 images for 124 evaluations. The other four images are cheapest at late steps: (4, 4, 4, 8) needs 148 evaluations, (4, 4, 5, 7) needs 149, and a fifth step, (4, 4, 4, 4, 4), needs 145. RSM has the same pattern: more branches at later steps.
+
+# %% [markdown]
 # ## Training
 #
-# The last cell trains four answers to the lesson's question in two dimensions: Flow-GRPO (a ratio per step), V-GRPO (a likelihood per image), FDFO (differences) and π-StepNFT (arXiv 2603.02083, published for robots), which applies NFT's two branches of the lesson on the forward process to the *visited transitions* instead of the noised images. Each has three learning rates, compared with seeds 0 and 1 by the mean held-out reward over training, or the last one if that is lower; the best is repeated with seeds 2 to 4. All runs take about 40,000 network evaluations, sampling and training. An iteration samples 96 images in all four.
+# The last cell trains four answers to the question of this lesson in two dimensions: Flow-GRPO (a ratio per step), V-GRPO (a likelihood per image), FDFO (differences) and π-StepNFT (arXiv 2603.02083, published for robots), which applies NFT's two branches of the lesson on the forward process to the *visited transitions* instead of the noised images. Each has three learning rates, compared with seeds 0 and 1 by the mean held-out reward over training, or the last one if that is lower; the best is repeated with seeds 2 to 4. All runs need about 40,000 network evaluations, sampling and training. An iteration samples 96 images in all four.
 
 # %%
 FIXED = {
@@ -623,17 +699,17 @@ FIXED = {
 }
 
 
-def score(run):
+def outcome(run):
     """The mean reward over training, or the last one if that is lower."""
     return float(torch.minimum(run.reward.mean(), run.reward[-1]))
 
 
 runs = {}
 for name, (rates, options) in FIXED.items():
-    scores = [sum(score(learn(name, seed, learning_rate=rate, **options)) for seed in range(2)) / 2 for rate in rates]
-    best = rates[scores.index(max(scores))]
+    outcomes = [sum(outcome(learn(name, seed, learning_rate=rate, **options)) for seed in range(2)) / 2 for rate in rates]
+    best = rates[outcomes.index(max(outcomes))]
     runs[name] = [learn(name, seed, learning_rate=best, **options) for seed in range(2, 5)]
-    tuned = " ".join(f"{value:.2f}" for value in scores)
+    tuned = " ".join(f"{value:.2f}" for value in outcomes)
     over = " ".join(f"{float(run.reward.mean()):.2f}" for run in runs[name])
     last = " ".join(f"{float(run.reward[-1]):.2f}" for run in runs[name])
     each = (runs[name][0].sampled + runs[name][0].trained)[-1] / options["iterations"] / 96
@@ -657,19 +733,45 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# All four answers learn this task. Here Flow-GRPO, with draws whose likelihood is exact, rises first. This does not rank the methods: three seeds, one world of two dimensions, one setting tuned of many, and for two methods the largest rate was the best, so that their range was too small. Two facts favour many actions here. In two dimensions the draw of a step says much about the image, and the runs of this course let Flow-GRPO train on the five early steps only, which tell the most (last figure), so that an image costs 15 evaluations and FDFO's 20. The methods with one action were made for models with tens of thousands of latent elements, guidance, and fast deterministic samplers; this world has two elements and no guidance. A V-GRPO or StepNFT at its largest rate scores lower than at half of it, in the same number of evaluations: the learning rate decides as much as the method.
+# All four methods learn this task. Here the reward rises first with Flow-GRPO, whose draws have an exact likelihood. This does not rank the methods: three seeds, one world of two dimensions, one tuned setting of many, and for two methods the largest rate was the best, so the range of rates was too small. Two facts favour many actions here. In two dimensions the draw of a step says much about the image. And in the runs of this course Flow-GRPO trains with the window `:5`, the steps with the largest effect (last figure), so an image costs 15 evaluations, and with FDFO 20. The methods with one action were made for models with tens of thousands of latent elements, guidance, and fast deterministic samplers; this world has two elements and no guidance. At their largest rate, V-GRPO and StepNFT have lower rewards than at half of it, with the same number of evaluations. So the learning rate matters as much as the method.
 #
-# ## To keep
+# ## Quiz
+#
+# *Kind: quiz · time: 5 minutes*
+#
+# 1. You replace the ratio per step by one ratio per image and keep the clip range. What changes in the first update after a rollout? **a** The credit of the steps. **b** The length of the gradient. **c** Nothing.
+# 2. EPG's estimates have a slope of 1.6 against the exact log-ratios. Is this a problem? **a** Yes, the gradient points in a wrong direction. **b** The order of images is nearly right; the clip range has to fit the scale. **c** No, since the clip corrects the scale.
+# 3. Sharing pairs in a group lowers the variance, because **a** fewer random numbers are drawn, **b** the common effect of a pair cancels with advantages that sum to 0, **c** the images become more similar.
+# 4. Why does FDFO need many pairs in high dimensions? **a** One pair measures the reward's change along one direction only. **b** The images of a pair are too similar. **c** The likelihood of a pair is noisy.
+# 5. Compared with a late branch, a branch at step 0 of a comb **a** costs the same, since both give one image, **b** costs less, since the trunk is shorter, **c** costs more, since the ODE has more steps left.
+
+# %% tags=["exercise"]
+quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** The answers are in exercise 2, after the figure of likelihoods, in exercise 5, before the section on branches, and in the explanation of exercise 7, in this order.
+
+# %% tags=["solution"]
+quiz = {1: "c", 2: "b", 3: "b", 4: "a", 5: "c"}
+
+# %%
+lesson.check_quiz(quiz)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** 1: all ratios are 1, and the gradients are equal. 2: advantages need the order, the clip needs the scale. 3: it acts as a baseline. 4: $\Delta R\; d$ is one number times one direction. 5: every remaining step is an evaluation.
+
+# %% [markdown]
+# ## Summary
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
-# | $\rho_k$; $s$ | ratio per step; geometric mean per chunk or image: a wider clip, the same first gradient | `losses.ClippedLoss`; `losses.GSPO(chunks=...)` |
-# | $-\mathbb E[w\,\lvert v - v^*\rvert^2]$ | estimated likelihood of an image; its order matters, its scale goes into the clip | `losses.AWM(weight=..., ratio="sum_first")`; the methods `epg`, `v-grpo` |
+# | $\rho_k$; $\bar\rho$ | ratio per step; geometric mean per chunk or image: a wider clip, the same first gradient | `losses.ClippedLoss`; `losses.GSPO(chunks=...)` |
+# | $-\mathbb E[w\,\lvert v - v^*\rvert^2]$ | estimated likelihood of an image; its order matters, its scale affects the clip | `losses.AWM(weight=..., ratio="sum_first")`; the methods `epg`, `v-grpo` |
 # | $\omega = (t, \varepsilon)$ | pairs; shared by a group and stratified | `UniformTimes(shared=True)`, `noise="group"` |
-# | $\sum_i A_i\,c(\omega) = 0$ | what a pair does to all images cancels | advantages that sum to 0 in a group |
-# | $D\,d$, $C_d\,g$ | finite difference: gradient through the covariance of differences | `noise="difference"`; the method `fdfo` |
-# | $v_{\text{old}} - \Delta/\operatorname{mean}(\Delta^2)$ | target of a difference | `AWM(trust="quadratic")` |
-# | $b_k$ | branches at step $k$; an early one costs more and tells more | `probes.Comb(branches=(6, 6, 8, 10))`; the method `rsm` |
+# | $\sum_m A_m\,\bar h(\omega) = 0$ | the common effect of a pair cancels | advantages that sum to 0 in a group |
+# | $\Delta R\; d$, $C_d\,\nabla R$ | finite difference: gradient times the covariance of differences | `noise="difference"`; the method `fdfo` |
+# | $v_{\text{old}} - \delta/\operatorname{mean}(\delta^2)$ | target of a difference | `AWM(trust="quadratic")` |
+# | $b_k$ | branches at step $k$; an early one costs more, and its siblings differ more | `probes.Comb(branches=(6, 6, 8, 10))`; the method `rsm` |
 # | NFT on transitions | preference between two means of a step | `losses.StepNFT`; the method `step-nft` |
 #
 # ## Further reading

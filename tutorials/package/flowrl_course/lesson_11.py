@@ -1,4 +1,4 @@
-"""Checks of the lesson Scale up.5 and FLUX."""
+"""Checks of the lesson Scale up."""
 
 import math
 from collections.abc import Callable
@@ -6,7 +6,17 @@ from typing import Any
 
 import torch
 
-from flowrl_course.checking import answered, check, close, expect, number, same, tensor
+from flowrl_course.checking import (
+    answered,
+    check,
+    choice,
+    close,
+    expect,
+    number,
+    quiz,
+    same,
+    tensor,
+)
 
 Answer = Callable[..., Any]
 
@@ -19,13 +29,15 @@ def check_shifted(answer: Answer) -> None:
     wanted = 3 * u / (1 + 2 * u)
     mistakes = {
         "nothing is shifted yet": u,
-        "this shifts towards data: with s = 3 the middle of the grid must be above 1/2": (
+        "this shifts towards data: with a shift of 3 the middle of the grid must be above 1/2": (
             u / (3 - 2 * u)
         ),
         "the denominator is missing: t = 1 must stay 1": 3 * u,
-        "the denominator has s instead of s - 1: t = 1 must stay 1": 3 * u / (1 + 3 * u),
+        "the denominator has the shift instead of shift - 1: t = 1 must stay 1": 3
+        * u
+        / (1 + 3 * u),
     }
-    close(got, wanted, "this is not s u / (1 + (s - 1) u)", mistakes)
+    close(got, wanted, "this is not shift * u / (1 + (shift - 1) * u)", mistakes)
     expect(
         same(answer(u, 1.0), u),
         "a shift of 1 must change nothing: is the 3 written into the function?",
@@ -80,7 +92,7 @@ def check_folded(answer: Answer) -> None:
     expect(isinstance(pair, tuple | list) and len(pair) == 2, "return two matrices, A' and B'")
     expect(
         torch.equal(a, kept[0]) and torch.equal(b, kept[1]),
-        "the matrices given were changed in place; training goes on with them",
+        "the given matrices were changed in place: return new ones, which training does not use",
     )
     new_a, new_b = tensor(pair[0], (4, 6), "A'"), tensor(pair[1], (5, 4), "B'")
     delta = b @ a
@@ -113,19 +125,45 @@ def check_guided(answer: Answer) -> None:
         ),
         "this is the difference alone; it starts at the negative velocity": 4.5 * (towards - away),
         "the negative velocity is not subtracted": away + 4.5 * towards,
-        "this is a mean of the two; guidance goes beyond: v_neg + s (v - v_neg)": (
+        "this is a mean of the two, and guidance goes beyond: v_neg + scale * (v - v_neg)": (
             (towards + 4.5 * away) / 5.5
         ),
     }
     close(
         tensor(answer(towards, away, 4.5), (3, 4), "the velocity"),
         wanted,
-        "this is not v_neg + s (v - v_neg)",
+        "this is not v_neg + scale * (v - v_neg)",
         mistakes,
     )
     expect(
         same(answer(towards, away, 1.0), towards),
         "scale 1 must be the prompt's velocity: is the 4.5 written into the function?",
+    )
+
+
+@check("Exercise 5")
+def check_unguided(answer: str) -> None:
+    """`answer` describes the ratios without guidance before any update."""
+    letter = choice(answer, "abc")
+    expect(letter != "a", "the weights are equal, the velocities are not: which of them is used?")
+    expect(
+        letter == "c",
+        "the noise is symmetric around the mean of the policy that sampled: use the other mean",
+    )
+
+
+@check("Exercise 6")
+def check_first_iterations(answer: dict[int, str]) -> None:
+    """`answer` maps the logs 1, 2, 3 to causes."""
+    expect(
+        isinstance(answer, dict) and list(answer) == [1, 2, 3],
+        "answer with a dict from the numbers 1, 2, 3 to letters",
+    )
+    given = {log: choice(letter, "abc") for log, letter in answer.items()}
+    expect(given[3] == "b", "log 3 has exact ratios: look for a cause that changes rewards only")
+    expect(
+        given == {1: "c", 2: "a", 3: "b"},
+        "compare the sizes: how far do rounding and missing guidance move a ratio above?",
     )
 
 
@@ -140,7 +178,7 @@ def _arithmetic(
     )
 
 
-@check("Exercise 5")
+@check("Exercise 7")
 def check_arithmetic(answer: Answer) -> None:
     """`answer(groups, group_size, steps, minibatches, micro_batch, processes)`: trajectories, pairs
     and backward passes.
@@ -195,7 +233,23 @@ def check_arithmetic(answer: Answer) -> None:
         )
 
 
-@check("Exercise 6")
+@check("Exercise 8")
+def check_settings(answer: dict[str, int]) -> None:
+    """`answer` has groups, group_size, minibatches and micro_batch within the limits."""
+    names = ("groups", "group_size", "minibatches", "micro_batch")
+    expect(isinstance(answer, dict) and set(answer) == set(names), "keep the names of the settings")
+    groups, size, minibatches, micro = (int(number(answer[name], name)) for name in names)
+    expect(min(groups, minibatches, micro) >= 1, "all settings are at least 1")
+    expect(size >= 16, "a group has fewer than 16 members: use larger groups")
+    expect(groups * size >= 512, f"{groups * size} trajectories of 512: use more groups")
+    expect(groups % 8 == 0, f"{groups} groups on 8 GPUs: some GPUs wait for the others")
+    expect(micro <= 4, "the activations do not fit: use micro-batches of at most 4 pairs")
+    expect(minibatches <= 4, "too many updates per rollout: use at most 4 mini-batches")
+    passes = _arithmetic(groups, size, 9, minibatches, micro, 8)[2]
+    expect(passes <= 40, f"{passes} backward passes of 40: a mini-batch must have fewer pairs")
+
+
+@check("Exercise 9")
 def check_memory(answer: Answer) -> None:
     """`answer(samples, steps, elements)` is the gigabytes of stored float32 trajectories."""
     samples, steps, elements = 96, 10, 65536
@@ -220,7 +274,7 @@ def check_memory(answer: Answer) -> None:
     close(got, wanted, f"{got:.4g} instead of {wanted:.4g} GB", mistakes, 1e-4)
 
 
-@check("Exercise 7")
+@check("Exercise 10")
 def check_iteration(answer: Answer) -> None:
     """`answer(nfe, train_nfe, gradient_nfe, passes, branches, backward)`: forward passes of
     sampling and of the update.
@@ -253,3 +307,43 @@ def check_iteration(answer: Answer) -> None:
         same(torch.tensor(other), torch.tensor([10.0, 20.0])),
         f"{other} instead of (10, 20) without guidance",
     )
+
+
+check_quiz = quiz(
+    __name__,
+    (
+        "b",
+        {
+            "a": "the penalty compares means of transitions, which need a network",
+            "c": "the average follows the trained weights; the reference does not move",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "gradients are added up over all processes",
+            "c": "a mini-batch is counted over all processes",
+        },
+    ),
+    (
+        "c",
+        {
+            "a": "each pair is clipped on its own, by its own error",
+            "b": "the penalty compares with the base model; the LoRA is still zero",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "micro-batches are weighted by their numbers of pairs and added up",
+            "c": "all pairs of the mini-batch are still in the sum",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "gradients of activations are needed to reach the LoRA of the first layers",
+            "c": "checkpointing adds a forward pass",
+        },
+    ),
+)

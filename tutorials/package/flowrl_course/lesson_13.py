@@ -10,7 +10,7 @@ from flowrl.core.forward import ForwardBatch
 from flowrl.flow import uniform_schedule
 from flowrl.losses import DGPO, DiffusionNFT
 from flowrl.samplers import FlowSDE
-from flowrl_course.checking import answered, check, close, expect, number, tensor
+from flowrl_course.checking import answered, check, choice, close, expect, number, quiz, tensor
 
 Answer = Callable[..., Any]
 
@@ -32,8 +32,8 @@ def _batch(
 
 @check("Exercise 1")
 def check_target(answer: Answer) -> None:
-    """`answer(x, x_next, t, s, noise_level)` is the velocity [sample, dim] with which the mean of
-    Flow-SDE is `x_next`.
+    """`answer(z, z_next, t, s, noise_level)` is the velocity [sample, dim] with which the mean of
+    Flow-SDE is `z_next`.
     """
     schedule, x, x_next = uniform_schedule(5), _normal(1, 4, 3), _normal(2, 4, 3)
     for step, level in ((1, 0.7), (3, 0.4)):
@@ -43,23 +43,23 @@ def check_target(answer: Answer) -> None:
         k = delta * (1 + level**2 / 2)
         wanted = ((1 - drift) * x - x_next) / k
         mistakes = {
-            "the sign is wrong: mu falls with v, so v is (... x - x_next) / k": -wanted,
+            "the sign is wrong: mu falls with v, so v is (... z - z_next) / kappa": -wanted,
             "this is the slope of the step; the noise term changes the mean, too": (
                 (x - x_next) / delta
             ),
-            "x has the factor 1; in the mean it has 1 - a^2 Delta / (2 (1 - t))": (x - x_next) / k,
-            "k lacks the factor 1 + a^2 / 2": ((1 - drift) * x - x_next) / delta,
-            "the drift of x has t in place of 1 - t": (
+            "z has the factor 1: in the mean it has 1 - a^2 Delta / (2 (1 - t))": (x - x_next) / k,
+            "kappa lacks a factor: it is Delta (1 + a^2 / 2)": ((1 - drift) * x - x_next) / delta,
+            "the drift of z has t in place of 1 - t": (
                 ((1 - level**2 * delta / (2 * t)) * x - x_next) / k
             ),
             "Delta is negative: time falls, so Delta = t - s": ((1 + drift) * x - x_next) / -k,
         }
-        close(got, wanted, "the mean of the transition with this velocity is not x_next", mistakes)
+        close(got, wanted, "the mean of the transition with this velocity is not z_next", mistakes)
         mean = FlowSDE(level).transition(x, got.float(), schedule, torch.full((4,), step)).mean
         close(
             mean,
             x_next,
-            "the mean of the transition with this velocity is not x_next",
+            "the mean of the transition with this velocity is not z_next",
             tolerance=1e-3,
         )
 
@@ -87,13 +87,13 @@ def check_branches(answer: Answer) -> None:
         "positive and negative are swapped: r weights the branch v+": (
             r * negative.mean(1) + (1 - r) * positive.mean(1)
         ),
-        "beta is missing: v+ and v- are v_old plus and minus beta (v - v_old)": (
+        "beta_NFT is missing: v+ and v- are v_old plus and minus beta_NFT (v - v_old)": (
             r * free[0].mean(1) + (1 - r) * free[1].mean(1)
         ),
         "the bad branch is subtracted; both terms are added, and the minus sign is in v-": (
             r * positive.mean(1) - (1 - r) * negative.mean(1)
         ),
-        "both branches are on the same side; v- = v_old - beta (v - v_old)": positive.mean(1),
+        "both branches are on the same side; v- = v_old - beta_NFT (v - v_old)": positive.mean(1),
         "the square root is too much: these are squared errors": (
             r * positive.mean(1).sqrt() + (1 - r) * negative.mean(1).sqrt()
         ),
@@ -128,27 +128,36 @@ def check_gradient(answer: Answer) -> None:
         "the sign is wrong: the gradient of |v - v*|^2 is along v - v*": -wanted,
         "the factor 1/dim of the mean over elements is missing": wanted * 3,
         "the factor 2 of the square is missing": wanted / 2,
-        "the division by w is missing": wanted * t * mean,
-        "w has no factor t here; w = t mean|v_old - v*|": wanted * t,
+        "the division by eta is missing": wanted * t * mean,
+        "eta has no factor t here: eta = t mean|v_old - v*|": wanted * t,
         "t^2 is missing: the errors are those of clean estimates": wanted / t.square(),
-        "the factor 1/c of 2r - 1 = A/c is still there; it cancels against c/beta": wanted / 5,
+        "the factor 1/A_max of 2r - 1 is still there: it cancels against A_max / beta_NFT": wanted
+        / 5,
         "the advantage has no effect on the sign: use A, not its absolute value": (
             wanted * advantages.sign()[:, None]
         ),
         "the advantages are not there": 2 * t * (old - target) / mean / 3,
-        "w is the root of the mean square; it is the mean absolute value": (
+        "eta is the root of the mean square: take the mean absolute value": (
             wanted * mean / (old - target).square().mean(1, keepdim=True).sqrt()
         ),
     }
     close(
         got,
         wanted,
-        "this is not 2 A t^2 (v_old - v*) / w, divided by the number of elements",
+        "this is not 2 A t^2 (v_old - v*) / eta, divided by the number of elements",
         mistakes,
     )
 
 
 @check("Exercise 4")
+def check_reversed(answer: str) -> None:
+    """`answer` says what changes at the first update if all advantages change sign."""
+    letter = choice(answer, "abc")
+    expect(letter != "a", "at v_old the rewards are not in the value: which terms remain at d = 0?")
+    expect(letter == "b", "the branches are on opposite sides: differentiate the linear term by d")
+
+
+@check("Exercise 5")
 def check_optimum(answer: Answer) -> None:
     """`answer(advantages, targets, old, penalty)` is the minimiser [dim] of the penalised objective
     at one state, or None.
@@ -189,12 +198,12 @@ def check_optimum(answer: Answer) -> None:
         got = answer(advantages.clone(), targets.clone(), old.clone(), penalty)
         expect(
             got is None,
-            "the mean advantage plus the penalty is not positive: the zero of the derivative is no"
+            "mean advantage plus penalty is not positive: the zero of the derivative is not a"
             " minimum; return None",
         )
 
 
-@check("Exercise 5")
+@check("Exercise 6")
 def check_weights(answer: Answer) -> None:
     """`answer(advantages, errors, reference, beta)` are the weights of the members' errors in
     DGPO's gradient.
@@ -219,8 +228,10 @@ def check_weights(answer: Answer) -> None:
         "the reference is missing in S": (
             torch.sigmoid(beta * (advantages * errors).mean(1, keepdim=True)) * advantages
         ),
-        "beta is missing in S": torch.sigmoid(s / beta) * advantages,
-        "beta is also a factor of the weights; it cancels": beta * torch.sigmoid(s) * advantages,
+        "beta_DGPO is missing in S": torch.sigmoid(s / beta) * advantages,
+        "beta_DGPO is also a factor of the weights: it cancels": beta
+        * torch.sigmoid(s)
+        * advantages,
         "the advantages are missing: the weight is sigmoid(S) A": torch.sigmoid(s).expand(-1, 4),
     }
     close(got, torch.sigmoid(s) * advantages, "the weight of member i is sigmoid(S) A_i", mistakes)
@@ -236,6 +247,26 @@ def check_weights(answer: Answer) -> None:
         close(got[row], weights, "the weights differ from those of flowrl's DGPO")
 
 
+@check("Exercise 7")
+def check_wrong_line(answer: int) -> None:
+    """`answer` is the line after which the advantages of a group do not sum to 0."""
+    line = int(number(answer, "the line"))
+    expect(1 <= line <= 5, "give the number of a line, 1 to 5")
+    expect(line != 1, "line 1 is right: after it the advantages of a group sum to 0")
+    expect(line == 2, "this line is that of the formula: look at the advantages that it uses")
+
+
+@check("Exercise 8")
+def check_after_training(answer: str) -> None:
+    """`answer` is the predicted change of the cosine."""
+    letter = choice(answer, "abc")
+    expect(
+        letter != "a",
+        "the derivation used that v_old is a mean velocity: does training preserve this?",
+    )
+    expect(letter == "b", "better samples do not make the surrogate exact: check its assumption")
+
+
 _METHODS: dict[str, tuple[int, int, int, bool, bool]] = {
     "Flow-GRPO": (10, 9, 2, True, True),
     "DiffusionNFT": (10, 9, 3, False, False),
@@ -244,7 +275,7 @@ _METHODS: dict[str, tuple[int, int, int, bool, bool]] = {
 }
 
 
-@check("Exercise 6")
+@check("Exercise 9")
 def check_cost(answer: Answer) -> None:
     """`answer(steps, draws, networks, guided_sampling, guided_training)` are the evaluations of one
     trajectory.
@@ -269,3 +300,43 @@ def check_cost(answer: Answer) -> None:
         for message, value in mistakes.items():
             expect(not (abs(got - value) < 0.5 and value != wanted), message)
         expect(abs(got - wanted) < 0.5, f"{name} takes {wanted} evaluations; you get {got:.0f}")
+
+
+check_quiz = quiz(
+    __name__,
+    (
+        "a",
+        {
+            "b": "solvers differ in their errors; the question is what the loss reads",
+            "c": "the published settings have a ratio of exactly 1; nothing is corrected",
+        },
+    ),
+    (
+        "c",
+        {
+            "a": "the value does not tell how far the weights moved",
+            "b": "with rewards and without, the value at v_old is the same",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "it cancels in the first gradient",
+            "c": "the weight of the KL penalty is another setting, kl_weight",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "the slope at v_old is not 0",
+            "c": "NFT's curvature is positive for every reward; compare AWM's",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "the trainer counts every evaluation; compare the counts per trajectory",
+            "c": "all four methods used Flow-SDE in these runs",
+        },
+    ),
+)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl_course.checking import answered, check, close, expect, number, tensor
+from flowrl_course.checking import answered, check, choice, close, expect, number, quiz, tensor
 
 Answer = Callable[..., Any]
 
@@ -28,7 +28,7 @@ def check_chunks(answer: Answer) -> None:
     got = tensor(answer(logs.clone(), chunks), (4, 7), "the result")
     ends = torch.bucketize(torch.arange(7), torch.tensor(chunks).sort().values, right=True)
     mistakes = {
-        "these are logarithms; the ratio is exp of the mean": mean,
+        "these are logarithms: the ratio is exp of the mean": mean,
         "this is the arithmetic mean of the ratios; average logarithms, then exp": pooled(
             logs.exp(), chunk_of
         ),
@@ -49,6 +49,17 @@ def check_chunks(answer: Answer) -> None:
 
 
 @check("Exercise 2")
+def check_before_and_after(answer: str) -> None:
+    """`answer` compares three losses before and after an update."""
+    letter = choice(answer, "abc")
+    expect(
+        letter != "c",
+        "the ratio is a mean over nine steps, but it is in nine losses: add up what each step gets",
+    )
+    expect(letter == "a", "a mean of nine numbers has a smaller spread: which ratio leaves 1 ± c?")
+
+
+@check("Exercise 3")
 def check_pairs(answer: Answer) -> None:
     """`answer(groups, members, count, generator)` has stratified times and noise, shared by the
     members of a group.
@@ -60,13 +71,13 @@ def check_pairs(answer: Answer) -> None:
     noise = tensor(got[1], (groups, members, count, 2), "noise")
     for name, part in (("times", times), ("noise", noise)):
         equal = bool((part == part[:, :1]).all())
-        expect(equal, f"the members of a group have different {name}; they share them")
+        expect(equal, f"the members of a group have different {name}: they share them")
         expect(
             not bool((part == part[:1]).all()),
             f"all groups have the same {name}; each group has its own",
         )
     inside = (count * times).floor().clamp(max=count - 1) == torch.arange(count)
-    expect(bool(inside.all()), "time k of a group is not in [k/K, (k+1)/K]; stratify the times")
+    expect(bool(inside.all()), "time q of a group is not in [q/K, (q+1)/K]: stratify the times")
     within = count * times[:, 0] - torch.arange(count)
     expect(
         float(within.std()) > 0.2 and bool((within[:, 0] != within[:, 1]).all()),
@@ -85,7 +96,7 @@ def check_pairs(answer: Answer) -> None:
     )
 
 
-@check("Exercise 3")
+@check("Exercise 4")
 def check_variances(answer: Answer) -> None:
     """`answer(advantages, gradients)` are the variances with own and with shared pairs."""
     generator = torch.Generator().manual_seed(3)
@@ -119,9 +130,19 @@ def check_variances(answer: Answer) -> None:
     close(pair, torch.stack([own, shared]), "these are not the two variances", mistakes)
 
 
-@check("Exercise 4")
+@check("Exercise 5")
+def check_common_part(answer: str) -> None:
+    """`answer` says which variance the common part is in."""
+    letter = choice(answer, "abc")
+    expect(
+        letter == "c",
+        "with shared pairs the factor of the common part is the sum of the advantages: compute it",
+    )
+
+
+@check("Exercise 6")
 def check_difference(answer: Answer) -> None:
-    """`answer(old, images)` is v_old - Delta / mean(Delta^2), [pair, 2, dim]."""
+    """`answer(old, images)` is v_old - delta / mean(delta^2), [pair, 2, dim]."""
     generator = torch.Generator().manual_seed(4)
     old, images = (torch.randn(5, 2, 3, generator=generator) for _ in range(2))
     got = tensor(answer(old.clone(), images.clone()), (5, 2, 3), "the result")
@@ -133,9 +154,9 @@ def check_difference(answer: Answer) -> None:
 
     size = square.mean(-1, keepdim=True)
     mistakes = {
-        "the sign is wrong: the velocity points towards noise, so a shift of the image by +Delta "
-        "needs -Delta": target(-difference, size),
-        "Delta is the difference from the pair's mean, half of that from the other image": (
+        "the sign is wrong: the velocity points towards noise, so a shift of the image by +delta "
+        "needs -delta": target(-difference, size),
+        "delta is the difference from the pair's mean, half of that from the other image": (
             target(2 * difference, 4 * size)
         ),
         "the second image has the difference of the first; its own has the opposite sign": (
@@ -146,17 +167,17 @@ def check_difference(answer: Answer) -> None:
         "the mean square is that of each image, not of all pairs": target(
             difference, square.mean()
         ),
-        "the division by mean(Delta^2) is missing": old - difference,
+        "the division by mean(delta^2) is missing": old - difference,
         "v_old is missing": target(difference, size) - old,
         "the mean is over all images; each pair has its own": target(
             images - images.mean((0, 1)),
             (images - images.mean((0, 1))).square().mean(-1, keepdim=True),
         ),
     }
-    close(got, target(difference, size), "this is not v_old - Delta / mean(Delta^2)", mistakes)
+    close(got, target(difference, size), "this is not v_old - delta / mean(delta^2)", mistakes)
 
 
-@check("Exercise 5")
+@check("Exercise 7")
 def check_comb(answer: Answer) -> None:
     """`answer(branches, steps)` is the number of network evaluations of a comb with one trunk."""
     for branches, steps in (((6, 6, 8, 10), 10), ((6,) * 9, 10), ((3, 5), 7), ((2, 2, 2), 3)):
@@ -169,13 +190,77 @@ def check_comb(answer: Answer) -> None:
             "siblings share the evaluation of the state they start from; a branch from step k has "
             "steps - k - 1 of its own": trunk + teeth + images,
             "the trunk ends at the last step that branches": steps + teeth,
-            "this is the price of independent trajectories": steps * images,
+            "this is the cost of independent trajectories: siblings share the trunk": steps
+            * images,
             "the finished images need no evaluation, and step k is counted from 0": (
                 trunk + teeth - images
             ),
-            "each step has its own number of branches": (
+            "all steps have the first number of branches: each step has its own": (
                 trunk + branches[0] * sum(steps - k - 1 for k in range(trunk))
             ),
         }
         wanted = trunk + teeth
         close(got, wanted, f"{branches} at {steps} steps take {wanted}, not {got:.0f}", mistakes)
+
+
+_EFFECTS = (0.26, 0.28, 0.24, 0.19, 0.16, 0.12, 0.07, 0.05, 0.03)
+"""Standard deviations of siblings' rewards by step, as printed in the lesson."""
+
+
+@check("Exercise 8")
+def check_design(answer: tuple[int, ...]) -> None:
+    """`answer` are the branches of a comb within the limits of the exercise."""
+    counts = [int(number(count, "a number of branches")) for count in answered(answer, "branches")]
+    expect(len(counts) <= 9, "the last of 10 steps draws nothing: at most 9 steps branch")
+    expect(sum(counts) >= 20, f"the comb has {sum(counts)} images of 20: draw more branches")
+    expect(
+        all(count == 0 or count >= 4 for count in counts),
+        "a step has fewer than four siblings: branch at fewer steps, or draw more there",
+    )
+    variances = [effect**2 for effect in _EFFECTS]
+    held = sum(variance for variance, count in zip(variances, counts, strict=False) if count) / sum(
+        variances
+    )
+    expect(held >= 0.8, f"the steps hold {held:.0%} of the variance, not 80%: branch at others")
+    cost = len(counts) + sum(count * (9 - step) for step, count in enumerate(counts))
+    expect(cost <= 150, f"the comb needs {cost} evaluations of 150: early branches cost most")
+
+
+check_quiz = quiz(
+    __name__,
+    (
+        "c",
+        {
+            "a": "the advantages are the same; only the ratios are shared",
+            "b": "all three gradients have the same length in the first lines of the table",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "the correlation with the exact values is 0.99: compare the order of the images",
+            "c": "a clip limits the estimate, whatever its scale",
+        },
+    ),
+    (
+        "b",
+        {
+            "a": "with fewer random numbers a variance usually grows",
+            "c": "the images are given; only times and noise are shared",
+        },
+    ),
+    (
+        "a",
+        {
+            "b": "similar images make the difference a better derivative",
+            "c": "FDFO uses no likelihood",
+        },
+    ),
+    (
+        "c",
+        {
+            "a": "a branch costs one evaluation per remaining step",
+            "b": "the trunk is shared; count the steps of the branch itself",
+        },
+    ),
+)
