@@ -331,7 +331,7 @@ class TestFolder:
 
 grading = load("tutorials/capstone/grade.py")
 STARTER = ROOT / "tutorials/capstone"
-BETTER = {"updates": "better", "evaluations": "better", "difference": [0.05, 0.15]}
+PREDICTED = {"updates": "better", "evaluations": "better", "difference": [0.05, 0.15]}
 
 
 def points(prediction, level, spread=0.01):
@@ -356,14 +356,14 @@ def points(prediction, level, spread=0.01):
     ],
 )
 def test_points_reward_the_prediction_then_the_result(change, level, lost):
-    earned = points({**BETTER, **change}, level)
+    earned = points({**PREDICTED, **change}, level)
     assert {subject for subject, number in earned.items() if not number} == lost
 
 
 @pytest.mark.parametrize(("level", "spread"), [(0.4, 0.001), (0.41, 0.1)])
 def test_no_difference_and_undecided_are_one_prediction(level, spread):
     for word in ("no difference", "undecided"):
-        earned = points({**BETTER, "updates": word, "evaluations": word}, level, spread)
+        earned = points({**PREDICTED, "updates": word, "evaluations": word}, level, spread)
         assert earned["verdict at equal updates"] == earned["verdict at equal evaluations"] == 15
 
 

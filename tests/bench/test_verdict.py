@@ -93,6 +93,6 @@ def test_a_world_with_missing_runs_has_no_verdict(tmp_path, monkeypatch, capsys)
     campaign = SimpleNamespace(label="image world", study=lambda path: study)
     monkeypatch.setattr(verdict, "CAMPAIGNS", {"images": campaign})
     path.touch()
-    with pytest.raises(ConfigError, match="all runs of a world"):
+    with pytest.raises(ConfigError, match="every run of at least one world"):
         Verdict(tmp_path / "none.jsonl", path, tmp_path / "page").main()
     assert "image world: left out, since 10 of 12 seeds have all" in capsys.readouterr().out

@@ -122,7 +122,7 @@ def test_arms_in_a_file(tmp_path):
         ("a: {}", "write 'arms:'"),
         ("arms:\n  a: {los: gspo}", "arms.yaml, line 2: unknown setting 'los'"),
         ("arms:\n  a: gspo", "line 2: a must contain lines"),
-        ("arms:\n  a: {loss: evil.py:Evil}", "arms.yaml: loss names evil.py:Evil: code"),
+        ("arms:\n  a: {loss: evil.py:Evil}", "arms.yaml: loss names evil.py:Evil: it is code"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):

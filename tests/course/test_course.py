@@ -201,7 +201,9 @@ def test_a_failed_check_shows_symptom_then_cause_then_remedy():
 
 def test_the_solutions_letter_is_no_answer():
     notebook = {"__name__": "__main__"}
-    exec('from flowrl_course import lesson_03 as lesson\nclipped_with_one_minibatch = "c"', notebook)
+    exec(
+        'from flowrl_course import lesson_03 as lesson\nclipped_with_one_minibatch = "c"', notebook
+    )
     call = exercises("lesson_03")["check_one_minibatch"].call
     for _ in range(3):
         assert not eval(call, notebook).passed
