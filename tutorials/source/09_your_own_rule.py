@@ -152,7 +152,7 @@ class EstimateGain:
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compare four points with the protocol: which columns does the probe fill, does `assign` change its argument, which entries are in the mean and the standard deviation, and what does the last line compute for a group whose values are all equal?
+# **Hint.** Compare four points with the protocol. Which columns does the probe fill? Does `assign` change its argument? Which entries are in the mean and the standard deviation? What does the last line compute for a group whose values are all equal?
 
 
 # %% tags=["solution"]
@@ -173,7 +173,7 @@ lesson.check_mended(EstimateGain)
 # %% [markdown] tags=["explanation"]
 # **Why.** With `NoProbe()` only the finished sample has a reward. All other columns are `nan`, so that a rule that reads them fails at once. `-=` writes into the caller's table, which the trainer still needs for its metrics.
 # A group of equal values has a standard deviation of 0. The division then gives `nan`, which the optimizer would write into all weights. `zscore` adds $10^{-4}$ and subtracts
-# one of the values before the mean, so that equal values give exactly 0. Without the mask, the `nan` of an invalid sample would reach the credit of its whole group, and transitions outside the mask would change the scale of the others. (The subtraction of the first column has no effect on gains; the fault was to do it in place.)
+# one of the values before the mean, so that equal values give exactly 0. Without the mask, the `nan` of an invalid sample would reach the credit of its whole group. Transitions outside the mask would change the scale of the others. (The subtraction of the first column has no effect on gains; the fault was to do it in place.)
 
 # %%
 findings = check_credit(EstimateGain())
@@ -399,7 +399,7 @@ class RobustCredit:
 lesson.check_robust(RobustCredit)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A rank has a bounded size, so a failure moves one member to the top and leaves the order of the others unchanged. The comparison table `[prompt, member, member]` counts how many members each one exceeds, and gives ties their mean rank: the ranks of .2, .5, .5, .9 are 0, 1.5, 1.5, 3. Every comparison with `nan` is false, so an invalid sample changes no rank. Two `argsort`s would give equal rewards different ranks.
+# **Why.** A rank has a bounded size, so a failure moves one member to the top and leaves the order of the others unchanged. The comparison table `[prompt, member, member]` counts how many members each one exceeds, and gives ties their mean rank. For example, the ranks of .2, .5, .5, .9 are 0, 1.5, 1.5, 3. Every comparison with `nan` is false, so an invalid sample changes no rank. Two `argsort`s would give equal rewards different ranks.
 # Other designs pass as well, for example deviations from the median in units of the median deviation, with a limit.
 
 # %% [markdown]

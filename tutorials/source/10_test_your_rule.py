@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 10 · Test your own rule
 #
-# **After this lesson you can** compare a rule's credit and gradient with the ground truth, find the errors that this comparison misses, and compare the rule with tuned baselines: with budgets, seeds, a smallest effect and a verdict rule that are fixed before the runs.
+# **After this lesson you can** compare a rule's credit and gradient with the ground truth, find the errors that this comparison misses, plan a comparison with tuned baselines before the first run, and reach a verdict.
 #
 # **Time** 100 minutes and a project of 40 minutes; the computer needs about one minute. **You need** the lessons Side by side and Your own credit rule.
 #
@@ -244,7 +244,7 @@ plt.show()
 #
 # ## The gradient compared with the true gradient
 #
-# The update of the weights follows the gradient $\sum_k A_k \nabla_\theta \log \pi(z_{k+1} \mid z_k)$, a sum over the decisions. In this world we can differentiate the reward through the sampler, so we know the gradient of the expected reward (`pathwise_gradients`). Three numbers compare a rule's gradient with it: the **cosine** between its mean and the true gradient (1: no bias in direction), the **signal-to-noise ratio** of one batch, and the cost of a batch,
+# The update of the weights follows the gradient $\sum_k A_k \nabla_\theta \log \pi(z_{k+1} \mid z_k)$, a sum over the decisions. In this world we can differentiate the reward through the sampler, so we know the gradient of the expected reward (`pathwise_gradients`). Three numbers compare a rule's gradient with it. The **cosine** between its mean and the true gradient is 1 if its direction has no bias. The other two are the **signal-to-noise ratio** of one batch, and the cost of a batch,
 # including the evaluations of the update.
 
 # %%
@@ -721,7 +721,7 @@ lesson.check_plan(plan)
 # **Why.** With 20 seeds the smallest effect is 0.033 (the printout above). Two rules then use 40 runs, so 24 remain, 12 for each rule: 4 clip ranges with 3 seeds, or 6 with 2. With one seed per clip range, the search would often choose a lucky seed. With fewer than three clip ranges, the best value may be outside the grid.
 
 # %% [markdown]
-# `flowrl bench rule` does all of this for a rule in a file: the search, the runs, the verdicts with Holm's correction at equal updates, forward equivalents and seconds of SD3.5-Medium, and the smallest difference that it could have found.
+# `flowrl bench rule` does all of this for a rule in a file: the search, the runs, the verdicts with Holm's correction, and the smallest difference that it could have found. It compares at equal updates, forward equivalents and seconds of SD3.5-Medium.
 #
 # ```bash
 # flowrl bench rule my_rules.py:EstimateToGo --quick    # 8 seeds, uniform credit as baseline
@@ -794,7 +794,7 @@ for title, table in (("before training", tables["one-step estimate"]), ("after 1
 # slopes after 18 iterations: 0.00 -0.20..0.20 -0.20..0.20 -0.25..0.15 -0.25..0.15 -0.15..0.20 -0.10..0.30 0.15..0.70 0.65..1.00 1.00
 
 # %% [markdown]
-# After 18 iterations of `EstimateGain` the slopes are close to 0 in the early columns, where the estimate is no longer valid, and rise to 1 in the last ones. So this rule should not fail as `EstimateGain` did. Whether it is better than the others is a question for the same protocol:
+# After 18 iterations of `EstimateGain` the estimate is no longer valid in the early columns. There the slopes are close to 0; they rise to 1 in the last columns. So this rule should not fail as `EstimateGain` did. Whether it is better than the others is a question for the same protocol:
 
 # %%
 calibrated = tuned_runs("CalibratedGain", rule=CalibratedGain())

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 11 · Scale up
 #
-# **After this lesson you can** use SD3.5 or FLUX instead of the small models of the other lessons, describe the effects of LoRA, guidance and precision on the algorithm as well as on the images, find the cause of a run that fails at its start, and compute batch sizes and
+# **After this lesson you can** use SD3.5 or FLUX instead of the small models of the other lessons, describe the effects of LoRA, guidance and precision on the algorithm, find the cause of a run that fails at its start, and compute batch sizes and
 # memory before a run.
 #
 # **Time** 70 minutes, of which the computer needs about one. **You need** the lessons from ODE and SDE to Flow-GRPO, and the lesson on TP-GRPO for its presets.
@@ -265,7 +265,7 @@ lesson.check_folded(folded)
 # %% [markdown]
 # ## Guidance is part of the policy
 #
-# Classifier-free guidance (Ho & Salimans 2022, arXiv 2207.12598) evaluates the network twice, with the prompt and with a negative (usually empty) one, and extrapolates from the second to the first.
+# Classifier-free guidance (Ho & Salimans 2022, arXiv 2207.12598) evaluates the network twice: with the prompt, and with a negative prompt, which is usually empty. It extrapolates from the second velocity to the first and beyond.
 #
 # ### Exercise 4 · guidance
 #
@@ -462,7 +462,7 @@ first_iterations = {1: "C", 2: "A", 3: "B"}
 lesson.check_first_iterations(first_iterations)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Rounding changes ratios by less than a thousandth, and another policy by several percent; both exceed the clip range, so most pairs are clipped for a reason that is unrelated to learning. In log 3 ratios are exact, but nearly all advantages are 0. Begin with an easier reward, or with prompts for which it varies.
+# **Why.** Rounding changes ratios by less than a thousandth, and another policy by several percent. Both exceed the clip range, so pairs are clipped for a reason that is unrelated to learning. In log 3 ratios are exact, but nearly all advantages are 0. Begin with an easier reward, or with prompts for which it varies.
 
 # %% [markdown]
 # ## Batch arithmetic
@@ -474,7 +474,7 @@ lesson.check_first_iterations(first_iterations)
 #
 # *Difficulty: medium · kind: formula · importance: essential · time: 8 minutes*
 #
-# Return three whole numbers: the trajectories of the busiest process; the pairs of the largest mini-batch, over all processes; and the backward passes of the busiest process in this mini-batch if the pairs are spread evenly over the processes. The settings need not be multiples of each other.
+# Return three whole numbers: the trajectories of the busiest process; the pairs of the largest mini-batch, over all processes; and the backward passes of the busiest process in this mini-batch. Assume that the pairs are spread evenly over the processes. The settings need not be multiples of each other.
 
 
 # %% tags=["exercise"]

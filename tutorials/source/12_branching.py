@@ -159,7 +159,7 @@ print(f"network evaluations of a group: {usage.nfe // 18}; 12 independent trajec
 #
 # $$V(u) - V(u') = A^*(u) - A^*(u') + \text{what the leaves draw afterwards}.$$
 #
-# What comes afterwards remains, averaged over the leaves behind each sibling. In this world we can measure the truth. The next cell estimates $V^*$ by 128 continuations from every state before and after a decision of the tree (`true_advantages`, the lesson Test your own rule), and does the same for independent trajectories.
+# What comes afterwards remains, averaged over the leaves behind each sibling. In this world we can measure the truth. The next cell estimates $V^*$ by 128 continuations from every state before and after a decision (`true_advantages`, the lesson Test your own rule). It does so for the trees and for independent trajectories.
 
 # %%
 plain = sampled(RawCredit().probe)
@@ -455,7 +455,11 @@ lesson.check_evaluations(evaluations)
 #
 # *Difficulty: medium · kind: design · importance: useful · time: 8 minutes*
 #
-# Choose the shape of a group for the sibling rule. The sampler has 10 steps, of which steps 0 to 4 are decisions. Your shape should have at least 12 leaves and at least two roots, let siblings compare at least three of the five decisions, and need at most 100 evaluations (12 independent trajectories need 120).
+# Choose the shape of a group for the sibling rule. The sampler has 10 steps, of which steps 0 to 4 are decisions. Your shape should have
+#
+# - at least 12 leaves and at least two roots;
+# - siblings at three or more of the five decisions;
+# - at most 100 evaluations (12 independent trajectories need 120).
 
 
 # %% tags=["exercise"]
@@ -536,7 +540,7 @@ plt.show()
 # %% [markdown]
 # ## Credit and gradients compared with the truth
 #
-# The next cell applies four rules to the same trees, before training, and prints the correlation of the credit with $A^*$ by decision, with 95% intervals over the 18 prompts.
+# The next cell applies four rules to the same trees, before training. It prints the correlation of the credit with $A^*$ by decision, and 95% intervals over the 18 prompts.
 
 # %%
 RULES = {
@@ -555,7 +559,7 @@ for name, (rule, _) in RULES.items():
     print(f"{name:<21} {interval:<24}" + " ".join(by_step))
 
 # %% [markdown]
-# At the splits, siblings and gains have a *lower* correlation than the depth rule, although they remove the luck from before. A comparison with one sibling adds the sibling's own luck, which is as large as that of the draw; the depth rule compares with the mean of 6 or 12 states. At the decisions without a split, siblings and gains have no credit to correlate. Over all decisions, the depth rule and uniform credit agree better with $A^*$.
+# At the splits, siblings and gains have a *lower* correlation than the depth rule, although they remove the luck from before. A comparison with one sibling adds the sibling's own luck, which is as large as that of the draw. The depth rule compares with the mean of 6 or 12 states. At the decisions without a split, siblings and gains have no credit to correlate. Over all decisions, the depth rule and uniform credit agree better with $A^*$.
 #
 # Next we compare gradients. Besides the direction and the noise we look at the *scale*, the factor by which a rule stretches the true gradient.
 #
@@ -601,7 +605,7 @@ for name, rule in candidates.items():
     )
 
 # %% [markdown]
-# No direction is measurably wrong (intervals may exceed 1, see the lesson Test your own rule). The scale of the sibling difference is near $2/5 \times 1/2$, and leave-one-out doubles it. The signal-to-noise ratio of the sibling rules and gains is about half that of the others: with two splits in five decisions and one sibling each, the comparison loses more signal than variance. The depth rule on trees has the ratio of independent trajectories with fewer
+# No direction is measurably wrong (intervals may exceed 1, see the lesson Test your own rule). The scale of the sibling difference is near $2/5 \times 1/2$, and leave-one-out doubles it. The signal-to-noise ratio of the sibling rules and gains is about half that of the others. With two splits in five decisions and one sibling each, the comparison loses more signal than variance. The depth rule on trees has the ratio of independent trajectories with fewer
 # evaluations. A split at every decision would give the sibling rule credit at all of them, but it needs $2^5$ leaves per tree.
 #
 # ## Training
@@ -650,9 +654,9 @@ axes[1].set_title("Clip 0.002: none of them learns")
 plt.show()
 
 # %% [markdown]
-# With the wide clip range, the depth rule and uniform credit end above the sibling rule, as the signal-to-noise ratios suggest, and the trees need fewer evaluations of both kinds. The sibling rule needs the fewest in updates: a decision without a sibling has advantage 0, and such decisions need no evaluation. With the narrow clip range none of the three gets far within these iterations, because the clip limits the runs, and not the credit. So a comparison at this clip range would have shown no difference.
+# With the wide clip range, the depth rule and uniform credit end above the sibling rule, as the signal-to-noise ratios suggest. The trees need fewer evaluations of both kinds. The sibling rule needs the fewest in updates: a decision without a sibling has advantage 0, and such decisions need no evaluation. With the narrow clip range none of the three gets far within these iterations, because the clip limits the runs, and not the credit. So a comparison at this clip range would have shown no difference.
 #
-# These runs do not decide between the methods: they have three seeds, one tree shape, one world and no tuning. `docs/claims.md` has the project's tuned comparison. The structural results hold in general: siblings isolate a decision, two of them measure half its advantage, depth rules add the ancestors' luck as variance, and the number of states determines a tree's evaluations.
+# These runs do not decide between the methods: they have three seeds, one tree shape, one world and no tuning. `docs/claims.md` has the project's tuned comparison. The structural results hold in general. Siblings isolate a decision, and two of them measure half its advantage. Depth rules add the ancestors' luck as variance. The number of states determines a tree's evaluations.
 #
 # ## Quiz
 #

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 14 · One action or many?
 #
-# **After this lesson you can** say what a ratio per step, per chunk and per image does, estimate an image's likelihood and the noise of the estimate, share pairs of time and noise within a group, train from differences of two images, and price a comb of branches.
+# **After this lesson you can** say what a ratio per step, per chunk and per image does, estimate an image's likelihood, share pairs of time and noise within a group, train from differences of two images, and design a comb of branches.
 #
 # **Time** 80 minutes, of which the computer needs about one. **You need** the lessons on GRPO and on the forward process, and the lesson on branching for the last two exercises.
 #
@@ -225,7 +225,7 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# Before any update all ratios are 1 and the three gradients are *equal*. So sharing the ratio changes no credit and no first update. It changes the clip, from the second update on. The same clip range is wider for a mean over nine log-ratios: after one update the ratio per step is clipped most often and the ratio per image almost never, and the directions of the gradients differ. (A cosine can be negative. The clipped transitions have already moved in the direction of their advantages; the others may have moved the wrong way, and their gradient points back.) If we compare such losses with one clip range for all, we compare clip ranges. GSPO's published ranges, 3e-4 and 4e-4, belong to sequences of hundreds of tokens.
+# Before any update all ratios are 1 and the three gradients are *equal*. So sharing the ratio changes no credit and no first update. It changes the clip, from the second update on. The same clip range is wider for a mean over nine log-ratios. After one update the ratio per step is clipped most often, and the ratio per image almost never. The directions of the gradients differ. (A cosine can be negative. The clipped transitions have already moved in the direction of their advantages; the others may have moved the wrong way, and their gradient points back.) If we compare such losses with one clip range for all, we compare clip ranges. GSPO's published ranges, 3e-4 and 4e-4, belong to sequences of hundreds of tokens.
 #
 # ## The likelihood of an image
 #
@@ -389,7 +389,7 @@ lesson.check_common_part(without_common_part)
 # **Why.** With shared pairs $\sum_m A_m\,\bar h(\omega) = \bar h(\omega) \sum_m A_m = 0$, so the common part was never in the estimate. With own pairs each member has another $\bar h(\omega_m)$, and nothing cancels. This is the argument of a baseline, for pairs instead of rewards.
 
 # %% [markdown]
-# The next cell measures the four combinations of shared or own pairs and stratified or independent times, each in 300 estimates for one group of eight images before training. It also removes the common part.
+# The next cell measures the four combinations of shared or own pairs and stratified or independent times. Each has 300 estimates for one group of eight images before training. It also removes the common part.
 
 # %%
 G, K = 8, 4
@@ -463,7 +463,7 @@ plt.show()
 #
 # $$\Delta R\; d \approx d\,d^\top \nabla R, \qquad \mathbb E[\Delta R\; d] \approx C_d\,\nabla R,\quad C_d = \mathbb E[d\,d^\top].$$
 #
-# Thus $\Delta R\; d$ points along the gradient of the reward, multiplied by the covariance of the differences: a direction in which images of this policy do not vary gets no weight. We need no gradient of the reward. Dividing by $\operatorname{mean}(d^2)$, the mean over elements, makes the result independent of the distance between the two images.
+# Thus $\Delta R\; d$ points along the gradient of the reward, multiplied by the covariance of the differences. A direction in which images of this policy do not vary gets no weight. We need no gradient of the reward. Dividing by $\operatorname{mean}(d^2)$, the mean over elements, makes the result independent of the distance between the two images.
 #
 # How does the velocity learn this? A change of the velocity by $-u$ in all steps changes the image by about $+u$. For member $m$ of the pair, let $\delta_m = x_0^m - \tfrac12 (x_0^a + x_0^b) = \pm d/2$. FDFO pulls the velocity of *every* state of its trajectory towards
 #
@@ -667,7 +667,11 @@ plt.show()
 #
 # *Difficulty: medium · kind: design · importance: useful · time: 6 minutes*
 #
-# Choose `branches` for 10 steps (9 of them may branch). The comb should need at most 150 evaluations, produce at least 20 images, compare at least four siblings at every step that branches, and branch at steps that hold at least 80% of the measured variance.
+# Choose `branches` for 10 steps (9 of them may branch). The comb should
+#
+# - need at most 150 evaluations and produce at least 20 images;
+# - have at least four siblings at every step that branches;
+# - branch at steps that hold at least 80% of the measured variance.
 
 
 # %% tags=["exercise"]
@@ -688,7 +692,7 @@ lesson.check_design(branches)
 # %% [markdown]
 # ## Training
 #
-# The last cell trains four answers to the question of this lesson in two dimensions: Flow-GRPO (a ratio per step), V-GRPO (a likelihood per image), FDFO (differences) and π-StepNFT (arXiv 2603.02083, published for robots), which applies NFT's two branches of the lesson on the forward process to the *visited transitions* instead of the noised images. Each has three learning rates, compared with seeds 0 and 1 by the mean held-out reward over training, or the last one if that is lower; the best is repeated with seeds 2 to 4. All runs need about 40,000 network evaluations, sampling and training. An iteration samples 96 images in all four.
+# The last cell trains with four answers to the question of this lesson: Flow-GRPO (a ratio per step), V-GRPO (a likelihood per image), FDFO (differences) and π-StepNFT (arXiv 2603.02083, published for robots). The last one applies NFT's two branches to the *visited transitions* instead of the noised images. For each method, seeds 0 and 1 compare three learning rates by the mean held-out reward over training, or the last one if that is lower. Seeds 2 to 4 repeat the best. All runs need about 40,000 network evaluations, sampling and training. An iteration samples 96 images in all four.
 
 # %%
 FIXED = {
@@ -733,7 +737,7 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# All four methods learn this task. Here the reward rises first with Flow-GRPO, whose draws have an exact likelihood. This does not rank the methods: three seeds, one world of two dimensions, one tuned setting of many, and for two methods the largest rate was the best, so the range of rates was too small. Two facts favour many actions here. In two dimensions the draw of a step says much about the image. And in the runs of this course Flow-GRPO trains with the window `:5`, the steps with the largest effect (last figure), so an image costs 15 evaluations, and with FDFO 20. The methods with one action were made for models with tens of thousands of latent elements, guidance, and fast deterministic samplers; this world has two elements and no guidance. At their largest rate, V-GRPO and StepNFT have lower rewards than at half of it, with the same number of evaluations. So the learning rate matters as much as the method.
+# All four methods learn this task. Here the reward rises first with Flow-GRPO, whose draws have an exact likelihood. This does not rank the methods: three seeds, one world of two dimensions, one tuned setting of many. For two methods the largest rate was the best, so the range of rates was too small. Two facts favour many actions here. In two dimensions the draw of a step says much about the image. And in the runs of this course Flow-GRPO trains with the window `:5`, the steps with the largest effect. So an image costs 15 evaluations, and with FDFO 20. The methods with one action were made for models with tens of thousands of latent elements, guidance, and fast deterministic samplers; this world has two elements and no guidance. At their largest rate, V-GRPO and StepNFT have lower rewards than at half of it, with the same number of evaluations. So the learning rate matters as much as the method.
 #
 # ## Quiz
 #

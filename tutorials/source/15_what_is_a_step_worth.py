@@ -365,7 +365,7 @@ compare_values()
 
 # %% [markdown]
 # Before training, the one-step estimate is as good as the exact value from decision 1 on, and the critic predicts nothing. After four iterations the critic explains half or more of what exact values explain. Later both get worse, for two reasons.
-# First, training moves $v$ away from the mean velocity, so the one-step estimate is no longer the mean of the finished samples (the lesson Test your own rule), and the critic has learned from earlier policies. Second, even the *exact* value of an early state now predicts little, because the last steps decide what remains of the variance.
+# First, training moves $v$ away from the mean velocity, so the one-step estimate is no longer the mean of the finished samples (the lesson Test your own rule). The critic has learned from earlier policies. Second, even the *exact* value of an early state now predicts little, because the last steps decide what remains of the variance.
 #
 # ## Why raw gains fail
 #
@@ -454,7 +454,7 @@ compare_sizes()
 # %% [markdown]
 # Before training, the error of every gain is far below break-even. After eight iterations the value of early states is high nearly everywhere (right: $V^*$ over the plane at node 3), so no step can gain much. The errors of the early gains are then larger than both $A^*$ and the luck of the other steps. Normalisation makes this worse: Z divides by the standard deviation of the group's gains. Once the group is nearly solved, this is the size of the errors, so errors alone get credit of unit size.
 #
-# The next cell applies the rules of earlier lessons to the four records, and prints the correlation of the credit with $A^*$ over all decisions. "Exact" is the same rule with the exact values.
+# The next cell applies the rules of earlier lessons to the four records. It prints the correlation of the credit with $A^*$ over all decisions; "exact" is the same rule with the exact values.
 
 # %%
 RULES = {
@@ -648,7 +648,7 @@ show_correlations(
 # even weight, one-step             0.89  0.79  0.40..0.46 0.36..0.42
 
 # %% [markdown]
-# Calibrated credit does not fail with its values: its correlation is above that of uniform credit while the one-step estimate predicts the reward, and returns to it afterwards. The first column shows the price. Before training the raw gains are nearly right, but r² of an early value is small, so calibration gives much of the credit to the luck of later steps. This happens even with exact values, because r² measures how much of the reward is *decided*, not how much of the value is *error*.
+# Calibrated credit does not fail with its values: its correlation is above that of uniform credit while the one-step estimate predicts the reward, and returns to it afterwards. The first column shows the price. Before training the raw gains are nearly right. However, r² of an early value is small, so calibration gives much of the credit to the luck of later steps. This happens even with exact values, because r² measures how much of the reward is *decided*, not how much of the value is *error*.
 #
 # A least-squares weight would tell the two apart. It needs $\operatorname{var}(A^*_k)$, the part of the unexplained reward that a decision holds, which we cannot get from rewards and cheap values alone. The last line assumes an equal part for all decisions (`EvenGain`, a rule for experiments). Its correlation is higher than that of r² at every stage.
 #
