@@ -95,4 +95,4 @@ def test_a_world_with_missing_runs_has_no_verdict(tmp_path, monkeypatch, capsys)
     path.touch()
     with pytest.raises(ConfigError, match="every run of at least one world"):
         Verdict(tmp_path / "none.jsonl", path, tmp_path / "page").main()
-    assert "image world: left out, since 10 of 12 seeds have all" in capsys.readouterr().out
+    assert "image world: skipped, because only 10 of 12 seeds" in capsys.readouterr().out
