@@ -126,8 +126,8 @@ def calibrated_gains(
 @checked_options
 @dataclass(frozen=True)
 class CalibratedGain:
-    """A decision gets the gain in a cheap value, as far as the value predicts the final reward, and
-    the reward beyond the prediction for the rest.
+    """Credits a decision with the gain in a cheap value, to the extent that the value predicts the
+    final reward, and with the unpredicted reward for the rest.
 
     A_k = Z(w_{k+1} s_{k+1} v_{k+1} + (1 - w_{k+1}) r - s_k v_k), with v_j and r the deviations of
     V_j and of the final reward R from the means of their group, s_j the slope of r on v_j, and w_j

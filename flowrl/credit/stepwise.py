@@ -43,7 +43,7 @@ def generalised_gains(values: ValueTable, lam: float = 0.0, gamma: float = 1.0) 
 @checked_options
 @dataclass(frozen=True)
 class StepwiseGain:
-    """A decision gets the gain in value that it brings.
+    """Credits a decision with its gain: the increase in the estimated value.
 
     A_k = Z(sum_j (gamma lam)^j g_{k+j}), g_k = V_{k+1} - V_k, Z(y) = (y - mean) / (std + 1e-4),
     clamped to +-`clamp`.

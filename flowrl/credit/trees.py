@@ -215,7 +215,7 @@ class _TreeRule(ABC):
 @checked_options
 @dataclass(frozen=True)
 class SiblingRelative(_TreeRule):
-    """A branch is compared with the other branches from the same state.
+    """Compares a branch with the other branches from the same state.
 
     A(u) = (V(u) - mean) / (std + 1e-4) over the siblings of u, the draws from the same state; 0 for
     a draw without siblings.
@@ -267,7 +267,7 @@ class SiblingRelative(_TreeRule):
 @checked_options
 @dataclass(frozen=True)
 class DepthRelative(_TreeRule):
-    """A branch is compared with all branches at the same depth of the tree.
+    """Compares a branch with all branches at the same depth of the tree.
 
     A(u) = Z(V(u)) over the distinct states drawn at the node of u, Z(y) = (y - mean) / (std + eps).
 
@@ -314,7 +314,7 @@ class DepthRelative(_TreeRule):
 @checked_options
 @dataclass(frozen=True)
 class BackedUp(_TreeRule):
-    """The leaves of a tree are compared, and their advantages averaged back to the root.
+    """Compares the leaves of a tree, and averages their advantages back to the root.
 
     A(leaf) = Z(R) over the leaves of the prompt, clamped to +-`clamp`; A(u) = sum over the children
     c of w_c A(c).

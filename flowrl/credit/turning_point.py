@@ -137,7 +137,7 @@ def _largest(
 @checked_options
 @dataclass(frozen=True)
 class TurningPoint:
-    """A decision gets its gain, at a turning point its whole long-term effect.
+    """Credits a decision with its gain, and at a turning point with its whole long-term effect.
 
     A = Z(r), r_k = R - V_k at turning points and d_k = V_{k+1} - V_k elsewhere, clamped to
     +-`clamp`.

@@ -12,7 +12,7 @@ from flowrl.probes import NoProbe, Probe
 @checked_options
 @dataclass(frozen=True)
 class Uniform:
-    """Every decision gets the final reward, normalised within the group.
+    """Credits every decision with the final reward, normalised within the group.
 
     A_k = (R - mean) / (std + 1e-4), or R - mean, the same at every decision k, with R the reward of
     the final image.

@@ -49,7 +49,7 @@ class RuleAround:
 @checked_options
 @dataclass(frozen=True)
 class Weighted(RuleAround):
-    """The advantages of another rule, times a weight per decision.
+    """Multiplies the advantages of another rule by a weight per decision.
 
     A_k = w_k A_k', with A' the advantages of `rule`.
 
@@ -101,7 +101,7 @@ class Weighted(RuleAround):
 @checked_options
 @dataclass(frozen=True)
 class GDPO(RuleAround):
-    """Several rewards are normalised one by one before they are summed.
+    """Normalises several rewards separately before it sums them.
 
     A = S / (std(S) + 1e-4), S = sum_j w_j A^(j), with A^(j) the advantages that `rule` assigns to
     reward j alone.

@@ -219,22 +219,22 @@ def plan_text(counts: Plan, config: RunConfig) -> str:
     micro, most = (f"{n} {getattr(config.batches, n)}" for n in ("micro_batch", "max_batch"))
     lines = {
         "trajectories": f"{rollout.groups} groups x {rollout.group_size} members ="
-        f" {p.trajectories:,}; whole groups a process: {p.groups_per_process}",
+        f" {p.trajectories:,}; whole groups per process: {p.groups_per_process}",
         "method": method_text(config),
         "rows": f"{p.trained_steps} trained steps of {rollout.num_steps}: {p.rows:,} rows,"
         f" {p.evaluations:,} distinct states",
-        "optimizer steps": f"{p.updates}; {p.evaluations_per_update_and_process:,} states a process"
-        f" / {micro} = {p.micro_batches_per_update} backward passes of {p.rows_per_micro_batch}"
-        " network rows",
+        "optimizer steps": f"{p.updates}; {p.evaluations_per_update_and_process:,} states per"
+        f" process / {micro} = {p.micro_batches_per_update} backward passes of"
+        f" {p.rows_per_micro_batch} network rows",
         "rollout": f"{p.nfe - p.probe_nfe:,} (sampling) + {p.probe_nfe:,} (probes) = {p.nfe:,}"
-        f" network evaluations ({p.nfe / p.trajectories:.1f} a trajectory) in"
+        f" network evaluations ({p.nfe / p.trajectories:.1f} per trajectory) in"
         f" {p.sequential_calls} sequential calls, split by {most}",
         "update": f"{p.evaluations:,} states x {p.train_nfe / max(p.evaluations, 1):g} ="
         f" {p.train_nfe:,} network evaluations, {p.gradient_nfe:,} of them with gradients",
-        "network in all": f"({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes;"
+        "network total": f"({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes;"
         f" with backward passes {p.forwards:,} forward equivalents",
         "reward": f"{p.reward_calls:,} images scored"
-        f" ({p.reward_calls / p.trajectories:.1f} a trajectory)",
+        f" ({p.reward_calls / p.trajectories:.1f} per trajectory)",
         "evaluation": f"{evaluation.eval_samples} samples every {evaluation.eval_every} iterations:"
         f" {p.evaluation_nfe:,} network evaluations{guidance}",
         "in all": f"{config.iterations * p.updates:,} optimizer steps,"
@@ -286,24 +286,24 @@ def memory_text(counts: Plan, config: RunConfig) -> str:
     texts = {prompt.text for prompt in prompts_to_embed(config, world, stream)}
     prompts, each = 1 + len(texts), known.embedding(model_options(config))
     sharded = (
-        f", of which {counts.launch} leaves 1 / {counts.processes} to each process, +"
+        f", of which {counts.launch} stores 1 / {counts.processes} in each process, +"
         f" {size['gathered']} gathered"
         if counted.gathered
         else ""
     )
     lines = {
         "always": f"{size['weights']} frozen weights + {size['trained']} for"
-        f" {counted.trained_parameters:,} trained ones{sharded}",
+        f" {counted.trained_parameters:,} trained weights{sharded}",
         "trajectories": f"{size['trajectories']} (nodes and velocities, float32)",
         "and one of": f"{size['update']} micro-batch of {counts.rows_per_micro_batch} rows,"
         f" {size['rollout']} sampling {counts.rows_per_call} rows, {size['decode']} decoding"
         f" {config.batches.decode_batch} images at a time, {size['encoders']} text encoders",
-        "at most": f"{counted.peak / 1e9:.1f} GB, without the reward's network, CUDA's work space"
+        "at most": f"{counted.peak / 1e9:.1f} GB, without the reward's network, CUDA's workspace"
         " and the allocator's reserve",
         "on disk": f"{prompts:,} prompts x {each / 1e6:.1f} MB = {prompts * each / 1e9:.1f} GB of"
         " embeddings at most, in flowrl's cache folder",
     }
-    title = f"memory of a process, counted on the architecture of {Path(policy.model).name} in"
+    title = f"memory per process, computed from the architecture of {Path(policy.model).name} in"
     return _table(f"{title} {policy.dtype}, not measured; GB = 10^9 bytes", lines)
 
 
@@ -482,11 +482,11 @@ def times_text(counts: Plan, config: RunConfig, card: str) -> str:
         ),
         "sizes": f"{sizes.rows or counts.rows_per_micro_batch} network rows per call, gradient"
         f" checkpointing {'on' if sizes.gradient_checkpointing else 'off'}, {sizes.decode_batch}"
-        " images per decoding",
+        " images per decoder call",
         "iteration": " + ".join(f"{name} {value:.1f}" for name, value in phases.items() if value)
         + f" = {t.iteration:.1f} s"
-        + (f"; rewards on {CORES} cores beside it {t.scoring:.1f} s" if t.scoring else "")
-        + ("; the reward is not counted" if unknown else ""),
+        + (f"; rewards in parallel on {CORES} cores {t.scoring:.1f} s" if t.scoring else "")
+        + ("; without the reward" if unknown else ""),
         "bottleneck": f"{slowest}, {phases[slowest] / t.iteration:.0%} of an iteration",
         "operations": f"{t.operations:,.0f} dispatched per trained pair",
         "in all": f"{config.iterations} iterations and {evaluations:.0f} evaluations of"

@@ -106,7 +106,7 @@ def test_a_plan_counts_what_its_settings_say(tmp_path, monkeypatch):
         assert shard.trained == full.trained // 4 and shard.gathered == 2 * gathered + 6 * block
         assert full.weights - shard.weights == pytest.approx(1.5 * weights[0], rel=0.1)
     shown = memory_text(plan(every, 4, "fsdp2"), every)
-    assert "fsdp2 leaves 1 / 4 to each process" in shown
+    assert "fsdp2 stores 1 / 4 in each process" in shown
     wide = memory.counts_of(architecture_of(str(tmp_path)), options(lora_rank=5))
     monkeypatch.setattr(memory, "count", lambda *_: wide)
     assert counted() == base  # stored, unless the file is damaged

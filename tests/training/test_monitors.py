@@ -58,7 +58,7 @@ SHARES = [[0.0, 0.05, 0.95, 0.0]] * 3
             r"up to 2\.1e-05, .* clip_range 6\.3e-05 or more",
         ),
         ("ratio-noise", {"ratio_noise": [9e-6]}, None),
-        ("step-share", {"step_shares": SHARES}, r"step 2 .* has 95% .*out of trained_steps"),
+        ("step-share", {"step_shares": SHARES}, r"step 2 .* has 95% .*from trained_steps"),
         ("step-share", {"step_shares": [*SHARES[:2], [0.0, 0.95, 0.05, 0.0]]}, None),  # by chance
         ("step-share", {"step_shares": [[0.0, 0.0, 1.0, 0.0]] * 3}, None),  # of one step
         ("kl", {"approx_kl": [0.02] * 10 + [0.12, 0.14, 0.17]}, "to the policy that sampled"),

@@ -88,7 +88,7 @@ def test_train_prints_it_and_trains_nothing(tmp_path, capsys):
     shown = capsys.readouterr().out
     for words in (
         "5,280 network evaluations",
-        "216 states a process",
+        "216 states per process",
         "19,200 forward equivalents",
     ):
         assert words in shown
