@@ -29,7 +29,7 @@ from flowrl.probes import NoProbe, Probe, Substeps
 @checked_options
 @dataclass
 class MovingAverageGain:
-    """A decision gets its gain, less the running average of the gains at its time.
+    """Credits a decision with its gain minus the running average of the gains at its time.
 
     A = Z(g_k - b_k) over members and decisions, g_k = V_{k+1} - V_k, b_k an exponential moving
     average of g_k.
@@ -124,7 +124,7 @@ UNSEEN = Tracked(0.0, 0.0, 0.0)
 @checked_options
 @dataclass
 class ValueTracker:
-    """Every decision gets the final reward, normalised by what its prompt scored on earlier visits.
+    """Credits every decision with the final reward, normalised by earlier rewards of its prompt.
 
     A = (R - v_p) / (s_p + 1e-4) at every decision, clamped to +-`clamp`; v_p and s_p are tracked
     over the visits of prompt p.

@@ -97,7 +97,7 @@ class StepwiseGain:
 
 
 DenseGain = partial(StepwiseGain, normalise="step", probe=Completion())
-"""A decision gets its gain, normalised decision by decision.
+"""Credits a decision with its gain, normalised separately for each decision.
 
 `StepwiseGain` of ODE completions, A_k = Z(g_k), DenseGRPO's credit (arXiv 2601.20218).
 """

@@ -31,7 +31,7 @@ class LatentReward(ValueProbe):
     counted. To use one, derive a class with `score`.
 
     A model that is trained on comparisons at equal t, as DiNa-LRM is, has another scale at every t,
-    so that s(x_{j+1}) - s(x_j) is no gain; `flowrl.credit.CalibratedGain` regresses the final
+    so that s(x_{j+1}) - s(x_j) is not a gain; `flowrl.credit.CalibratedGain` regresses the final
     reward on s at every decision.
     """
 

@@ -484,7 +484,7 @@ class RunConfig:
 
     @property
     def batches(self) -> Batches:
-        """The sizes of calls as numbers. Until `make_trainer` has measured them, auto counts as the
+        """The batch sizes as numbers. Until `make_trainer` has measured them, auto counts as the
         CPU's default, of a model or of a built-in world.
         """
         from flowrl.core.forward import guidance_passes  # imports torch, which help does not need

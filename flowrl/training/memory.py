@@ -1,4 +1,4 @@
-"""What fits on the device, measured before the first iteration: the sizes of calls that are auto.
+"""What fits on the device, measured before the first iteration: the batch sizes that are auto.
 
 The network's rows per call double from 1 while a step raises the trained pairs per second by a
 factor of `GAIN` or more, and while twice the memory of the last call fits. The rollout has the same

@@ -238,7 +238,7 @@ class TurningPointVariant(RuleAround):
 @checked_options
 @dataclass
 class Pruned(RuleAround):
-    """The credit of `rule`, of which only some decisions enter the loss: the others have weight 0.
+    """The credit of `rule`, with only some decisions in the loss: the others have weight 0.
 
     The weights apply after normalisation; normalising over the remaining decisions would be biased.
     Depth pruning leaves out the decisions at `steps` of the schedule. Width pruning leaves out
