@@ -194,7 +194,7 @@ def test_a_failed_check_shows_symptom_then_cause_then_remedy():
     first, second, third, fourth = (repr(eval(call, notebook)) for _ in range(4))
     assert re.search(r"\d+ of \d+ values are wrong; at \[\d, \d\] you have .* instead of", first)
     assert "swapped" in second and "swapped" not in first and "check again" not in third
-    assert third == fourth and "the cells below use the solution" in third
+    assert third == fourth and "the notebook uses the solution" in third
     exec(answer + "t * noise + (1 - t) * clean", notebook)
     assert eval(call, notebook).passed
 

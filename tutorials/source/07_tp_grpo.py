@@ -111,7 +111,7 @@ opening()
 #
 # *Difficulty: easy · kind: code · importance: essential · time: 5 minutes*
 #
-# `x` is the state at node `node` of the grid `times` (tensor, $T+1$ entries), `velocity(x, t)` the network at a time $t$ (a number). Return the state at $t = 0$.
+# `x` is the state at node `node` of the grid `times` (tensor, $T+1$ entries), `velocity(x, t)` the network at a time $t$ (a number). The times fall from 1 (noise) to 0 (image), unevenly spaced. Return the state at the last node.
 
 
 # %% tags=["exercise"]
@@ -201,7 +201,7 @@ moving()
 #
 # A turning point is **consistent** (Definition 5.1) if the change after the decision also has its sign: $g_k\,(R - V_{k+1}) > 0$. The first decision has none before it. By the paper's Remark 5.2 it counts if $g_0\,(R - V_0) > 0$ (plain), or if $g_0\,(R - V_1) > 0$ (consistent). A difference of zero never qualifies.
 #
-# The paper says *step* instead of *decision*, because in the paper (almost) every step is random. ODE steps are not decisions, so $V_0$ belongs to the state before the first *random* step, and "before" and "after" skip the ODE steps. With the window `2:7` the first decision is step 2, and Remark 5.2 applies to this step.
+# The paper says *step* instead of *decision*, because in the paper (almost) every step is random. ODE steps are not decisions, so $V_0$ belongs to the state before the first *random* step, and "before" and "after" skip the ODE steps. With the window `2:7` the first decision is step 2, so $V_0$ is the value before step 2, and Remark 5.2 applies to this step.
 #
 # The figure has three trajectories of a group with four decisions, so five columns:
 
@@ -229,7 +229,7 @@ plt.show()
 
 # %% tags=["exercise"]
 plain = {"a": ..., "b": ..., "c": ...}
-consistent = {"a": ..., "b": ..., "c": ...}
+steady = {"a": ..., "b": ..., "c": ...}
 
 
 # %% [markdown] tags=["hint"]
@@ -237,10 +237,10 @@ consistent = {"a": ..., "b": ..., "c": ...}
 
 # %% tags=["solution"]
 plain = {"a": [2], "b": [2], "c": [0, 2]}
-consistent = {"a": [2], "b": [2], "c": [0]}
+steady = {"a": [2], "b": [2], "c": [0]}
 
 # %%
-lesson.check_by_hand(plain, consistent)
+lesson.check_by_hand(plain, steady)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** *a* falls, falls, rises, rises and ends higher ($R - V_0 = +0.1$): decision 2 is the first to go with the trend after one against it, and the rise continues. *b* is the mirror image of *a*. *c* has the increments +0.05, −0.03, +0.13, −0.03 with $R - V_0 = +0.12$. Decision 2 follows a
@@ -424,7 +424,7 @@ lesson.check_paper_labels(aggregated_rewards)
 # %% [markdown]
 # ## Credit of a turning point
 #
-# At a turning point the increment $g_k$ is *replaced* by the long-term reward $R - V_k$ (equation 8), the total change from this decision to the end. Under the consistent rule this change has the sign of $g_k$ and is larger. All other decisions keep their increment. Then each decision is normalised over the members by itself, as "step by step" in the lesson on Stepwise-Flow-GRPO.
+# At a turning point the increment $g_k$ is *replaced* by the long-term reward $R - V_k$ (equation 8), the total change from this decision to the end. Since $R - V_k = g_k + (R - V_{k+1})$, and under the consistent rule both parts have one sign, this change has the sign of $g_k$ and is larger. All other decisions keep their increment. Then each decision is normalised over the members by itself, as "step by step" in the lesson on Stepwise-Flow-GRPO.
 #
 # The last part is **balancing** (Appendix D of the paper). Suppose a batch has $n_+$ turning points of positive and $n_-$ of negative long-term reward. Only the $\min(n_+, n_-)$ largest of each sign keep their long-term reward, and the others get $g_k$. If only one sign occurs, all turning points keep it.
 #
@@ -600,16 +600,16 @@ axes[1].semilogy(range(8), [size[..., i].median() for i in range(8)], "o--", col
 axes[1].semilogy(range(8), [size[..., i][consistent[..., i]].median() for i in range(8)], "o-", color=COLOURS["tp-grpo"])
 axes[1].text(0.1, 0.06, "all decisions", color=NOISE)
 axes[1].text(2.6, 0.35, "turning points", color=COLOURS["tp-grpo"])
-axes[1].set(xlabel="decision", ylabel=r"median of $|R - V_k|$", title="Late turning points have no effect")
+axes[1].set(xlabel="decision", ylabel=r"median of $|R - V_k|$", title="Late turning points change the reward little")
 for cell in axes:
     clean(cell)
 plt.show()
 
 # %% [markdown]
-# The measured count is below that of independent noise and of a random walk, and within its error of the shuffle: **the number of turning points in this world is explained by chance.** However, the decisions differ. Decision 0 is consistent much less often than after shuffling, and decisions 2 to 6 turn somewhat more often. An early gain tends to be
+# The measured count is below that of independent noise and of a random walk, and within its error of the shuffle. However, the totals agree because two differences cancel: decision 0 is consistent much less often than after shuffling, and decisions 2 to 6 turn somewhat more often. **So the number of turning points says nothing about their value.** An early gain tends to be
 # followed by a loss, plausibly because a reward close to its bound of 1 can mostly fall. In the right panel, from decision 5 on, the remaining change at a turning point is tiny, but step-by-step normalisation scales it up to full size.
 #
-# This does not show that the credit $R - V_k$ is wrong. It shows that a large number of turning points is not evidence for the method, and that `TurningPointVariant(min_size=0.01)` may be useful.
+# This does not show that the credit $R - V_k$ is wrong. It shows that a large number of turning points is not evidence for the method, and that it may help to ignore turning points with $|R - V_k| < 0.01$: `TurningPointVariant(min_size=0.01)`.
 #
 # ## The first reward must be the trajectory's own
 #
@@ -668,7 +668,7 @@ def random_marks(turns, generator):
 lesson.check_random_marks(random_marks)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The control keeps the number of marks of *every* trajectory. Marks with the same overall rate would also change how many a trajectory has, which depends on its rewards. A permutation of trajectories would do the same. In `flowrl` this control is `TurningPointVariant(where="random")`.
+# **Why.** The control keeps the number of marks of *every* trajectory. Marks with the same overall rate would also change how many a trajectory has, which depends on its rewards. A permutation of trajectories would do the same. The control is not perfect: at the last decision $R - V_k = g_k$, so a mark there changes nothing. In `flowrl` this control is `TurningPointVariant(where="random")`.
 
 # %% [markdown]
 # The next cell compares versions of the rule on the same trajectories: increments alone, turning points, and this control. As in the lesson on Stepwise-Flow-GRPO, it prints the cosine between the gradients of four independent batches (task `preference`, window `2:7`: steps 2 to 6 are decisions 0 to 4). The rule for the first decision acts on step 2 here, and the last decision, step 6, never turns.
@@ -696,8 +696,8 @@ print(
 )
 
 # %% [markdown]
-# Increments alone, turning points, and random decisions give equally clear gradients. The gain over uniform credit therefore comes from the credit of single decisions. The *position* of the long-term reward makes no measurable difference, in part because few decisions have it: 15%, most of them the first decision, for which the rule has one condition only. Joint instead of step-by-step normalisation, the choice of the lesson on Stepwise-Flow-GRPO, does
-# make a difference. The paper reports that turning points improve SD3.5, without a control at random decisions. Four batches cannot resolve effects of the reported size.
+# Increments alone, turning points, and random decisions give equally clear gradients. The gain over uniform credit therefore comes from the credit of single decisions. The *position* of the long-term reward makes no measurable difference, in part because few decisions have it: 15%, about half of them the first decision, for which the rule has one condition only. Joint instead of step-by-step normalisation, the choice of the lesson on Stepwise-Flow-GRPO, gives
+# clearer gradients, although the recorded runs below have no more reward with it. The paper reports that turning points improve SD3.5, without a control at random decisions. Four batches cannot resolve effects of the reported size.
 #
 # ## Training
 #
@@ -787,7 +787,7 @@ recorded.curves({f"Figure 4, {words}": ("tp-beats-uniform", axis) for words, axi
 recorded.curves({f"With images, {words}": ("tp-beats-uniform", axis) for words, axis in both.items()}, "shapes")
 
 # %% [markdown]
-# The lead of turning points is real per update in the 2-D world, but much smaller than the published one. Per evaluation it becomes a loss, since every iteration also pays for the completions. On SD3.5, with thousands of updates, the balance may differ.
+# The lead of turning points is real per update in the 2-D world, but much smaller than the published one, and much of it is a fall of uniform credit after update 12. Per evaluation turning points trail while the reward rises, since every iteration also pays for the completions. This early part decides the mean over training, although turning points are ahead at the end. On SD3.5, with thousands of updates, the balance may differ.
 
 # %% tags=["hide-input"]
 area = "area"
@@ -801,7 +801,7 @@ recorded.dots(
 )
 
 # %% [markdown]
-# No ablation shows an effect that matters, although the one of the noise level is undecided. In particular, random positions of the long-term reward do as well as turning points, here with 15 seeds. With and without the first step the cosines agree to within 0.01, and balancing changes the reward by less than 0.01.
+# No ablation shows an effect that matters, and several are undecided, such as that of the noise level. In particular, random positions of the long-term reward do as well as turning points, here with 15 seeds. With and without the first step the cosines agree to within 0.01, and balancing changes the reward by less than 0.01.
 #
 # ## Quiz
 #

@@ -32,7 +32,8 @@ class Unsolved(AssertionError):
     def __init__(self, message: str, symptom: str = "") -> None:
         super().__init__(message)
         cause = message.partition(": ")[0]
-        cause = cause if len(cause.split()) > 2 else ""
+        if len(cause.split()) < 4 or cause.count("{") > cause.count("}"):
+            cause = ""
         self.steps = [step for step in (symptom, cause) if step not in ("", message)] + [message]
 
     def _render_traceback_(self) -> list[str]:
@@ -119,7 +120,7 @@ def check(name: str) -> Callable[[Callable[..., None]], Callable[..., Verdict]]:
             if step < len(steps) - 1:
                 shown.append("Run the check again for more")
             if use_solution(key, sys._getframe(1).f_globals):
-                shown.append("Until your answer is correct, the cells below use the solution")
+                shown.append("Until it is correct, the notebook uses the solution in its place")
             sentences = (text if text.endswith((".", "?", "!")) else f"{text}." for text in shown)
             return Verdict(name, str(problem), " ".join(sentences))
 
