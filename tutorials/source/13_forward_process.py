@@ -194,7 +194,7 @@ plt.show()
 #
 # **Why does the solver not matter?** Because the loss uses only the result of the sampling. An SDE, the Euler method, DPM-Solver++ of second order (NFT and DGPO) or SA-Solver (AWM; both in `samplers.Multistep`) only have to produce samples of the policy.
 #
-# Is $-|v - v^*|^2$ a log-likelihood? Not exactly. With suitable weights over $t$, its mean over $t$ and $\varepsilon$ is a lower bound of $\log p(x_0)$ (the ELBO of diffusion models); with other weights it is a surrogate. The gradients of the next sections are therefore not exactly that of $\mathbb E[R]$. We will measure how close they are.
+# Is $-|v - v^*|^2$ a log-likelihood? Not exactly. With suitable weights over $t$, its mean over $t$ and $\varepsilon$ is a lower bound of $\log p(x_0)$, the ELBO of diffusion models. With other weights it is a surrogate. The gradients of the next sections are therefore not exactly that of $\mathbb E[R]$. We will measure how close they are.
 #
 # ## What the reward weights
 #
@@ -436,8 +436,8 @@ betas = (3.0, 1.0, 0.3, 0.1, 0.03)
 ends = {"old": follow(0.0), **{beta: follow(1 / (5 * beta * std_reward)) for beta in betas}}
 for beta, points in ends.items():
     density = data.log_marginal(points, torch.zeros(len(points))).mean()
-    name = "old policy" if beta == "old" else f"beta {beta:g}"
-    print(f"{name:<11} mean reward {reward(points).mean():.2f}, mean log-density under the data {density:.1f}")
+    name = "old policy" if beta == "old" else f"beta_NFT {beta:g}"
+    print(f"{name:<13} mean reward {reward(points).mean():.2f}, mean log-density under the data {density:.1f}")
 
 # %% tags=["hide-input"]
 figure, axes = panels(4, width=2.6, height=2.9)
@@ -494,7 +494,7 @@ lesson.check_optimum(inner_optimum)
 # **Why.** The derivative $2\operatorname{mean}_m A_m (v - v^*_m) + 2\lambda(v - v_{\text{old}})$ is linear in $v$. Its slope is twice the mean advantage plus $2\lambda$, and a zero of the derivative is a minimum only if this slope is positive. With weights $w \ge 0$ and $\lambda = 0$ we get the weighted mean of the section above. (If mean and penalty cancel exactly, the objective is a plane.)
 
 # %% [markdown]
-# The next figure shows the objective along the direction of $\delta$ at two states, with AWM's scale of the advantages ($A/5$) and NFT's loss in the same units (its curvature is then $2\beta_\text{NFT}$).
+# The next figure shows the objective along the direction of $\delta$ at two states. It has AWM's scale of the advantages ($A/5$), and NFT's loss in the same units, with the curvature $2\beta_\text{NFT}$.
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=3.3)
@@ -614,7 +614,7 @@ lesson.check_wrong_line(wrong_line)
 # %% [markdown]
 # ## How noisy, and how close to the true gradient?
 #
-# AWM's paper argues that matching towards the clean $x_0$ has less variance than the policy gradient, whose target is a noisy transition. The next cell measures both, at *equal evaluations*: all rows have 18 prompts, 12 trajectories of 10 steps and 9 trained pairs each, so 19 evaluations per trajectory (with the window `:5`, 15). The second row has the *same states and advantages* as the first, and only another target: $v^*$ of the trajectory's own finished sample (`noise="path"`).
+# AWM's paper argues that matching towards the clean $x_0$ has less variance than the policy gradient, whose target is a noisy transition. The next cell measures both, at *equal evaluations*. All rows have 18 prompts with 12 trajectories of 10 steps and 9 trained pairs, so 19 evaluations per trajectory. (With the window `:5` there are 15.) The second row has the *same states and advantages* as the first, and only another target: $v^*$ of the trajectory's own finished sample (`noise="path"`).
 # The truth is $\nabla\,\mathbb E[R]$ of ODE samples (pathwise, the lesson Test your own rule). `one batch` is the mean cosine of a single batch's gradient with the truth, which combines bias and noise.
 
 # %%
@@ -657,7 +657,7 @@ same = alignment(early["AWM, Euler"], early["AWM, DPM++"])
 print(f"cosine of AWM's mean gradients with Euler and with DPM++: {same.cosine:.2f}")
 
 # %% [markdown]
-# On the same states with the same advantages, the target $v^*$ has about five times the signal-to-noise ratio of the transition's target: as much as with about 25 times as many trajectories. This confirms the paper's claim in this world, at this point of training. (The mean of $v^*$ over the SDE's own continuations is not exactly $v_{\text{old}}$: the states and finished samples of an SDE trajectory have the joint distribution of the forward process only for $a = \sqrt 2$. With fresh noise they always have it.) Two further observations:
+# On the same states with the same advantages, the target $v^*$ has about five times the signal-to-noise ratio of the transition's target. To reach it, Flow-GRPO would need about 25 times as many trajectories. This confirms the paper's claim in this world, at this point of training. (The mean of $v^*$ over the SDE's own continuations is not exactly $v_{\text{old}}$: the states and finished samples of an SDE trajectory have the joint distribution of the forward process only for $a = \sqrt 2$. With fresh noise they always have it.) Two further observations:
 #
 # - A large part of Flow-GRPO's disadvantage comes from the late steps, decisions that hardly influence the reward. With the window `:5` (last row) it has half of the forward process's ratio, for 15 evaluations.
 # - SDE, Euler and DPM++ give the same gradient within the error, as expected. AWM, NFT and DGPO differ little, because before training all three are covariances of the advantage with $v^*$.
@@ -749,7 +749,7 @@ for name, (iterations, trainer) in AFTER.items():
 #
 # ## Cost
 #
-# The cost of a trajectory consists of its sampling steps and, at each trained pair, one evaluation of *every* network that the loss uses: the current one with gradient, and without gradient the base model, the old copy or the average. Classifier-free guidance doubles an evaluation. DiffusionNFT and AWM sample and train without guidance, DGPO samples with it, and Flow-GRPO uses it in both.
+# The cost of a trajectory consists of its sampling steps and its trained pairs. At each pair the loss evaluates *every* network that it uses: the current one with gradient, and without gradient the base model, the old copy or the average. Classifier-free guidance doubles an evaluation. DiffusionNFT and AWM sample and train without guidance, DGPO samples with it, and Flow-GRPO uses it in both.
 #
 # ### Exercise 9 · evaluations of a trajectory
 #
@@ -799,7 +799,7 @@ for name, (setting, options) in published.items():
 #
 # ## Training
 #
-# Do less noisy gradients at the beginning make a faster method? The next cell trains the four methods in this world for about 23,000 evaluations each. All have equal tuning effort (the lesson Side by side): two learning rates times two values of one setting of the method, chosen with seeds 0 and 1 for a short and a long budget, reported on seeds 2 to 5. All sample with Flow-SDE and the window `:5`. Forward-process losses accept any sampler, so this choice lets only the losses differ. (By default each forward-process method has its published solver.)
+# Do less noisy gradients at the beginning make a faster method? The next cell trains the four methods in this world for about 23,000 evaluations each. All have equal tuning effort (the lesson Side by side): two learning rates times two values of one setting of the method. Seeds 0 and 1 choose the setting, for a short and a long budget, and we report seeds 2 to 5. All sample with Flow-SDE and the window `:5`. Forward-process losses accept any sampler, so this choice lets only the losses differ. (By default each forward-process method has its published solver.)
 
 # %%
 OWN = {  # the setting that is tuned in addition to the learning rate, and the iterations

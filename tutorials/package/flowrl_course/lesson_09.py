@@ -54,13 +54,13 @@ def check_mended(rule: Any) -> None:
         return (values - values.mean(over, keepdim=True)) / (std + 1e-4)
 
     mistakes = {
-        "every decision is normalised by itself; the mean and the std run over members and "
+        "every decision is normalised by itself: the mean and the std run over members and "
         "decisions together": (by_step),
-        "the mean and the std run over the prompts too; a group is compared with itself only": (
+        "the mean and the std run over the prompts too: a group is compared with itself only": (
             lambda g: scaled(g, g.std(unbiased=False))
         ),
         "the sign is wrong: the credit of a decision is V_{k+1} - V_k": lambda g: joint(-g),
-        "the std divides by n - 1; use the population's, unbiased=False": lambda g: scaled(
+        "the std divides by n - 1: use the population's, unbiased=False": lambda g: scaled(
             g, g.std((1, 2), keepdim=True), (1, 2)
         ),
     }
@@ -97,7 +97,7 @@ def check_to_go(rule: Any) -> None:
         "'decision')": lambda table: by_step(reward_to_go(table)),
         "the mean runs over the decisions too, so that early ones get credit for being "
         "early: over=('member',)": lambda table: joint(reward_to_go(table)),
-        "the std is taken after the mean was subtracted; use that of the values themselves, "
+        "the std is taken after the mean was subtracted: use that of the values themselves, "
         "as zscore does": lambda table: _std_of_centred(reward_to_go(table)),
         "the sign is wrong: R - V_k": lambda table: -centred_to_go(table),
     }
@@ -249,10 +249,10 @@ def check_remembers(rule: Any) -> None:
         "the weights of the average are swapped: decay belongs to the memory": _one_ruler(
             tables, 0.1
         ),
-        "the table is scaled by the tables before it; add its own squares first": _one_ruler(
+        "the table is scaled by the tables before it: add its own squares first": _one_ruler(
             tables, 0.9, late=True
         ),
-        "this averages roots; average the squares, and take the root at the end": _one_ruler(
+        "this averages roots: average the squares, and take the root at the end": _one_ruler(
             tables, 0.9, roots=True
         ),
         by_group: _one_ruler(tables, 0.9, over=(1, 2)),
@@ -268,7 +268,7 @@ def check_remembers(rule: Any) -> None:
             )
         ),
         "the root of m is missing": _without_root(tables),
-        "the memory starts from 0; at the first table it is that table's mean square": _one_ruler(
+        "the memory starts from 0: at the first table it is that table's mean square": _one_ruler(
             tables, 0.9, start=torch.zeros(())
         ),
         "this is one std for each group (exercise 2), without memory": centred_to_go(tables[-1]),

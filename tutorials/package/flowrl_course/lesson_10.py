@@ -44,7 +44,7 @@ def check_state_value(answer: Answer) -> None:
     expect(bool(rows), "go was never called: from node j the steps j, j + 1, ..., T - 1 follow")
     expect(
         sum(rows) >= 2 * len(latents) * count,
-        "there is only one continuation (or few) of each state; make `count` of them",
+        "there is only one continuation (or few) of each state: make `count` of them",
     )
     got = tensor(got, (3,), "the values")
     base = latents[:, 0, 0].square()
@@ -54,7 +54,7 @@ def check_state_value(answer: Answer) -> None:
             base + full - _NOISE[node] ** 2
         ),
         "the last step, T - 1, is missing: range(node, steps)": base + full - _NOISE[3] ** 2,
-        "all steps from 0 are made; the state is already at `node`": base + full + _NOISE[0] ** 2,
+        "all steps from 0 are made: the state is already at `node`": base + full + _NOISE[0] ** 2,
         "the reward is that of the mean state: average the rewards": base,
         "the continuations of different states are mixed: repeat_interleave keeps those of "
         "one state together": (base.mean() + torch.full((3,), full)),
@@ -65,7 +65,7 @@ def check_state_value(answer: Answer) -> None:
     made = sorted(set(visited))
     expect(
         made == [1, 2, 3],
-        f"from node 1 of 4 steps the steps 1, 2, 3 follow; you made {', '.join(map(str, made))}",
+        f"from node 1 of 4 steps the steps 1, 2, 3 follow: you made {', '.join(map(str, made))}",
     )
 
 
@@ -110,11 +110,11 @@ def check_mean_reward(answer: Answer) -> None:
         inside = cost <= budget
         steps = reward[inside]
         mistakes = {
-            "this is the area; divide it by the budget": wanted,
-            "this is the mean of the evaluated rewards; the evaluations are not evenly spaced": (
+            "this is the area: divide it by the budget": wanted,
+            "this is the mean of the evaluated rewards: the evaluations are not evenly spaced": (
                 float(steps.mean())
             ),
-            "the curve beyond the budget is included; stop at the budget": (
+            "the curve beyond the budget is included: stop at the budget": (
                 _area(cost, reward, budget, cut=False) / budget
             ),
             "the whole area is divided by the last cost, whatever the budget is": (
@@ -181,7 +181,7 @@ _VERDICTS = (
         0.9,
         "undecided",
         (
-            "only the mean (or the p-value) decides here; the whole interval must lie within ±0.02,"
+            "only the mean (or the p-value) decides here: the whole interval must lie within ±0.02,"
             " and this one is wide"
         ),
     ),
@@ -195,13 +195,13 @@ _VERDICTS = (
         _Found(0.01, -0.015, 0.035),
         0.4,
         "undecided",
-        "one end of the interval is beyond 0.02; both ends must lie within ±0.02",
+        "one end of the interval is beyond 0.02: both ends must lie within ±0.02",
     ),
     (
         _Found(-0.01, -0.035, 0.015),
         0.4,
         "undecided",
-        "one end of the interval is beyond -0.02; both ends must lie within ±0.02",
+        "one end of the interval is beyond -0.02: both ends must lie within ±0.02",
     ),
     (
         _Found(0.015, 0.005, 0.025),
@@ -281,7 +281,7 @@ def check_rate(answer: Answer) -> None:
     scale, centre = float(values.std()), float(values.mean())
     expect(
         abs(scale - 0.5 / 7**0.5) > 0.03,
-        "this is the spread of a mean of 7 seeds; each difference has the whole spread",
+        "this is the spread of a mean of 7 seeds: each difference has the whole spread",
     )
     expect(
         abs(scale - 0.25) > 0.05,
@@ -298,9 +298,9 @@ def check_rate(answer: Answer) -> None:
     )
     value = number(got, "the rate")
     wrong = {
-        "this is a number of experiments; divide it by `draws`": 100.0,
+        "this is a number of experiments: divide it by `draws`": 100.0,
         "this is the fraction that is not better": 0.75,
-        'this counts "worse" too; count "better" alone': 0.5,
+        'this counts "worse" too: count "better" alone': 0.5,
     }
     close(
         value,
@@ -377,14 +377,14 @@ def check_calibrated(rule: Any) -> None:
         )
 
     after = (
-        "the slope multiplies the gain V_{k+1} - V_k; calibrate both values first, then take their"
+        "the slope multiplies the gain V_{k+1} - V_k: calibrate both values first, then take their"
         " difference"
     )
     mistakes = {
         "the slope is inverted: it predicts V_k from R. Divide by the spread of V_k": (
             lambda table: _calibrated(table, calibration_slopes(table, inverse=True))
         ),
-        "every group has its own slope, which is noisy with few members; pool over prompts "
+        "every group has its own slope, which is noisy with few members: pool over prompts "
         "and members": lambda table: _calibrated(table, calibration_slopes(table, over=(1,))),
         after: late,
         f"{after} ": lambda table: late(table, 1),

@@ -59,11 +59,11 @@ def check_lora_parameters(answer: Answer) -> None:
     full = sum(out * wide for out, wide in shapes)
     mistakes = {
         "these are the layers' own weights, which are frozen": full,
-        "this counts B A multiplied out; A and B are trained": rank * full,
+        "this counts B A multiplied out: A and B are trained": rank * full,
         "only one of the two matrices is counted: A is rank x in, B is out x rank": (
             rank * sum(wide for _, wide in shapes)
         ),
-        "only one of the two matrices is counted, B; A is rank x in": (
+        "only one of the two matrices is counted, B: A is rank x in": (
             rank * sum(out for out, _ in shapes)
         ),
         "the rank is missing: each of the matrices has that many rows or columns": sum(
@@ -102,7 +102,7 @@ def check_folded(answer: Answer) -> None:
         "both matrices got the whole scale, so the product has its square: scale one of them": (
             9 * delta
         ),
-        "the scale is alpha / rank, not alpha; the rank is A's number of rows": 12 * delta,
+        "the scale is alpha / rank, not alpha: the rank is A's number of rows": 12 * delta,
         "the scale is inverted: alpha / rank, not rank / alpha": delta / 3,
         "the rank is A's number of rows, 4 here, not its number of columns": 2 * delta,
         "the rank is B's number of columns, 4 here, not its number of rows": 2.4 * delta,
@@ -120,10 +120,10 @@ def check_guided(answer: Answer) -> None:
         "the two are swapped: start at the negative velocity and go beyond the prompt's": (
             towards + 4.5 * (away - towards)
         ),
-        "this starts at the prompt's velocity; then scale 1 would not give that one back": (
+        "this starts at the prompt's velocity: then scale 1 would not give that one back": (
             towards + 4.5 * (towards - away)
         ),
-        "this is the difference alone; it starts at the negative velocity": 4.5 * (towards - away),
+        "this is the difference alone: it starts at the negative velocity": 4.5 * (towards - away),
         "the negative velocity is not subtracted": away + 4.5 * towards,
         "this is a mean of the two, and guidance goes beyond: v_neg + scale * (v - v_neg)": (
             (towards + 4.5 * away) / 5.5
@@ -258,18 +258,18 @@ def check_memory(answer: Answer) -> None:
     mistakes = {
         "these are bytes; divide by 1e9": wanted * 1e9,
         "these are numbers, not bytes: float32 takes 4 bytes each": wanted / 4,
-        "2 bytes per number would be bfloat16; nodes are stored in float32": wanted / 2,
+        "2 bytes per number would be bfloat16: nodes are stored in float32": wanted / 2,
         "T steps have T + 1 nodes, and a velocity each": wanted * 2 * steps / (2 * steps + 1),
-        "only the nodes are counted; the velocities of the T steps are stored too": (
+        "only the nodes are counted: the velocities of the T steps are stored too": (
             wanted * (steps + 1) / (2 * steps + 1)
         ),
-        "only the velocities are counted; the T + 1 nodes are stored too": (
+        "only the velocities are counted: the T + 1 nodes are stored too": (
             wanted * steps / (2 * steps + 1)
         ),
         "T steps have T + 1 nodes but only T velocities": (
             wanted * (2 * steps + 2) / (2 * steps + 1)
         ),
-        "these are gibibytes (2**30); take 1e9": wanted * 1e9 / 2**30,
+        "these are gibibytes (2**30): take 1e9": wanted * 1e9 / 2**30,
     }
     close(got, wanted, f"{got:.4g} instead of {wanted:.4g} GB", mistakes, 1e-4)
 
@@ -298,8 +298,8 @@ def check_iteration(answer: Answer) -> None:
         "the backward passes are missing": 140.0,
         "the evaluations without a gradient (the base model's) are missing": 60 + 30 * 2.5,
         "guidance is missing in the update": 70 + 30 * 2.5,
-        "both branches are differentiated; with branches = 1 only the prompt's is": 140 + 60 * 2.5,
-        "all evaluations are differentiated; only gradient_nfe of them are": 140 + 70 * 2.5,
+        "both branches are differentiated: with branches = 1 only the prompt's is": 140 + 60 * 2.5,
+        "all evaluations are differentiated: only gradient_nfe of them are": 140 + 70 * 2.5,
     }
     close(update, 215.0, f"update: {update:g} instead of 215", mistakes, 1e-9)
     other = tuple(answer(10, 8, 4, 1, 1, 2.0))

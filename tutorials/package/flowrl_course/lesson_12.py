@@ -43,17 +43,17 @@ def check_values(answer: Answer) -> None:
     got = answered(answer(rewards.clone(), passes.clone()), "leaf_values")
     sums = rewards @ passes
     mistakes = {
-        "these are sums; divide by the number of leaves behind each state": sums,
-        "every state is divided by the number of all leaves; only those behind the state count": (
+        "these are sums: divide by the number of leaves behind each state": sums,
+        "every state is divided by the number of all leaves: only those behind the state count": (
             sums / tree.members
         ),
-        "these are means over the children's values; here every leaf counts once": (
+        "these are means over the children's values: here every leaf counts once": (
             replace(tree, mean="child").values(rewards)
         ),
-        "every state has the mean of all leaves; a state's value is that of the leaves behind it": (
+        "every state has the mean of all leaves: a state's value is that of the leaves behind it": (
             rewards.mean(1, keepdim=True).expand(-1, tree.units)
         ),
-        "every state has the reward of its first leaf; take the mean over all leaves behind it": (
+        "every state has the reward of its first leaf: take the mean over all leaves behind it": (
             rewards[:, passes.argmax(dim=0)]
         ),
     }
@@ -85,21 +85,21 @@ def check_siblings(answer: Answer) -> None:
     count = (alone == alone[:, None]).sum(0)
     from_parent = torch.where(parent >= 0, values - values[:, parents], torch.zeros_like(values))
     mistakes = {
-        "roots are compared with each other; they were not drawn from the same state, so "
+        "roots are compared with each other: they were not drawn from the same state, so "
         "their credit is 0": group_zscore(values, parent, clamp=None),
-        "the standard deviation is the sample's; flowrl uses the population's (unbiased=False)": (
+        "the standard deviation is the sample's: flowrl uses the population's (unbiased=False)": (
             wanted * (std + 1e-4) / (std * (count / (count - 1).clamp(min=1)).sqrt() + 1e-4)
         ),
-        "all states are compared with each other; compare those with the same parent": group_zscore(
+        "all states are compared with each other: compare those with the same parent": group_zscore(
             values, torch.zeros_like(parent), clamp=None
         ),
-        "all states of a node are compared (a depth rule); compare those with the same parent": (
+        "all states of a node are compared (a depth rule): compare those with the same parent": (
             group_zscore(values, tree.node, clamp=None)
         ),
         "the division by the standard deviation is missing": wanted * (std + 1e-4),
-        "V(parent) is subtracted, in which siblings weigh by their leaves; subtract the mean "
+        "V(parent) is subtracted, in which siblings weigh by their leaves: subtract the mean "
         "over the siblings": (from_parent / (std + 1e-4)),
-        "the mean is that of the other siblings; here it includes the state itself": group_zscore(
+        "the mean is that of the other siblings: here it includes the state itself": group_zscore(
             values, alone, clamp=None, leave_one_out=True
         ),
     }
@@ -120,15 +120,15 @@ def check_shrinkage(answer: Answer) -> None:
         got = number(answer(k, False), "shrinkage")
         wanted = 1 - 1 / k
         tables = {
-            "this is 1/k, the share that is lost; the slope is what remains": 1 / k,
-            "the slope is 1, so the mean does not contain the draw itself; it does unless "
+            "this is 1/k, the share that is lost: the slope is what remains": 1 / k,
+            "the slope is 1, so the mean does not contain the draw itself: it does unless "
             "`leave_one_out`": (1.0),
-            "this is the correlation; the slope divides by the mean square of the true advantage": (
+            "this is the correlation: the slope divides by the mean square of the true advantage": (
                 (wanted / 2) ** 0.5
             ),
-            "this is k/(k - 1), the slope of the advantage on the difference; regress the "
+            "this is k/(k - 1), the slope of the advantage on the difference: regress the "
             "other way around": (k / (k - 1)),
-            "this is the leave-one-out factor of an estimate without noise; regress on "
+            "this is the leave-one-out factor of an estimate without noise: regress on "
             "`worth`, not on the estimate": (wanted / 2),
         }
         for message, value in tables.items():
@@ -147,7 +147,7 @@ def check_shrinkage(answer: Answer) -> None:
         )
         expect(
             abs(got - 1) < 0.02,
-            f"left out of its own mean, a draw's slope is 1; with k = {k} you get {got:.2f}",
+            f"left out of its own mean, a draw's slope is 1: with k = {k} you get {got:.2f}",
         )
 
 
@@ -169,14 +169,14 @@ def check_shares(answer: Answer) -> None:
     edges = torch.tensor(counts[1:], dtype=torch.float64)
     starts = torch.tensor(counts[:-1], dtype=torch.float64)
     mistakes = {
-        "these are numbers of edges; divide by their sum": edges,
-        "the denominator contains n_0; no edge leads to a root": edges / sum(counts),
-        "decision i is counted by the states it starts from, n_i; it has one edge per state "
+        "these are numbers of edges: divide by their sum": edges,
+        "the denominator contains n_0: no edge leads to a root": edges / sum(counts),
+        "decision i is counted by the states it starts from, n_i: it has one edge per state "
         "it leads to, n_{i+1}": (starts / starts.sum()),
         "every decision has 1/D: these are the shares with leaf weights": torch.full_like(
             edges, 1 / len(edges)
         ),
-        "these are the weights 1 / n_{i+1} that would make all decisions equal; the share is "
+        "these are the weights 1 / n_{i+1} that would make all decisions equal: the share is "
         "proportional to n_{i+1}": ((1 / edges) / (1 / edges).sum()),
     }
     close(
@@ -211,12 +211,12 @@ def check_evaluations(answer: Answer) -> None:
         got = number(answer(roots, dict(children), steps), "evaluations")
         n = _counts(roots, children, steps)
         mistakes = {
-            f"{sum(n):,} is the number of states; the finished images need no evaluation": sum(n),
-            f"{sum(n) - roots:,} is the number of edges; siblings share the evaluation of "
+            f"{sum(n):,} is the number of states: the finished images need no evaluation": sum(n),
+            f"{sum(n) - roots:,} is the number of edges: siblings share the evaluation of "
             f"the state that they start from": (sum(n) - roots),
-            f"{steps * n[-1]:,} is what as many independent trajectories cost; shared states "
+            f"{steps * n[-1]:,} is what as many independent trajectories cost: shared states "
             f"are evaluated once": (steps * n[-1]),
-            f"{sum(n[:-1]) // roots:,} is the number for one root; there are {roots}": (
+            f"{sum(n[:-1]) // roots:,} is the number for one root: there are {roots}": (
                 sum(n[:-1]) // roots
             ),
         }

@@ -44,7 +44,7 @@ def check_target(answer: Answer) -> None:
         wanted = ((1 - drift) * x - x_next) / k
         mistakes = {
             "the sign is wrong: mu falls with v, so v is (... z - z_next) / kappa": -wanted,
-            "this is the slope of the step; the noise term changes the mean, too": (
+            "this is the slope of the step: the noise term changes the mean, too": (
                 (x - x_next) / delta
             ),
             "z has the factor 1: in the mean it has 1 - a^2 Delta / (2 (1 - t))": (x - x_next) / k,
@@ -82,18 +82,18 @@ def check_branches(answer: Answer) -> None:
     wanted = r * positive.mean(1) + (1 - r) * negative.mean(1)
     free = branches(velocity - old)
     mistakes = {
-        "the elements are summed; take their mean": wanted * 3,
-        "the result is one number; return the loss of every sample": wanted.mean(),
+        "the elements are summed: take their mean": wanted * 3,
+        "the result is one number: return the loss of every sample": wanted.mean(),
         "positive and negative are swapped: r weights the branch v+": (
             r * negative.mean(1) + (1 - r) * positive.mean(1)
         ),
         "beta_NFT is missing: v+ and v- are v_old plus and minus beta_NFT (v - v_old)": (
             r * free[0].mean(1) + (1 - r) * free[1].mean(1)
         ),
-        "the bad branch is subtracted; both terms are added, and the minus sign is in v-": (
+        "the bad branch is subtracted: both terms are added, and the minus sign is in v-": (
             r * positive.mean(1) - (1 - r) * negative.mean(1)
         ),
-        "both branches are on the same side; v- = v_old - beta_NFT (v - v_old)": positive.mean(1),
+        "both branches are on the same side: v- = v_old - beta_NFT (v - v_old)": positive.mean(1),
         "the square root is too much: these are squared errors": (
             r * positive.mean(1).sqrt() + (1 - r) * negative.mean(1).sqrt()
         ),
@@ -184,7 +184,7 @@ def check_optimum(answer: Answer) -> None:
             "sum and mean are mixed: lambda is added to a mean over the samples": (
                 (5 * weighted + penalty * old) / (5 * mean + penalty)
             ),
-            "this is v_old plus the gradient step; solve for the zero of the derivative": (
+            "this is v_old plus the gradient step: solve for the zero of the derivative": (
                 old + weighted - mean * old
             ),
         }
@@ -220,10 +220,10 @@ def check_weights(answer: Answer) -> None:
         "the sign of S is wrong: it falls as the errors of good members fall below the reference": (
             torch.sigmoid(-s) * advantages
         ),
-        "every member has a sigmoid of its own; S is one number per group": (
+        "every member has a sigmoid of its own: S is one number per group": (
             torch.sigmoid(beta * gaps) * advantages
         ),
-        "S is the sum over the members; it is their mean": torch.sigmoid(4 * s) * advantages,
+        "S is the sum over the members: it is their mean": torch.sigmoid(4 * s) * advantages,
         "S is the mean over all groups": torch.sigmoid(beta * gaps.mean()) * advantages,
         "the reference is missing in S": (
             torch.sigmoid(beta * (advantages * errors).mean(1, keepdim=True)) * advantages

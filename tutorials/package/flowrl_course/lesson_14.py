@@ -29,16 +29,16 @@ def check_chunks(answer: Answer) -> None:
     ends = torch.bucketize(torch.arange(7), torch.tensor(chunks).sort().values, right=True)
     mistakes = {
         "these are logarithms: the ratio is exp of the mean": mean,
-        "this is the arithmetic mean of the ratios; average logarithms, then exp": pooled(
+        "this is the arithmetic mean of the ratios: average logarithms, then exp": pooled(
             logs.exp(), chunk_of
         ),
-        "this is the product of a chunk's ratios; divide the sum of the logarithms by the number "
+        "this is the product of a chunk's ratios: divide the sum of the logarithms by the number "
         "of its steps": (mean * sizes).exp(),
         "every step has its own ratio": logs.exp(),
         "all steps have one ratio, that of the whole trajectory": (
             logs.mean(1, keepdim=True).expand_as(logs).exp()
         ),
-        "the mean is also over trajectories; each has its own ratio": (
+        "the mean is also over trajectories: each has its own ratio": (
             mean.mean(0).expand_as(logs).exp()
         ),
         "`chunks` are numbers of steps, not the steps at which a chunk begins": (
@@ -85,14 +85,14 @@ def check_pairs(answer: Answer) -> None:
     )
     expect(
         not bool((noise[:, :, 0] == noise[:, :, 1]).any()),
-        "the pairs of a group have the same noise; it is independent for each pair",
+        "the pairs of a group have the same noise: it is independent for each pair",
     )
     normal = abs(float(noise.mean())) < 0.1 and abs(float(noise.std()) - 1) < 0.1
-    expect(normal, "the noise is not standard normal; use torch.randn")
+    expect(normal, "the noise is not standard normal: use torch.randn")
     again = answer(groups, members, count, torch.Generator().manual_seed(2))
     expect(
         torch.equal(again[0], times) and torch.equal(again[1], noise),
-        "the same generator gives different pairs; draw with `generator`",
+        "the same generator gives different pairs: draw with `generator`",
     )
 
 
@@ -125,7 +125,7 @@ def check_variances(answer: Answer) -> None:
         ),
         "these are standard deviations": torch.stack([own, shared]).sqrt(),
         "the mean square is asked for, var(unbiased=False)": torch.stack([own, shared]) * 40 / 39,
-        "sum over the weights; this is the mean": torch.stack([own, shared]) / 6,
+        "sum over the weights: this is the mean": torch.stack([own, shared]) / 6,
     }
     close(pair, torch.stack([own, shared]), "these are not the two variances", mistakes)
 
@@ -159,7 +159,7 @@ def check_difference(answer: Answer) -> None:
         "delta is the difference from the pair's mean, half of that from the other image": (
             target(2 * difference, 4 * size)
         ),
-        "the second image has the difference of the first; its own has the opposite sign": (
+        "the second image has the difference of the first: its own has the opposite sign": (
             target(difference[:, :1].expand_as(old), size)
         ),
         "divide by the mean of the squares, not by their sum": target(difference, 3 * size),
@@ -169,7 +169,7 @@ def check_difference(answer: Answer) -> None:
         ),
         "the division by mean(delta^2) is missing": old - difference,
         "v_old is missing": target(difference, size) - old,
-        "the mean is over all images; each pair has its own": target(
+        "the mean is over all images: each pair has its own": target(
             images - images.mean((0, 1)),
             (images - images.mean((0, 1))).square().mean(-1, keepdim=True),
         ),
@@ -187,7 +187,7 @@ def check_comb(answer: Answer) -> None:
         images = sum(branches)
         mistakes = {
             "the trunk's own evaluations are missing": teeth,
-            "siblings share the evaluation of the state they start from; a branch from step k has "
+            "siblings share the evaluation of the state they start from: a branch from step k has "
             "steps - k - 1 of its own": trunk + teeth + images,
             "the trunk ends at the last step that branches": steps + teeth,
             "this is the cost of independent trajectories: siblings share the trunk": steps

@@ -84,7 +84,7 @@ def check_parts(answer: Answer) -> None:
             parts.square().sum((0, 1))
         ),
         "these are means of the parts, not of their squares": parts.mean((0, 1)),
-        "the steps' worth has mean 0 given the state already; do not subtract the group's mean": (
+        "the steps' worth has mean 0 given the state already: do not subtract the group's mean": (
             _deviations(parts).square().mean((0, 1))
         ),
     }
@@ -120,8 +120,8 @@ def check_break_even(answer: Answer) -> None:
                 reward**2 + worth**2
             )
             ** 0.5,
-            "this is the std of R; the gain contains A* besides its error": reward,
-            "this is where the error is as large as A*, with correlation 0.71; R has another": (
+            "this is the std of R: the gain contains A* besides its error": reward,
+            "this is where the error is as large as A*, with correlation 0.71: R has another": (
                 worth
             ),
         }
@@ -158,7 +158,7 @@ def check_calibrate(answer: Answer) -> None:
         a, b = value - value.mean(), reward - reward.mean()
         pooled = (a * b).sum()
         mistakes = {
-            "the mean is that of all prompts; credit compares within groups, so each group has "
+            "the mean is that of all prompts: credit compares within groups, so each group has "
             "its own": table(
                 (pooled / a.square().sum()).clamp(0, 1),
                 pooled.clamp(min=0).square() / (a.square().sum() * b.square().sum()),
@@ -168,10 +168,10 @@ def check_calibrate(answer: Answer) -> None:
                 (value * reward).sum().clamp(min=0).square()
                 / (value.square().sum() * reward.square().sum()),
             ),
-            "this slope is that of the value on the reward; divide by the values' squares": table(
+            "this slope is that of the value on the reward: divide by the values' squares": table(
                 (vr / rr).clamp(0, 1), r2
             ),
-            "the second number is the correlation; r2 is its square": table(limited, r2.sqrt()),
+            "the second number is the correlation: r2 is its square": table(limited, r2.sqrt()),
             "the slope is not limited to [0, 1]": table(vr / vv, r2),
             "a negative slope is cut, but r2 is not: such a value must not count at all": table(
                 limited, vr.square() / (vv * rr)
@@ -179,7 +179,7 @@ def check_calibrate(answer: Answer) -> None:
             "the sum of products is negative: then both numbers are 0": table(
                 (vr / vv).clamp(max=1), vr.square() / (vv * rr)
             ),
-            "the slopes of the groups are averaged; sum over all groups, then divide": table(
+            "the slopes of the groups are averaged: sum over all groups, then divide": table(
                 (by_group[0] / by_group[1]).clamp(0, 1).mean(),
                 (by_group[0].clamp(min=0).square() / (by_group[1] * by_group[2])).mean(),
             ),
@@ -229,7 +229,7 @@ def check_credit(answer: Answer) -> None:
         "the prediction before the decision is not subtracted": credit(p, w, r) + p[..., :-1],
         "r2 and 1 - r2 are swapped: r2 is the weight of the prediction": credit(p, 1 - w, r),
         "the group's means are not subtracted": credit(slope * values, w, values[..., -1:]),
-        "this is the gain of the predictions; what they leave unexplained, 1 - r2, goes to the "
+        "this is the gain of the predictions: what they leave unexplained, 1 - r2, goes to the "
         "final reward": p.diff(dim=-1),
         "this is the reward beyond the prediction before the decision, with r2 = 0": r
         - p[..., :-1],
