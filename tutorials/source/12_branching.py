@@ -253,7 +253,7 @@ def shrinkage(count, leave_one_out=False):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The mean over the siblings is `estimate.mean(1, keepdim=True)`. The mean of the others follows from the sum: subtract the own value and divide by `count - 1`.
+# **Hint.** The mean over the siblings is `estimate.mean(1, keepdim=True)`. The mean of the others follows from the sum: subtract the value itself and divide by `count - 1`.
 
 
 # %% tags=["solution"]
@@ -321,7 +321,7 @@ largest_part = "b"
 lesson.check_largest_part(largest_part)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** At the last decision the parents differ in everything that their ancestors drew: the initial noise and four decisions. The own part is only one draw, and nothing random follows. So the depth rule gives decision 4 credit that mostly belongs to its ancestors.
+# **Why.** At the last decision the parents differ in everything that their ancestors drew: the initial noise and four decisions. The decision itself is only one draw, and nothing random follows. So the depth rule gives decision 4 credit that mostly belongs to its ancestors.
 
 # %% [markdown]
 # The next cell computes the deviations of each part, from the siblings' mean and from the mean of the prompt's states at that node.

@@ -797,7 +797,7 @@ lesson.check_quiz(quiz)
 # - Schulman et al. 2015, *High-dimensional continuous control using generalised advantage estimation* (arXiv 1506.02438): gains of an imperfect value, mixed with the reward-to-go by $\lambda$.
 # - Gu et al. 2016, *Q-Prop* (arXiv 1611.02247): an imperfect critic, used as far as its measured covariance with the return allows.
 # - Dai et al. 2025, *VARD* (arXiv 2505.15791): a learned value of noisy states for fine-tuning diffusion models.
-# - *DiNa-LRM* (2026, arXiv 2602.11146): a reward model that scores noisy latents without decoding them.
+# - *DiNa-LRM* (2026, arXiv 2602.11146): a reward model that evaluates noisy latents without decoding them.
 # - *π_RL* (2025, arXiv 2510.25889): a critic on the hidden states of a flow-matching policy, for robots.
 #
 # **Back to** [0 · Tour](00_tour.ipynb).

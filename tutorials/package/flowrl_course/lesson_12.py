@@ -120,34 +120,34 @@ def check_shrinkage(answer: Answer) -> None:
         got = number(answer(k, False), "shrinkage")
         wanted = 1 - 1 / k
         tables = {
-            "this is 1/k, the share that is lost: the slope is what remains": 1 / k,
+            "this is 1/n, the share that is lost: the slope is what remains": 1 / k,
             "the slope is 1, so the mean does not contain the draw itself: it does unless "
             "`leave_one_out`": (1.0),
             "this is the correlation: the slope divides by the mean square of the true advantage": (
                 (wanted / 2) ** 0.5
             ),
-            "this is k/(k - 1), the slope of the advantage on the difference: regress the "
+            "this is n/(n - 1), the slope of the advantage on the difference: regress the "
             "other way around": (k / (k - 1)),
             "this is the leave-one-out factor of an estimate without noise: regress on "
             "`worth`, not on the estimate": (wanted / 2),
         }
         for message, value in tables.items():
             if abs(got - value) < 0.02 and abs(got - wanted) > 0.02:
-                expect(False, f"k = {k}: {message}")
+                expect(False, f"{k} siblings: {message}")
         expect(
             abs(got - wanted) < 0.02,
-            f"with k = {k} siblings the slope is {wanted:.2f}; you get {got:.2f}",
+            f"with {k} siblings the slope is {wanted:.2f}; you get {got:.2f}",
         )
     for k in (3, 6, 2):
         got = number(answer(k, True), "shrinkage")
         expect(
             abs(got - (1 - 1 / k)) > 0.02,
             "right with the mean over all siblings, but `leave_one_out` changes nothing: subtract"
-            " the mean of the other k - 1",
+            " the mean of the other siblings",
         )
         expect(
             abs(got - 1) < 0.02,
-            f"left out of its own mean, a draw's slope is 1: with k = {k} you get {got:.2f}",
+            f"left out of its own mean, a draw's slope is 1: with {k} siblings you get {got:.2f}",
         )
 
 
@@ -156,7 +156,10 @@ def check_largest_part(answer: str) -> None:
     """`answer` is the largest part of the last decision's credit under a depth rule."""
     letter = choice(answer, "abc")
     expect(letter != "c", "no draw follows decision 4: the ODE finishes the image")
-    expect(letter == "b", "the own part is one draw: count the draws in which the parents differ")
+    expect(
+        letter == "b",
+        "the decision itself is one draw: count the draws in which the parents differ",
+    )
 
 
 @check("Exercise 5")
