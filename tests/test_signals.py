@@ -190,7 +190,7 @@ def test_a_comparison_pauses_until_its_last_line_and_is_then_complete(
         assert code == 0 and lines[-1].startswith("Finished in ")
     else:
         command = f"flowrl compare --resume {tmp_path}"
-        assert (code, lines[-1]) == (130, f"Paused; nothing is lost. Go on with: {command}")
+        assert (code, lines[-1]) == (130, f"Paused; nothing is lost. Continue with: {command}")
     assert sum(line.startswith(("Paused", "Finished")) for line in lines) == 1
 
 

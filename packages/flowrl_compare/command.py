@@ -97,7 +97,7 @@ class Compare:
     out: Path | None = None
     """Folder for the results; default runs/compare-DATE."""
     resume: Path | None = None
-    """Go on with the comparison in this folder, which has arms and settings."""
+    """Continue with the comparison in this folder, which has arms and settings."""
     config: Path | None = None
     """Repeat a comparison from its saved config.json, which has arms and settings."""
     workers: Workers = 0
@@ -246,7 +246,7 @@ class Compare:
                 pass  # also after the last run: the report is drawn again
             ignore_stops()
             started = (out / "config.json").exists()
-            resume = f"Paused; nothing is lost. Go on with: {again()}"
+            resume = f"Paused; nothing is lost. Continue with: {again()}"
             display.say(resume if started else "Stopped before the first run; nothing was written.")
             return 130
 

@@ -78,8 +78,8 @@ def test_commands_are_whole_and_a_pause_leaves_the_iterations_that_are_done(tmp_
         return False
 
     assert shown.display.during(pause) is False
-    shown.display.say(f"Go on with: {command}")
-    assert shown.file.getvalue().endswith(f"1/8 iterations done\nGo on with: {command}\n")
+    shown.display.say(f"Continue with: {command}")
+    assert shown.file.getvalue().endswith(f"1/8 iterations done\nContinue with: {command}\n")
     assert "\x1b" not in shown.file.getvalue() or terminal
 
 
