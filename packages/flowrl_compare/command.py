@@ -97,7 +97,7 @@ class Compare:
     out: Path | None = None
     """Folder for the results; default runs/compare-DATE."""
     resume: Path | None = None
-    """Continue with the comparison in this folder, which has arms and settings."""
+    """Resume the comparison in this folder, which has arms and settings."""
     config: Path | None = None
     """Repeat a comparison from its saved config.json, which has arms and settings."""
     workers: Workers = 0
