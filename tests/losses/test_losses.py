@@ -241,7 +241,9 @@ def test_distillation_is_the_penalty_alone():
     assert_close(equal.loss(batch).loss, (distance / batch.slope.square() / 2).mean())
     taught = replace(batch, reference=replace(batch.new, mean=batch.new.mean.detach()))
     assert not gradient(Distillation(), taught).any()
-    with pytest.raises(ConfigError, match=r"needs LossBatch\.reference, and slope"):
+    with pytest.raises(
+        ConfigError, match=r"needs LossBatch\.reference, and with `equal` also slope"
+    ):
         equal.loss(replace(batch, slope=None))
 
 

@@ -259,7 +259,7 @@ def test_parts_may_have_metrics(tmp_path):
         ("0.5", r"credit: Rule\.metrics\(\) = 0\.5 "),
         ("{'mean': '0.5'}", r"credit: Rule\.metrics\(\): 'mean' = '0\.5' "),
         ("{3: 1.0}", r"credit: Rule\.metrics\(\): 3 = 1\.0 "),
-        ("{f'mean_{Metrics.calls}': 1.0}", r"names \['mean_2'\] now, and \['mean_1'\] before"),
+        ("{f'mean_{Metrics.calls}': 1.0}", r"names \['mean_2'\], but before \['mean_1'\]"),
     ],
 )
 def test_metrics_of_a_part_are_numbers_by_the_same_names(metrics, message, tmp_path):
