@@ -42,7 +42,7 @@ class Settings:
     steps: int = 10
     decisions: tuple[int, ...] = (0, 1, 2, 3, 4)  # the steps that are drawn
     noise_level: float = 0.7
-    clip: float = 0.06
+    clip: float = 0.06  # of the ratio of means over elements; smaller for larger latents
     learning_rate: float = 0.02
     minibatches: int = 4
     batch: int = 256  # samples of a network call in the update
@@ -280,6 +280,7 @@ def main(args: Settings):
         model, reward = SD3Model(args), build("reward", args.reward, trust=True)
         train = heldout = [Prompt(line) for line in lines if line]
     else:
+        torch.set_num_threads(1)  # several threads are slower with small tensors
         model = WorldModel(args.world)
         reward, task = model.world.reward("soft"), model.world.tasks[0]
         train, heldout = (list(model.world.prompts(task, part)) for part in ("train", "heldout"))
@@ -288,8 +289,7 @@ def main(args: Settings):
     generator, start = Generator().manual_seed(args.seed), time.monotonic()
     print(f"before training: held-out reward {evaluate(model, reward, heldout):.3f}")
     for number in range(1, args.iterations + 1):
-        chosen = torch.randint(len(train), (args.groups,), generator=generator)
-        prompts = [train[index] for index in chosen]
+        prompts = [train[i] for i in torch.randint(len(train), (args.groups,), generator=generator)]
         result = iteration(model, reward, prompts, optimizer, args, generator)
         text = f"iteration {number}: reward {result['values'][..., -1].mean():.3f}"
         text += f", held out {evaluate(model, reward, heldout):.3f}" if number % 5 == 0 else ""
