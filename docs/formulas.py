@@ -128,8 +128,8 @@ FORMULAS = {
         r"L = \operatorname{mean}_i\,\operatorname{sigmoid}(S)\,A_i\,\ell_i(v), \qquad"
         r" S = \frac{\beta}{G}\sum_i A_i\,\big[\ell_i(v) - \ell_i(v_\text{ref})\big]"
     ),
-    "flowrl.probes.Tweedie": r"R_j = R(x_j - t_j\,v_j)",
-    "flowrl.probes.Continuation": r"R_j \approx V(x_j) = \mathbb E\big[R(x_T) \mid x_j\big]",
+    "flowrl.probes.Tweedie": r"R_j = R(z_j - t_j\,v_j)",
+    "flowrl.probes.Continuation": r"R_j \approx V(z_j) = \mathbb E\big[R(z_T) \mid z_j\big]",
 }
 """LaTeX by documented name."""
 WIDE = 120

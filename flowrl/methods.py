@@ -43,7 +43,7 @@ class Method:
 
     The kernel `sampler` is used on the steps of `window`, and the ODE on the others; a multistep
     solver ignores `window`. `name` is its label in tables. `shared_noise` is the share of the
-    variance of x_T that the members of a group have in common; True: the same x_T. The loss has the
+    variance of z_0 that the members of a group have in common; True: the same z_0. The loss has the
     published clip, which belongs to latents of `elements` numbers: the log-probability is a mean
     over them.
     """
@@ -122,7 +122,7 @@ def dense_grpo() -> Method:
 
 @_published
 def branch_grpo() -> Method:
-    """BranchGRPO (arXiv 2509.06040): trees from one x_T per prompt, values compared within tree and
+    """BranchGRPO (arXiv 2509.06040): trees from one z_0 per prompt, values compared within tree and
     node; Dance-SDE on all steps.
 
     Two children at the third and the fifth stochastic step, and group size / 4 at the first: 12
@@ -169,7 +169,7 @@ def granular_grpo() -> Method:
 
 @_published
 def tree_grpo() -> Method:
-    """TreeGRPO (arXiv 2512.08153): leaf advantages backed up a tree from one x_T that branches at
+    """TreeGRPO (arXiv 2512.08153): leaf advantages backed up a tree from one z_0 that branches at
     the first stochastic steps.
 
     Two children at the second and the third stochastic step, and group size / 4 at the first (12:

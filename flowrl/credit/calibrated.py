@@ -138,8 +138,8 @@ class CalibratedGain:
     R - V'_k with weight 1 - w, where V'_j = m(R) + s_j (V_j - m(V_j)), m the mean over the other
     members; the factor G / (G - 1) of a group of G cancels in Z. The gain has the errors of V' as
     bias, the reward-to-go has none, whatever V' is, but all later luck. Before Z: values that
-    predict nothing (s = r2 = 0) give r, which is uniform credit; exact values give E[A_k | x_k,
-    x_{k+1}] = V*(x_{k+1}) - V*(x_k).
+    predict nothing (s = r2 = 0) give r, which is uniform credit; exact values give E[A_k | z_k,
+    z_{k+1}] = V*(z_{k+1}) - V*(z_k).
 
     `assign` raises `CreditError` if a value that the credit reads is not finite. Not published. See
     GAE (arXiv 1506.02438) for the mix of gains and reward-to-go, and Q-Prop (arXiv 1611.02247) for

@@ -26,12 +26,12 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class LatentReward(ValueProbe):
-    """V_j = s(x_j, t_j, c): a reward model that scores noisy latents, such as DiNa-LRM (arXiv
+    """V_j = s(z_j, t_j, c): a reward model that scores noisy latents, such as DiNa-LRM (arXiv
     2602.11146). It needs no evaluation of the policy and no decode; what it costs itself is not
     counted. To use one, derive a class with `score`.
 
     A model that is trained on comparisons at equal t, as DiNa-LRM is, has another scale at every t,
-    so that s(x_{j+1}) - s(x_j) is not a gain; `flowrl.credit.CalibratedGain` regresses the final
+    so that s(z_{j+1}) - s(z_j) is not a gain; `flowrl.credit.CalibratedGain` regresses the final
     reward on s at every decision.
     """
 
@@ -77,7 +77,7 @@ class Critic(ValueProbe):
     detached, as in pi_RL (arXiv 2510.25889) for robots; GAE (arXiv 1506.02438).
 
     Args:
-        reads: "state": x_j, the Tweedie estimate, t_j and the prompt's embedding, for policies with
+        reads: "state": z_j, the Tweedie estimate, t_j and the prompt's embedding, for policies with
             small latents and embeddings; "hidden": the mean over tokens of the policy's last hidden
             state, which the rollout computes anyway, and t_j.
         base: "tweedie": f corrects the reward of the Tweedie estimate, at the price of a decoded

@@ -133,7 +133,7 @@ class Substeps(ODEProbe):
     """R_j scores the image after `count` network evaluations on an even grid over [t_j, 0], the
     first of them the rollout's v_j.
 
-    `count` = 1 is the Tweedie estimate x_j - t_j v_j. A step takes one evaluation; with heun there
+    `count` = 1 is the Tweedie estimate z_j - t_j v_j. A step takes one evaluation; with heun there
     are (`count` + 1) / 2 steps. Source: Stepwise-Flow-GRPO (arXiv 2603.28718), T' = `count`,
     Euler's method.
 
@@ -165,7 +165,7 @@ class Substeps(ODEProbe):
 
 
 def Tweedie() -> Substeps:
-    """The one-step clean estimate x_j - t_j v_j: `Substeps(1)`."""
+    """The one-step clean estimate z_j - t_j v_j: `Substeps(1)`."""
     return Substeps(1)
 
 
@@ -208,9 +208,9 @@ class Completion(ODEProbe):
 @dataclass(frozen=True)
 class Continuation(Probe):
     """R_j is the mean reward of `count` stochastic continuations from node j: a Monte Carlo
-    estimate of the value V(x_j).
+    estimate of the value V(z_j).
 
-    Gains of such rewards estimate the true advantages V(x_{i+1}) - V(x_i) of the steps taken, the
+    Gains of such rewards estimate the true advantages V(z_{i+1}) - V(z_i) of the steps taken, the
     ideal credit if evaluations were free. This takes `count` T (T + 1) / 2 evaluations in addition
     to the rollout. Raises `ConfigError` for a `count` below 1.
     """

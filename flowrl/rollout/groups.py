@@ -23,8 +23,8 @@ class Groups:
     Args:
         prompts: number of groups.
         members: samples per group.
-        shared_noise: share of the variance of x_T that the members of a group have in common; True:
-            they start from the same x_T.
+        shared_noise: share of the variance of z_0 that the members of a group have in common; True:
+            they start from the same z_0.
         first: index of the first group within all groups.
         total: number of all groups; 0: there are no others.
 
@@ -59,7 +59,7 @@ class Groups:
         return replace(self, prompts=count, first=self.first + first, total=self.all)
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """x_T of every sample, [sample, *latent], on the generator's device."""
+        """z_0 of every sample, [sample, *latent], on the generator's device."""
         common = own = None
         if self.shared_noise > 0:
             common = self._drawn(torch.randn, 1, shape, generator)
@@ -72,7 +72,7 @@ class Groups:
 
     @property
     def one_start(self) -> bool:
-        """Whether the members of a group start from the same x_T."""
+        """Whether the members of a group start from the same z_0."""
         return self.shared_noise == 1
 
     def rand(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

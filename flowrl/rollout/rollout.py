@@ -96,7 +96,7 @@ def rollout(
 
     Network evaluations per trajectory with T steps, all decisions, and independent noise: T without
     a probe, T T' with `Substeps(T')` in T + T' - 1 calls, T (T + 1) / 2 with `Completion` in T
-    calls. Nodes that a group shares (same x_T and only ODE steps so far) are evaluated once per
+    calls. Nodes that a group shares (same z_0 and only ODE steps so far) are evaluated once per
     group. Probes draw from a separate generator, so the trajectories, and all later draws, are the
     same for every probe. A `Branching` probe makes the trajectories of a group branches of trees:
     the number of evaluations is that of the trees' states before the last node, in T calls. A tree

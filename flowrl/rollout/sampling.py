@@ -43,7 +43,7 @@ class ImageBatch:
 
 
 def initial_noise(policy: FlowPolicy, count: int, seed: int = EVALUATION_SEED) -> Tensor:
-    """Standard normal x_T, drawn on the CPU so that it does not depend on the device.
+    """Standard normal z_0, drawn on the CPU so that it does not depend on the device.
 
     Args:
         policy: the policy; its `latent_shape` is used.

@@ -5,7 +5,7 @@ a differentiable function of the weights, so grad E[R] = E[grad R]. It needs a r
 differentiable in the image, such as the 2-D world's. No policy gradient can estimate the part
 through deterministic steps, which can be left out.
 
-The estimate is the policy gradient sum_i A_i grad log pi(x_{i+1} | x_i) per trajectory. log pi is a
+The estimate is the policy gradient sum_i A_i grad log pi(z_{i+1} | z_i) per trajectory. log pi is a
 mean over the d latent elements and the loss a mean over K decisions here, so gradients of the loss
 are multiplied by -K d.
 """

@@ -38,7 +38,7 @@ class SomeMembers(Probe):
     Args:
         probe: the probe whose estimates are computed.
         fraction: p, in (0, 1].
-        control: C, which needs no network evaluation. "tweedie": the reward of x_j - t_j v_j,
+        control: C, which needs no network evaluation. "tweedie": the reward of z_j - t_j v_j,
             decoded and scored for all members; "uniform": linear over the decisions from the mean
             of the group's R_T to the member's R_T.
 

@@ -46,7 +46,7 @@ class Agreement:
     var(A*), the variance corrected likewise. `sign`: fraction of the *resolved* decisions (|A*|
     above two standard errors) whose credit has the sign of A* (credit 0 counts as half); `resolved`
     is their fraction of all. `bias`: the mean credit of a step over all outcomes, root mean square
-    over steps, in units of the credit's std; the true one is 0, since E[A* | x_i] = 0.
+    over steps, in units of the credit's std; the true one is 0, since E[A* | z_i] = 0.
     `unexplained`: fraction of the credit's variance that is not proportional to A*, 1 -
     correlation^2.
     """
