@@ -140,6 +140,7 @@ def claims_page(inputs: Inputs) -> Document:
     worlds = {world: arms_of(judged, world) for world in WORLDS}
     page.text(INTRODUCTION)
     page.items(answers(judged))
+    page.text(LEGEND)
     for world, arms in worlds.items():
         if arms:
             name = WORLD_NAMES[world]
@@ -150,7 +151,6 @@ def claims_page(inputs: Inputs) -> Document:
                     f"Dot plot of each method's lead over uniform credit in the {name}",
                 )
             )
-    page.text(LEGEND)
     page.text(DEFINITIONS)
     page.text(_false_alarms(inputs.calibration))
     page.heading("Main comparison: every arm against uniform credit")
