@@ -16,7 +16,7 @@
 # **After this lesson you can** treat denoising as a decision process, derive the policy gradient and its baseline, write the log-probability, the group's advantage, the clipped loss and the KL penalty, and train a flow with them: first with plain
 # PyTorch in under 80 lines, then with the library in ten.
 #
-# **Time** 95 minutes, of which the computer needs less than one. **You need** the lesson on ODE and SDE.
+# **Time** 110 minutes, of which the computer needs less than one. **You need** the lesson on ODE and SDE.
 #
 # The data are the ring again, now with *prompts*: "towards 45 degrees" describes points at that angle, and the reward is $\exp(-d^2/2)$ for a point at distance $d$ from the target. The base model samples from the ring and ignores the prompt.
 #

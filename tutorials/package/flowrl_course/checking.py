@@ -247,6 +247,12 @@ def choice(value: Any, letters: str, what: str = "the question") -> str:
     return letter
 
 
+def decide(value: Any, right: str, reasons: dict[str, str], what: str = "the question") -> None:
+    """Raise `Unsolved` with the reason against `value`, a letter, unless it is `right`."""
+    letter = choice(value, "".join(sorted([right, *reasons])), what)
+    expect(letter == right, reasons.get(letter, ""))
+
+
 def same(got: Any, wanted: Any, tolerance: float = 1e-4) -> bool:
     """Whether two tensors or numbers agree to `tolerance`, relative to the largest wanted value (or
     1).

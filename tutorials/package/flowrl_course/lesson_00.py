@@ -9,7 +9,7 @@ from flowrl import world
 from flowrl.core.errors import FlowrlError
 from flowrl.worlds import PolicyOptions
 from flowrl_course.batches import ode_images
-from flowrl_course.checking import answered, check, choice, expect, number, quiz, same
+from flowrl_course.checking import answered, check, choice, decide, expect, number, quiz, same
 
 METHODS = {"flow-grpo", "stepwise-flow-grpo", "tp-grpo"}
 
@@ -115,8 +115,7 @@ def check_slowest(answer: str) -> None:
         "d": "errors average out over many samples, and ten iterations are few: think of the"
         " noise of each update",
     }
-    letter = choice(answer, "abcd")
-    expect(letter == "a", reasons.get(letter, ""))
+    decide(answer, "a", reasons)
 
 
 check_quiz = quiz(

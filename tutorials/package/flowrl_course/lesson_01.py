@@ -14,6 +14,7 @@ from flowrl_course.checking import (
     check,
     choice,
     close,
+    decide,
     expect,
     number,
     quiz,
@@ -260,8 +261,7 @@ def check_one_step(answer: str) -> None:
         "c": "the radius of the samples is not that of the data: compute v(x, 1)",
         "d": "the noise does not remain: a step of length 1 subtracts v(x, 1) = x - E[x_0]",
     }
-    letter = choice(answer, "abcd")
-    expect(letter == "b", reasons.get(letter, ""))
+    decide(answer, "b", reasons)
 
 
 @check("Exercise 7")

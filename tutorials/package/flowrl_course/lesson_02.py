@@ -13,8 +13,8 @@ from flowrl.samplers import ODE, transition_stds
 from flowrl_course.checking import (
     answered,
     check,
-    choice,
     close,
+    decide,
     expect,
     number,
     quiz,
@@ -276,8 +276,7 @@ def check_cause(answer: str) -> None:
         "c": "without the correction the spread is about 0.6, see the table above: compare",
         "d": "a finer grid would help against a coarse one: here it makes the spread worse",
     }
-    letter = choice(answer, "abcd")
-    expect(letter == "b", reasons.get(letter, ""))
+    decide(answer, "b", reasons)
 
 
 @check("Exercise 5")
@@ -411,8 +410,7 @@ def check_random_step(answer: str) -> None:
         " std with the distance between blobs",
         "d": "a is the same, but sigma_t sqrt(Delta) is not: compute it early and late",
     }
-    letter = choice(answer, "abcd")
-    expect(letter == "a", reasons.get(letter, ""))
+    decide(answer, "a", reasons)
 
 
 @check("Exercise 10")

@@ -11,8 +11,8 @@ from flowrl_course.chain import Chain
 from flowrl_course.checking import (
     answered,
     check,
-    choice,
     close,
+    decide,
     expect,
     number,
     quiz,
@@ -222,8 +222,7 @@ def check_bias(answer: str) -> None:
         " remove it",
         "d": "V_k is a baseline, but V_{k+1} is not: for which lambda does it occur?",
     }
-    letter = choice(answer, "abcd")
-    expect(letter == "c", reasons.get(letter, ""))
+    decide(answer, "c", reasons)
 
 
 @check("Exercise 7")
