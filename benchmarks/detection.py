@@ -2,7 +2,7 @@
 as derived.
 
     python benchmarks/detection.py              # about six minutes on one core; keeps the trajectories
-    python benchmarks/detection.py --report     # table and figure again, from results/detection.json
+    python benchmarks/detection.py --report     # table and figures again, from results/detection.json
 
 TP-GRPO on both worlds with the soft reward, before and after a short training (mixture 10, shapes
 12 iterations); 18 prompts x 16 trajectories per seed, which are scored once. This table [prompt,
@@ -49,7 +49,7 @@ from flowrl.training.trainer import Trainer
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "detection.json"
-FIGURE = HERE.parent / "docs" / "detection" / "calls.png"
+FIGURES = HERE.parent / "docs" / "detection"
 WORLDS, WINDOWS, STAGES = ("mixture", "shapes"), ("0:9", "2:7"), ("before", "after")
 LEVELS = (0.1, 0.3)
 PROMPTS, MEMBERS, DRAWS, CRITERION_DRAWS, MAX_BATCH = 18, 16, 200, 40, 4096
@@ -289,7 +289,7 @@ def cell(world: str, window: str, stage: str, table: Tensor, seed: int) -> dict[
 
 
 def main() -> None:
-    """Measure what is missing, write JSON, Markdown and the figure."""
+    """Measure what is missing, write JSON, Markdown and the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -298,7 +298,7 @@ def main() -> None:
         "--work", type=Path, default=Path("runs/detection"), help="folder of the true reward tables"
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--figure", type=Path, default=FIGURE)
+    parser.add_argument("--figures", type=Path, default=FIGURES)
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -326,7 +326,7 @@ def main() -> None:
                 flush=True,
             )
         write_json(options.out, record)
-    report(json.loads(options.out.read_text()), options.out.with_suffix(".md"), options.figure)
+    report(json.loads(options.out.read_text()), options.out.with_suffix(".md"), options.figures)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables and figure of `detection.py`, from its record."""
+"""Tables and figures of `detection.py`, from its record."""
 
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ ENOUGH = 60
 """Calls below which a bin is not drawn."""
 
 
-def report(record: dict[str, Any], page: Path, figure: Path) -> None:
-    """Write the tables, without a title, and the figure."""
+def report(record: dict[str, Any], page: Path, figures: Path) -> None:
+    """Write the tables, without a title, and the figures."""
     write_bytes(page, tables(record).encode())
-    save(draw(record), figure, dpi=130)
+    save(calls(record), figures / "calls.png", dpi=130)
+    save(real_calls(record), figures / "real-calls.png", dpi=130)
 
 
 def tables(record: dict[str, Any]) -> str:
@@ -148,17 +149,13 @@ STARTS = range(0, 17, 2)
 """First bins of the table's wider bins."""
 
 
-def draw(record: dict[str, Any]) -> Any:
-    """Densities over the noise, of both worlds before training; the fraction of real calls by
-    smallest difference.
-    """
-    figure = plt.figure(figsize=(9, 7.2), layout="constrained")
-    grid = figure.add_gridspec(2, 2)
-    axes = [figure.add_subplot(grid[0, column]) for column in range(2)]
-    for place, world in zip(axes, WORLDS, strict=True):
+def calls(record: dict[str, Any]) -> Any:
+    """Densities of calls over the noise, of both worlds before training."""
+    figure = plt.figure(figsize=(9, 3.6), layout="constrained")
+    panels: Any = figure.subplots(1, 2, sharey=True)
+    for place, world in zip(panels, WORLDS, strict=True):
         densities(place, record, world)
-    axes[0].set_ylabel("turning points per trajectory")
-    calibration(figure.add_subplot(grid[1, :]), record)
+    panels[0].set_ylabel("turning points per trajectory")
     return figure
 
 
@@ -188,7 +185,9 @@ def densities(axes: Any, record: dict[str, Any], world: str) -> None:
     axes.set_xlim(noise[0], noise[-1])
     axes.set_ylim(0, 1.9)
     axes.set_xlabel("standard deviation of the reward's noise")
-    axes.set_title(f"{WORLDS[world]}: mean |d| = {row['mean |d|']:.2f}")
+    axes.set_title(
+        f"{WORLDS[world]}: a step changes the reward by {row['mean |d|']:.2f}", fontsize=11
+    )
     axes.text(0.0035, 0.45, "real calls")
     axes.text(0.95, 0.95, "false calls", ha="right")
     axes.text(0.0035, row["turns"] - 0.04, "without noise", va="top", fontsize=9)
@@ -197,10 +196,12 @@ def densities(axes: Any, record: dict[str, Any], world: str) -> None:
     clean(axes)
 
 
-def calibration(axes: Any, record: dict[str, Any]) -> None:
+def real_calls(record: dict[str, Any]) -> Any:
     """The fraction of real calls by the smallest difference that decides them, and the flat prior's
     expectation.
     """
+    figure = plt.figure(figsize=(9, 3.6), layout="constrained")
+    axes: Any = figure.subplots()
     edges = np.array(record["edges"])
     middle = edges + 0.125
     colours = {"mixture": COLOURS["flow-grpo"], "shapes": COLOURS["stepwise-flow-grpo"]}
@@ -235,6 +236,6 @@ def calibration(axes: Any, record: dict[str, Any]) -> None:
     axes.set_xlim(0, 4)
     axes.set_xlabel("smallest deciding |difference| / noise")
     axes.set_ylabel("fraction of calls that are real")
-    axes.set_title("What a call is worth")
     axes.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     clean(axes)
+    return figure

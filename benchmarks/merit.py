@@ -3,13 +3,13 @@ and training runs.
 
     python benchmarks/merit.py              # agreement and cost of all rows; about 15 minutes on two cores
     python benchmarks/merit.py --train      # training runs of methods and probes; about 40 minutes on two cores
-    python benchmarks/merit.py --report     # the tables again, from what is there
+    python benchmarks/merit.py --report     # the tables and the figure again, from what is there
     python benchmarks/merit.py --quick --out FOLDER      # tiny sizes, to try the command
 
 All of these go on where they were stopped. Results of single jobs are kept in runs/merit (`--work`)
 until the tables are made, those of training runs are lines of merit-train.jsonl. Written are
-results/merit.json, results/merit.md and docs/branching.md, with `--out` all in that folder. Network
-evaluations (NFE) are per trajectory, without guidance.
+results/merit.json, results/merit.md, docs/branching.md and its figure, with `--out` all in that
+folder. Network evaluations (NFE) are per trajectory, without guidance.
 """
 
 import argparse
@@ -39,6 +39,8 @@ from flowrl_bench.merit_page import (
 from flowrl_bench.merit_rows import WORLDS
 from flowrl_bench.merit_train import SEEDS, learned, read_lines, train, train_jobs
 from flowrl_bench.results_file import provenance
+from flowrl_compare.style import save
+from merit_figure import credit_figure
 
 from flowrl.io import write_json
 
@@ -52,22 +54,15 @@ KINDS = {
     "Rules on trees": ("tree rule",),
 }
 
-TEXT = """# Branching and cheap probes: what a step's credit is worth, and what it costs
+TEXT = """# Trees and cheap probes: all tables
 
-Tree methods and probes are judged by the agreement of their credit with the true advantage, by its cost, and by training
-runs. All numbers on this page are made by {commands}; commit {commit}; {hardware}. `benchmarks/results/merit.md` has the same
-tables with signs, slopes by step and milliseconds.
+This page has every row behind [the findings on trees and cheap probes](trees-and-probes.md): which estimates of a step's credit agree with the true
+advantage, what they cost, and whether training with them works. {recommendation}
 
-## Recommendation
+![Correlation with the true advantage before and after training](trees-and-probes/credit.png)
 
-{recommendation}
-
-{verdicts}
-
-The criteria are: at most half of the evaluations of Substeps(5) for sampling and probe; the lower end of the 95% interval of its
-correlation minus that of Substeps(5), on the same trajectories, above -{margin}, before and after training in both worlds. In
-training runs of both worlds: the interval of final minus base is above 0, no seed ends below its base, and the interval of
-the final reward minus that of Substeps(5) is not wholly below 0.
+*How to read it.* Rows are methods; open points are the untrained policy, filled points the trained one, lines 95% intervals. The number is that of network evaluations per trajectory, update included.
+All numbers are made by {commands}; commit {commit}; {hardware}. `benchmarks/results/merit.md` has the same tables with signs, slopes by step and milliseconds.
 
 ## How to read the tables
 
@@ -82,6 +77,15 @@ signal-to-noise ratio of the gradient goes as its root. Trajectories of a tree s
 last column are those of the shapes world after training.
 
 "Before" is the untrained policy, "after" the one after the default number of iterations with uniform credit. {sizes}
+
+## Which cheaper probes replace `Substeps(5)`
+
+{verdicts}
+
+The criteria are: at most half of the evaluations of Substeps(5) for sampling and probe; the lower end of the 95% interval of its
+correlation minus that of Substeps(5), on the same trajectories, above -{margin}, before and after training in both worlds. In
+training runs of both worlds: the interval of final minus base is above 0, no seed ends below its base, and the interval of
+the final reward minus that of Substeps(5) is not wholly below 0.
 
 ## Agreement
 
@@ -120,7 +124,7 @@ def sizes_text(quick: bool, looks: Mapping[str, int]) -> str:
 def write(
     folder: Path, page: Path, work: Path, wanted: list[Job], quick: bool, command: str
 ) -> None:
-    """merit.json, merit.md and the page."""
+    """merit.json, merit.md, the page and its figure."""
     sums, lines = read_sums(work, wanted, quick), read_lines(folder / "merit-train.jsonl")
     if sums:
         cells, left_out = judged(sums), not_applicable(sums)
@@ -135,10 +139,11 @@ def write(
             )
             for world in {place for place, _ in sums}
         }
-        write_json(
-            folder / "merit.json",
-            record(cells, left_out, probes, lines, {**made, "looks": looks}, quick),
-        )
+        kept = record(cells, left_out, probes, lines, {**made, "looks": looks}, quick)
+        write_json(folder / "merit.json", kept)
+        figures = page.parent / "trees-and-probes"
+        figures.mkdir(exist_ok=True)
+        save(credit_figure(kept), figures / "credit.png", 110)
         training = "\n".join(train_table(lines))
         full = [full_text(cells, left_out), "## Training runs", training]
         (folder / "merit.md").write_text(

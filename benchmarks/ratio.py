@@ -299,6 +299,8 @@ def main() -> None:
         write_json(RESULTS, record)
     record = json.loads(RESULTS.read_text())
     RESULTS.with_suffix(".md").write_text(report(record))
+    first = dict(list(record["shares"].items())[:1])
+    save(shares_figure(first), FIGURES / "steps.png", 110)
     save(shares_figure(record["shares"]), FIGURES / "shares.png", 110)
     save(rounding_figure(record), FIGURES / "rounding.png", 110)
     print(report(record))

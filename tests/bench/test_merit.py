@@ -111,6 +111,6 @@ def test_a_probe_is_recommended_if_it_is_cheap_and_agrees_and_trains():
     assert "110% of the evaluations, 2-D world" in rows[costly].why
     assert GOOD in text and "40%" in text
     rows, text = verdict_of(**{GOOD: [0.5, 0.5, 0.51, 0.5]})
-    assert not any(row.recommended for row in rows.values()) and text.startswith("No probe")
+    assert not any(row.recommended for row in rows.values()) and text.startswith("No cheaper probe")
     rows, _ = verdict_of(**{GOOD: [0.9, 0.9, 0.19, 0.92]})  # one seed has learned nothing
     assert rows[GOOD].trained is False and "does not learn, shapes world" in rows[GOOD].why

@@ -327,7 +327,7 @@ def recommendation(judgements: Sequence[Verdict]) -> str:
             f" is above -{MARGIN} (lower end of the interval) before and after training in both"
             f" worlds, and it holds in training.{also}"
         )
-    return "No probe fulfils all criteria."
+    return "No cheaper probe can replace Substeps(5) by the criteria below."
 
 
 def verdict_table(judgements: Sequence[Verdict]) -> list[str]:
