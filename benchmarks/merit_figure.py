@@ -29,8 +29,8 @@ def credit_figure(record: dict[str, Any]) -> Figure:
     """
     cells = {(cell["world"], cell["stage"]): cell["rows"] for cell in record["cells"]}
     worlds = list(dict.fromkeys(world for world, _ in cells))
-    drawn = Figure(figsize=(10, 4.2), layout="constrained")
-    panels: Any = drawn.subplots(1, len(worlds), sharey=True)
+    drawn = Figure(figsize=(10, 4), layout="constrained")
+    panels: Any = drawn.subplots(1, len(worlds), sharey=True, squeeze=False)[0]
     for axes, world in zip(panels, worlds, strict=True):
         for stage, shift in (("before", -0.16), ("after", 0.16)):
             rows = {row["row"]: row for row in cells[world, stage]}

@@ -28,7 +28,7 @@ def shares_figure(shares: dict[str, Any]) -> Figure:
         for name in shares[rows[0]]["samplers"]
         if name not in ("CPS 0.8", "Flow-SDE 0.7, all but last")
     ]
-    drawn = Figure(figsize=(13, 2.5 * len(rows) + 0.4), layout="constrained")
+    drawn = Figure(figsize=(13, 2.5 * len(rows) + 0.8), layout="constrained")
     grid: Any = drawn.subplots(len(rows), len(chosen), sharey=True, squeeze=False)
     for row, name in enumerate(rows):
         for column, sampler in enumerate(chosen):
