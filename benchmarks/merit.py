@@ -143,7 +143,7 @@ def write(
         write_json(folder / "merit.json", kept)
         figures = page.parent / "trees-and-probes"
         figures.mkdir(exist_ok=True)
-        save(credit_figure(kept), figures / "credit.png", 110)
+        save(credit_figure(kept), figures / "credit.png", 120)
         training = "\n".join(train_table(lines))
         full = [full_text(cells, left_out), "## Training runs", training]
         (folder / "merit.md").write_text(
