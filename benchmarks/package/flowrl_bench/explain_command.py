@@ -34,7 +34,7 @@ class Explain:
     """
     noise_level: float = 0.7
     """Noise level of this sampler."""
-    out: Path = Path("explain.png")
+    out: Path = Path("runs/explain.png")
     """The figure to write, or a folder for it; with several rules or prompts, numbers are appended
     to its name.
     """
