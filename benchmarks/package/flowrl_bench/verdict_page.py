@@ -95,12 +95,11 @@ def _draw(axes: Axes, verdicts: Verdicts, arms: Sequence[str], title: str) -> No
         if answer is not None:
             shade = face = SHADES.get(answer.verdict, SOFT)
         if lead is None:
-            axes.text(0, place, " not run", va="center", fontsize=8, color=SOFT)
+            axes.text(0, place, " unknown", va="center", fontsize=8, color=SOFT)
             continue
         axes.plot([100 * lead.low, 100 * lead.high], [place, place], color=shade, linewidth=2)
         marker = "D" if arm == EXACT else "o"
         axes.plot(100 * lead.value, place, marker, color=shade, markerfacecolor=face)
-    axes.set_xlabel(f"Lead over Flow-GRPO at equal seconds of {STATED_NAME}, %")
     dot_plot_axes(axes, [named(arm) for arm in arms], title)
 
 
@@ -119,6 +118,7 @@ def leads_figure(worlds: Mapping[str, Verdicts]) -> Figure:
         tasks = len(verdicts.pairs)
         title = f"{CAMPAIGNS[name].label}, {tasks} tasks, {verdicts.seeds} seeds"
         _draw(axes, verdicts, rows, title)
+    figure.suptitle(f"Lead over Flow-GRPO at equal seconds of {STATED_NAME}, %", fontsize=12)
     marks = [
         *(
             Line2D([], [], color=shade, marker="o", linewidth=2, label=label)
