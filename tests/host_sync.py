@@ -6,7 +6,6 @@ the operations that would.
 """
 
 import sys
-from collections import Counter
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
@@ -44,14 +43,6 @@ class HostSyncError(AssertionError):
     """The host would wait for the device here."""
 
 
-class _NoHostSync(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        reason = _waits(func, args, kwargs or {})
-        if reason:
-            raise HostSyncError(f"{func}: {reason}")
-        return func(*args, **(kwargs or {}))
-
-
 class _OnDevice(TorchFunctionMode):
     """Refuses tensors that a line of flowrl, or of a test, makes without saying on which device."""
 
@@ -63,16 +54,19 @@ class _OnDevice(TorchFunctionMode):
 
 
 class HostSyncs(TorchDispatchMode):
-    """Counts the operations within it for which the host would wait, by name; `Tensor.cpu` and
-    `numpy` are no operations.
+    """Counts the operations within it for which the host would wait, or refuses them; `Tensor.cpu`
+    and `numpy` are no operations.
     """
 
-    def __init__(self):
+    def __init__(self, refused=False):
         super().__init__()
-        self.counts = Counter()
+        self.refused, self.count = refused, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func.__name__.partition(".")[0]] += bool(_waits(func, args, kwargs or {}))
+        reason = _waits(func, args, kwargs or {})
+        if reason and self.refused:
+            raise HostSyncError(f"{func}: {reason}")
+        self.count += bool(reason)
         return func(*args, **(kwargs or {}))
 
 
@@ -119,7 +113,7 @@ def no_host_sync(device):
             raise HostSyncError("Tensor.to('cpu'): the values are copied to the host")
         return to(tensor, *given, **named)
 
-    with _NoHostSync(), _OnDevice(), ExitStack() as patches:
+    with HostSyncs(refused=True), _OnDevice(), ExitStack() as patches:
         patches.enter_context(patch.object(Tensor, "to", to_device))
         for name in COPIES_TO_THE_HOST:
             patches.enter_context(patch.object(Tensor, name, refused(name)))

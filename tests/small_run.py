@@ -5,8 +5,6 @@ them.
 import json
 import shlex
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -187,13 +185,3 @@ def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
-
-
-def launch(config, folder, arguments):
-    """`flowrl train` in two processes by a shipped config file; the finished process."""
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    launcher += [launch_file(config), "--num_processes", "2", "--main_process_port", free_port()]
-    command = [*launcher, "-m", "flowrl", "train", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=folder, check=False
-    )

@@ -73,10 +73,8 @@ def test_transitions_without_an_advantage_are_no_rows():
     one_group = FunctionReward(
         lambda images, prompts: torch.tensor([float(p == prompts[0]) for p in prompts]).cumsum(0)
     )
-    rows = evaluations(trainer("flow-grpo", reward=one_group, kl_weight=0.0, minibatches=1))[
-        "update"
-    ]
-    assert sum(rows) == 2 * (STEPS - 1)
+    trained = trainer("flow-grpo", reward=one_group, kl_weight=0.0, minibatches=1)
+    assert sum(evaluations(trained)["update"]) == 2 * (STEPS - 1)
 
 
 SYNCHRONISATIONS = {"flow-grpo": 110, "stepwise-flow-grpo": 114, "tp-grpo": 116}
@@ -92,7 +90,7 @@ def test_synchronisations_grow_with_neither_steps_nor_micro_batches(method):
         trained.iteration()
         with HostSyncs() as syncs:
             trained.iteration()
-        return syncs.counts.total()
+        return syncs.count
 
     usual = count()
     assert usual <= SYNCHRONISATIONS[method] and count(micro_batch=2) == usual

@@ -129,29 +129,24 @@ def policies(one: MixturePolicy, other: SmallSD3Policy) -> list[FlowPolicy]:
 """
 
 
+NO_RULE = """
+from flowrl.core.protocols import CreditAssigner
+from flowrl.losses import ClippedLoss
+rule: CreditAssigner = ClippedLoss()
+"""
+
+
 def test_parts_conform_to_their_protocols_statically(tmp_path):
     """basedpyright accepts every built-in part as its protocol, and refuses parts of another
     kind.
     """
     pytest.importorskip("basedpyright")
-    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
-    good.write_text(CONFORMANCE)
-    imports = [
-        "from flowrl.losses import ClippedLoss",
-        "from flowrl.core.protocols import CreditAssigner",
-    ]
-    bad.write_text("\n".join([*imports, "rule: CreditAssigner = ClippedLoss()", ""]))
+    (tmp_path / "good.py").write_text(CONFORMANCE)
+    (tmp_path / "bad.py").write_text(NO_RULE)
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
-    check = [
-        sys.executable,
-        "-m",
-        "basedpyright",
-        "--pythonpath",
-        sys.executable,
-        "-p",
-        str(tmp_path),
-    ]
-    done = subprocess.run(check, capture_output=True, text=True)
-    assert "bad.py:3" in done.stdout, done.stdout
+    options = f"-m basedpyright --pythonpath {sys.executable} -p {tmp_path}"
+    command = [sys.executable, *options.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "bad.py:4" in done.stdout, done.stdout
     assert '"assign" is not present' in done.stdout
     assert "good.py:" not in done.stdout, done.stdout

@@ -57,12 +57,10 @@ def refuse(path, end):
 def test_a_bad_reader_is_found(reader, problem, tmp_path):
     (tmp_path / "file").write_text("text")
     reads = iter([lambda path: None] * 2)  # the valid file is read twice
-    kind = fuzz_cases.Kind(
-        "bad", "file", fuzz_mutations.mixed(), lambda path: next(reads, reader)(path)
-    )
-    result = fuzz_files.forked(kind, tmp_path, 1, 0)
-    assert len(result.problems) == 1
-    assert any(text in result.problems[0] for text in problem.split("|"))
+    read = lambda path: next(reads, reader)(path)  # noqa: E731
+    kind = fuzz_cases.Kind("bad", "file", fuzz_mutations.mixed(), read)
+    (found,) = fuzz_files.forked(kind, tmp_path, 1, 0).problems
+    assert any(text in found for text in problem.split("|"))
 
 
 def written(path, content):
@@ -94,16 +92,11 @@ def test_json_keeps_what_python_writes(tmp_path):
     assert read_json(written(tmp_path / "a.json", "\ufeff" + json.dumps(values))) == values
     with pytest.raises(ValueError, match="Infinity is not a number"):
         parse_json(json.dumps(values), finite=True)
-    with pytest.raises(ValueError, match="1e999 is not a number"):
-        parse_json("1e999", finite=True)
 
 
 def bomb(levels):
-    lines = [
-        "a0: &a0 [1]",
-        *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels)),
-    ]
-    return "\n".join(lines)
+    rest = (f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels))
+    return "\n".join(["a0: &a0 [1]", *rest])
 
 
 @pytest.mark.parametrize(
@@ -148,10 +141,8 @@ def test_errors_of_a_file_name_it_once():
 )
 def test_tensors_of_another_shape_or_type_are_refused(tensor, tmp_path):
     path = written(tmp_path / "a.safetensors", save({"images": tensor}))
-    with pytest.raises(
-        CheckpointError,
-        match=r"a\.safetensors: tensor 'images' is torch.*allowed: .* \[2, any, any\]",
-    ):
+    words = r"a\.safetensors: tensor 'images' is torch.*allowed: .* \[2, any, any\]"
+    with pytest.raises(CheckpointError, match=words):
         read_tensors(path, {"images": (2, None, None)})
 
 

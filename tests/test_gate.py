@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from contextlib import suppress
 from importlib import import_module
 from inspect import isabstract, isclass, iscoroutinefunction, isfunction, signature
+from itertools import cycle
 from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any, Protocol, get_type_hints
@@ -39,8 +40,8 @@ OTHERS = (Exception, BaseModel, Protocol, tuple)
 
 def test_no_callable_of_the_packages_is_built_from_a_file():
     """By its module's name, as every kind of part, alone or inside a registered one."""
-    count, inside = (
-        0,
+    specs, inside = (
+        [],
         [
             ("credit", "weighted(rule='{}')"),
             ("credit", "uniform(probe='{}')"),
@@ -50,21 +51,17 @@ def test_no_callable_of_the_packages_is_built_from_a_file():
         ],
     )
     for package in OWN_PACKAGES:
-        room = import_module(package)
-        for module in walk_packages(room.__path__, f"{package}."):
-            if module.name.endswith("__main__"):
-                continue
-            for name, value in vars(import_module(module.name)).items():
-                if not callable(value):
-                    continue
-                spec, count = f"{module.name}:{name}", count + 1
-                for kind in KINDS:
-                    with pytest.raises(ConfigError, match="consent"):
-                        find_maker(kind, Spec(spec, {}))
-                kind, text = inside[count % len(inside)]
-                with pytest.raises(ConfigError, match="consent"):
-                    build(kind, text.format(spec))
-    assert count > 3000
+        for module in walk_packages(import_module(package).__path__, f"{package}."):
+            if not module.name.endswith("__main__"):
+                members = vars(import_module(module.name)).items()
+                specs += [f"{module.name}:{name}" for name, value in members if callable(value)]
+    for spec, (kind, text) in zip(specs, cycle(inside), strict=False):
+        for other in KINDS:
+            with pytest.raises(ConfigError, match="consent"):
+                find_maker(other, Spec(spec, {}))
+        with pytest.raises(ConfigError, match="consent"):
+            build(kind, text.format(spec))
+    assert len(specs) > 3000
 
 
 def required(call):
@@ -100,36 +97,32 @@ def test_a_wrong_argument_of_a_public_call_is_named(package):
             public = getattr(call, "__module__", "") == module.name and name[0] != "_"
             if not public or not (isclass(call) or isfunction(call)) or isabstract(call):
                 continue
-            arguments = required(call)
-            plain = any(
-                isclass(kind) and kind not in (object, Any, Hashable) for kind in arguments.values()
-            )
-            if (
-                not plain
-                or (isclass(call) and (issubclass(call, OTHERS) or "__init__" not in vars(call)))
-                or iscoroutinefunction(call)
-            ):
+            if isclass(call) and (issubclass(call, OTHERS) or "__init__" not in vars(call)):
                 continue
-            wrong = dict.fromkeys(arguments, WRONG)
+            arguments = required(call)
+            kinds = {*filter(isclass, arguments.values())} - {object, Any, Hashable}
+            if not kinds or iscoroutinefunction(call):
+                continue
             with suppress(FlowrlError):
-                call(**wrong)
+                call(**dict.fromkeys(arguments, WRONG))
                 accepted.append(f"{module.name}.{name}")
             count += 1
     assert not accepted
     assert count >= {"flowrl": 350}.get(package, 5), count
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large"])
+FILES = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": os.mkdir,
+    "large": lambda path: path.write_bytes(b"12345"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
 def test_only_regular_files_of_limited_size_are_read(kind, tmp_path):
     path = tmp_path / "file"
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.write_bytes(b"12345")
+    FILES[kind](path)
     with pytest.raises(ConfigError, match=r"not a regular file|has 5 bytes; allowed: 4"):
         read_bytes(path, 4)
     (tmp_path / "link").symlink_to(__file__)
@@ -261,9 +254,8 @@ def test_terminal_codes_and_wide_tables(tmp_path, capsys):
     assert r"\x1b[31mred" in (shown := capsys.readouterr().out) and "\x1b" not in shown
     lines = [",".join(f"value_{k}" for k in range(1001)), *(["0," * 1000 + "1"] * 2)]
     (tmp_path / "wide.csv").write_text("\n".join(lines))
-    assert "columns = 1001 is not allowed; allowed: 1000" in error_of(
-        f"explain uniform --rewards {tmp_path}/wide.csv --out {tmp_path}/t.png", capsys
-    )
+    explain = f"explain uniform --rewards {tmp_path}/wide.csv --out {tmp_path}/t.png"
+    assert "columns = 1001 is not allowed; allowed: 1000" in error_of(explain, capsys)
 
 
 def test_what_a_call_of_a_part_breaks_is_named(capfd):
@@ -326,9 +318,8 @@ def test_settings_without_effect_are_found(settings, names):
 def test_an_option_that_nothing_reads_is_refused(tmp_path, capsys):
     out = f"--out {tmp_path}/new"
     for command in ("train", "compare --seeds 0"):
-        assert "dtype = 'bfloat16' is not allowed; allowed: left out" in error_of(
-            f"{command} {MIXTURE} {out} --dtype bfloat16", capsys
-        )
+        error = error_of(f"{command} {MIXTURE} {out} --dtype bfloat16", capsys)
+        assert "dtype = 'bfloat16' is not allowed; allowed: left out" in error
     arms = "--arm a: --arm 'b: method=awm' --seeds 0 --workers 1 --clip-range 0.1"
     assert flowrl_(f"compare {MIXTURE} {out} {arms}") == 0
     assert "Note: clip_range has no effect on b" in capsys.readouterr().out
@@ -337,15 +328,11 @@ def test_an_option_that_nothing_reads_is_refused(tmp_path, capsys):
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     """The settings of a run and of a comparison by command."""
-    folder = tmp_path_factory.mktemp("begun")
-    arms = {"base": {}, "soft": {"clip_range": 0.1}}
-    contents = {
-        "train": TINY_RUN.as_dict(),
-        "compare": CompareConfig(TINY_RUN, arms, (0,)).as_dict(),
-    }
-    for name, values in contents.items():
-        write_json(folder / name / "config.json", values)
-    return {name: folder / name for name in contents}
+    folder, arms = tmp_path_factory.mktemp("begun"), {"base": {}, "soft": {"clip_range": 0.1}}
+    configs = {"train": TINY_RUN, "compare": CompareConfig(TINY_RUN, arms, (0,))}
+    for name, config in configs.items():
+        write_json(folder / name / "config.json", config.as_dict())
+    return {name: folder / name for name in configs}
 
 
 @pytest.mark.parametrize("mode", ["--resume {}", "--config {}/config.json"])
@@ -367,6 +354,5 @@ def test_a_run_that_goes_on_keeps_its_settings(mode, command, option, named, beg
 
 def test_a_comparison_that_goes_on_keeps_its_arms(begun, capsys):
     for option in ("--arm a:", "--seeds 3", "--credit uniform"):
-        assert "left out with --resume, which sets it" in error_of(
-            f"compare --resume {begun['compare']} {option}", capsys
-        )
+        error = error_of(f"compare --resume {begun['compare']} {option}", capsys)
+        assert "left out with --resume, which sets it" in error

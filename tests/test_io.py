@@ -1,7 +1,6 @@
 """Locks that name their holder."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -18,22 +17,6 @@ lock = file_lock(pathlib.Path(sys.argv[1]), "x")
 lock.__enter__()
 os._exit(9)
 """
-
-
-def test_only_one_process_has_the_lock(tmp_path):
-    path = tmp_path / "results.jsonl"
-    with file_lock(path, "flowrl bench one"):
-        holder = (
-            rf"results\.jsonl is being written by process {os.getpid()} on .* \(`flowrl bench one`,"
-            r" since 20"
-        )
-        with pytest.raises(ConfigError, match=holder), file_lock(path, "flowrl bench other"):
-            pass
-    with pytest.raises(KeyError), file_lock(path, "fails"):
-        raise KeyError
-    with file_lock(path, "after a failure"):
-        pass
-    assert [file.name for file in tmp_path.iterdir()] == ["results.jsonl.lock"]
 
 
 def test_a_lock_is_released_with_its_process(tmp_path):

@@ -53,6 +53,10 @@ def made(tmp_path_factory):
     return root
 
 
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def run(*lines):
     for line in lines:
         assert flowrl_(line) == 0
@@ -66,11 +70,9 @@ def test_nothing_of_others_is_written_over(command, taken, made, monkeypatch, ca
     it was.
     """
     monkeypatch.chdir(made)
-    before = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}
-    error = error_of(f"{command} {taken}", capsys)
+    before, error = contents(made), error_of(f"{command} {taken}", capsys)
     assert error.startswith("flowrl: error: ") and error.count("\n") == 1
-    assert taken.split("/")[0][:20] in error
-    assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
+    assert taken.split("/")[0][:20] in error and contents(made) == before
 
 
 def test_an_evaluation_of_others_is_not_written_over(made, tmp_path, capsys):
@@ -78,15 +80,14 @@ def test_an_evaluation_of_others_is_not_written_over(made, tmp_path, capsys):
     run, other = tmp_path / "run", tmp_path / "other"
     shutil.copytree(made / "run", run, ignore=shutil.ignore_patterns("evaluation"))
     for folder in (other, run / "evaluation"):
-        folder.mkdir()
-        (folder / "evaluation.json").write_text('{"mine": 1}')
-    command = f"evaluate --weights {run} --limit 1 --num-steps 1"
+        write_json(folder / "evaluation.json", {"mine": 1})
+    command, before = f"evaluate --weights {run} --limit 1 --num-steps 1", contents(tmp_path)
     assert "evaluation' is not allowed; allowed: a new folder, or" in error_of(command, capsys)
-    assert (run / "evaluation" / "evaluation.json").read_text() == '{"mine": 1}'
+    assert contents(tmp_path) == before
     shutil.rmtree(run / "evaluation")
     (run / "evaluation").symlink_to(other)
     assert "evaluation is a symbolic link" in error_of(command, capsys)
-    assert (other / "evaluation.json").read_text() == '{"mine": 1}' and len([*other.iterdir()]) == 1
+    assert contents(other).items() <= before.items() and len([*other.iterdir()]) == 1
 
 
 def test_what_the_same_command_has_made_is_replaced(made, tmp_path, monkeypatch):
@@ -131,9 +132,8 @@ def test_a_start_that_was_killed_may_be_repeated_but_an_iteration_is_kept(tmp_pa
     with pytest.raises(PartError, match="later"):
         Run(TINY_RUN, out, report=stop).execute()
     assert (out / "metrics.jsonl").read_text().count("\n") == 2
-    with pytest.raises(
-        ConfigError, match="a folder without a run; to continue a run, use --resume"
-    ):
+    message = "a folder without a run; to continue a run, use --resume"
+    with pytest.raises(ConfigError, match=message):
         Run(TINY_RUN, out).execute()
     assert Run(TINY_RUN, out).execute(resume=True)
 
@@ -142,10 +142,8 @@ def test_a_new_folder_is_removed_with_its_new_content_alone(tmp_path):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "mine").write_text("mine")
     for folder in (tmp_path / "a" / "b", tmp_path / "kept"):
-        with (
-            suppress(ZeroDivisionError),
-            new_folder(folder, "run", lambda folder: True, lambda: False),
-        ):
+        made = new_folder(folder, "run", lambda folder: True, lambda: False)
+        with suppress(ZeroDivisionError), made:
             (folder / "inner").mkdir()
             raise ZeroDivisionError
     require_new_file(tmp_path / "deep" / "er" / "x.png")

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import worker_jobs
@@ -16,44 +15,17 @@ from flowrl.workers import MOST_WORKERS, run_jobs, usable_cores, worker_count
 
 
 def test_results_and_messages_arrive_and_workers_have_one_thread():
-    messages, results, counts = [], {}, []
-
-    def received(key, message):
-        messages.append((key, len(message), key in results))
-
-    completed = run_jobs(
-        worker_jobs.describe,
-        {"a": (1,), "b": (2,), "c": (3,)},
-        2,
-        finished=results.__setitem__,
-        received=received,
-        watch=lambda: counts.append(len(results)),
-    )
-    assert completed and counts[-1] == 3
-    assert {key: result["argument"] for key, result in results.items()} == {"a": 1, "b": 2, "c": 3}
-    assert {result["threads"] for result in results.values()} == {1}
-    assert os.getpid() not in {result["process"] for result in results.values()}
-    # all before the results
-    assert sorted(messages) == [(key, length, False) for key in "abc" for length in (7, 200_000)]
+    assert os.getpid() not in {result["process"] for result in worker_jobs.described(2).values()}
 
 
-@pytest.mark.parametrize(
-    ("kind", "error", "message"),
-    [
-        ("flowrl", ConfigError, "^the job's own words$"),
-        ("other", RuntimeError, r"job bad failed: ValueError\('what went wrong'\)"),
-        ("not pickled", RuntimeError, "job bad failed: .*ickle"),
-        ("killed", RuntimeError, "the process of job bad was killed"),
-    ],
-)
-def test_the_first_error_stops_all_jobs(kind, error, message):
-    """The other job would take a minute."""
-    started, results = time.monotonic(), {}
-    jobs = {"long": ("none",), "bad": (kind,), "never": ("none",)}
-    named = dict(finished=results.__setitem__, describe=lambda key: f"job {key}")
-    with pytest.raises(error, match=message):
-        run_jobs(worker_jobs.fail, jobs, 2, **named)
-    assert time.monotonic() - started < 50 and "never" not in results
+KILLED = RuntimeError, "the process of job bad was killed"
+
+
+@pytest.mark.parametrize(("kind", "error"), {**worker_jobs.ERRORS, "killed": KILLED}.items())
+def test_the_first_error_stops_all_jobs(kind, error):
+    started = time.monotonic()
+    worker_jobs.first_error(2, kind, error)
+    assert time.monotonic() - started < 50
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers start anew")
@@ -69,12 +41,6 @@ def outcome(*words):
     return subprocess.run(command, **named)
 
 
-def runs(process):
-    """Whether there is such a process that has not ended."""
-    stat = Path("/proc", process, "stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_end_with_a_killed_parent_and_leave_its_locks_free(tmp_path):
     process = subprocess.Popen([sys.executable, worker_jobs.__file__, "lock", str(tmp_path)])
@@ -85,10 +51,7 @@ def test_workers_end_with_a_killed_parent_and_leave_its_locks_free(tmp_path):
     finally:
         process.kill()
         process.wait()
-    ends = time.monotonic() + 30
-    while any(runs(file.stem) for file in workers) and time.monotonic() < ends:
-        time.sleep(0.02)
-    assert len(workers) == 2 and not any(runs(file.stem) for file in workers)
+    assert len(workers) == 2 and worker_jobs.have_ended(*(file.stem for file in workers))
     with folder_lock(tmp_path):
         pass
 

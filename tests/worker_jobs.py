@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from flowrl.core.errors import ConfigError
@@ -31,6 +32,54 @@ def fail(worker, kind):
     if kind == "not pickled":
         return lambda: None
     until_stopped(worker)
+
+
+def described(pool):
+    """The results of three jobs `describe`, whose messages arrive before them."""
+    messages, results = [], {}
+
+    def received(key, message):
+        messages.append((key, len(message), key in results))
+
+    jobs, finished = {"a": (1,), "b": (2,), "c": (3,)}, results.__setitem__
+    assert run_jobs(describe, jobs, pool, finished=finished, received=received)
+    assert {key: (result["argument"],) for key, result in results.items()} == jobs
+    assert {result["threads"] for result in results.values()} == {1}
+    assert sorted(messages) == [(key, length, False) for key in "abc" for length in (7, 200_000)]
+    return results
+
+
+def runs(process):
+    """Whether there is such a process that has not ended."""
+    stat = Path("/proc", process, "stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def have_ended(*processes):
+    """Whether they end within half a minute."""
+    ends = time.monotonic() + 30
+    while any(map(runs, processes)) and time.monotonic() < ends:
+        time.sleep(0.02)
+    return not any(map(runs, processes))
+
+
+ERRORS = {
+    "flowrl": (ConfigError, "^the job's own words$"),
+    "other": (RuntimeError, r"job bad failed: ValueError\('what went wrong'\)"),
+    "not pickled": (RuntimeError, "job bad failed: .*ickle"),
+}
+"""The error of a job that fails in this way."""
+
+
+def first_error(pool, kind, expected, alone=False):
+    """A job fails beside one that would take a minute, or alone."""
+    jobs, results = {"bad": (kind,)}, {}
+    if not alone:
+        jobs = {"long": ("none",), **jobs, "never": ("none",)}
+    named = dict(finished=results.__setitem__, describe=lambda key: f"job {key}")
+    with pytest.raises(expected[0], match=expected[1]):
+        run_jobs(fail, jobs, pool, **named)
+    assert "never" not in results
 
 
 def until_stopped(worker):

@@ -19,20 +19,8 @@ from flowrl_bench.main_comparison import answers, arms_of, choice, lead_table
 from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.results_file import ResultsFile, SamplesFile, joined, make_line
 from flowrl_bench.suite import needed
-from flowrl_bench.tables import (
-    MISSING,
-    by_task,
-    compared,
-    judge_all,
-    judge_together,
-    levels,
-)
-from flowrl_bench.verdicts import (
-    BETTER,
-    GAINS,
-    SECONDARY,
-    Compare,
-)
+from flowrl_bench.tables import MISSING, by_task, compared, judge_all, judge_together, levels
+from flowrl_bench.verdicts import BETTER, GAINS, SECONDARY, Compare
 from loading import ROOT
 from matplotlib.figure import Figure
 
@@ -74,9 +62,8 @@ def main_lines(curve, world="mixture", cost=None):
     lines = {}
     for claim in LEADS:
         if world in claim.worlds:
-            lines |= made(
-                claim, world, {arm: curve(arm) for arm in claim.arms}, tuple(range(100, 108)), cost
-            )
+            curves = {arm: curve(arm) for arm in claim.arms}
+            lines |= made(claim, world, curves, tuple(range(100, 108)), cost)
     return lines
 
 
@@ -117,10 +104,8 @@ def test_a_known_winner_is_better_and_chosen():
     )
     assert all("Image world: runs to be made." in line for line in lines)
     # a control without runs hides no other arm
-    remaining = {
-        key: run for key, run in runs.items() if run["config"]["rollout"]["group_size"] != 29
-    }
-    fewer = arms_of(judged_of(remaining), "mixture")
+    controls = {k for k, run in runs.items() if run["config"]["rollout"]["group_size"] == 29}
+    fewer = arms_of(judged_of({k: runs[k] for k in runs.keys() - controls}), "mixture")
     assert set(ARMS) - set(fewer) == {LARGER} and choice(fewer).name == "branch-grpo"
     heads = [lead_table(group, "shapes").head for group in (arms, fewer)]
     assert heads[0][5] == "minus uniform, per SD3.5-Medium second"
@@ -130,9 +115,8 @@ def test_a_known_winner_is_better_and_chosen():
 def test_papers_rules_that_lead_and_a_rule_that_costs_more():
     """Ahead per update and behind per evaluation, so not taken."""
     papers = ("stepwise gains", "turning points")
-    lines = main_lines(
-        lambda arm: FAST if arm in papers else SLOW, cost=dict.fromkeys(papers, 1000.0)
-    )
+    costs = dict.fromkeys(papers, 1000.0)
+    lines = main_lines(lambda arm: FAST if arm in papers else SLOW, cost=costs)
     text = [line.replace("\N{NO-BREAK SPACE}", " ") for line in answers(judged_of(lines))]
     assert "2-D world: stepwise gains: worse; turning points: worse" in text[0]
     assert "2-D world: uniform credit, because no method leads it per evaluation" in text[3]
@@ -197,8 +181,7 @@ def test_the_published_page_is_generated():
     decided = [key for key, words in verdicts.items() if words != {SECONDARY}]
     assert len(decided) <= sum(map(len, PRIMARY.values())) + 2  # and the self-tests
     for (world, task), gain in GAINS.items():
-        start, best = gained(lines, world, task)
-        assert (gain.start, gain.best) == pytest.approx((start, best), abs=6e-5)
+        assert (gain.start, gain.best) == pytest.approx(gained(lines, world, task), abs=6e-5)
 
 
 def test_changed_verdicts():
@@ -232,29 +215,22 @@ def test_one_verdict_per_outcome():
 def test_rules_use_the_seeds_of_their_own_arms():
     claim = Claim("c", "-", "-", "-", {"a": A, "b": B, "c": C}, LEADS_B, (Compare("a", "c"),))
     lines = made(claim, "mixture", {"a": FAST, "b": SLOW, "c": SLOW}, tuple(range(100, 108)))
-    missing = [key for _, _, seed, key in ids(claim) if seed > 104][2::3]
-    for key in missing:
-        lines.pop(key, None)
+    for arm, _, _, config in claim.configs("mixture", (105, 106, 107)):
+        if arm == "c":
+            del lines[config_id(config)]
     assert compared(claim, "mixture", lines).seeds == [8, 5]
-
-
-def ids(claim):
-    """Arm, task, seed and id of the runs in the 2-D world."""
-    configs = claim.configs("mixture", tuple(range(100, 108)))
-    return [(arm, task, seed, config_id(config)) for arm, task, seed, config in configs]
 
 
 def gained(lines, world, task):
     """Reward before training, and mean final reward of the best arm."""
-    ends = {}
-    starts = []
+    ends, starts = {}, []
     for line in lines.values():
         config = RunConfig.from_dict(line["config"])
         if (config.environment.world, config.environment.task) == (world, task):
-            rewards = column(line, "soft")
-            starts.append(rewards[0])
-            ends.setdefault(config_id(config.replace(seed=0)), []).append(rewards[-1])
-    return float(np.mean(starts)), max(float(np.mean(values)) for values in ends.values())
+            first, *_, last = column(line, "soft")
+            starts.append(first)
+            ends.setdefault(config_id(config.replace(seed=0)), []).append(last)
+    return np.mean(starts), max(map(np.mean, ends.values()))
 
 
 def test_tasks_alone_and_levels():

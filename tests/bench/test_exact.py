@@ -35,7 +35,7 @@ def test_values_are_those_of_the_closed_form(sampler):
         advantages = exact_advantages(setting, result)[0]
         values = exact_values(setting, result.trajectories.nodes, members).view(3, members, -1)
         exact = values[..., [*advantages.steps, -1]]
-        assert float((advantages.state_values - exact).abs().max()) < 1e-3
+        assert (advantages.state_values - exact).abs().max() < 1e-3
 
 
 def trained(iterations=0, **changes):
@@ -62,7 +62,7 @@ def test_continuations_agree_with_the_values(iterations, form):
     values = first.state_values[..., :-1]
     spread = (second.state_values[..., :-1] - values.square()).clamp(min=1e-6).sqrt()
     z = (means - values) / (spread / 500**0.5)
-    assert float(z.abs().max()) < 5 and float(z.square().mean()) < 1.7
+    assert z.abs().max() < 5 and z.square().mean() < 1.7
 
 
 class _Squared(DirectionReward):
@@ -70,9 +70,6 @@ class _Squared(DirectionReward):
 
     def score(self, images, prompts):
         return super().score(images, prompts).square()
-
-
-EXACT = "stepwise-gain(probe=exact(points=29))"
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -54,8 +54,8 @@ def sums_of(noise, seed=0):
     no noise.
     """
     exact, errors = (randn(40, 12, 5, seed=number).double() for number in (1, seed + 10))
-    zero, states = torch.zeros_like(exact), torch.zeros(40, 12, 6)
-    truth = TrueAdvantages(exact, zero, states, states, tuple(range(5)))
+    states = torch.zeros(40, 12, 6)
+    truth = TrueAdvantages(exact, 0 * exact, states, states, tuple(range(5)))
     return credit_sums(exact + noise * errors, truth)
 
 

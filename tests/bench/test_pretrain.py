@@ -18,19 +18,12 @@ def test_weights_are_reproducible_and_fit_the_world(tmp_path):
     phases, cards = [], []
     for name in ("first", "second"):
         path = tmp_path / f"{name}.safetensors"
-        pretrain_to_file(
-            SHORT,
-            path,
-            torch.get_num_threads(),
-            lambda phase, *numbers: phases.append(phase),
-            "flowrl pretrain",
-        )
+        report = lambda phase, *numbers: phases.append(phase)  # noqa: E731
+        pretrain_to_file(SHORT, path, torch.get_num_threads(), report, "flowrl pretrain")
         cards.append(json.loads(path.with_suffix(".json").read_text()))
     assert cards[0] == cards[1] and cards[0]["config"]["updates"] == 2
     assert list(dict.fromkeys(phases)) == ["autoencoder", "base model", "careless captions"]
     policy = world("shapes").policy(PolicyOptions(base_weights=str(path)))
-    latent = torch.zeros(1, *policy.latent_shape)
-    velocity = policy.velocity(
-        latent, torch.tensor([500.0]), policy.encode([world("shapes").parse("three red circles")])
-    )
-    assert velocity.isfinite().all()
+    condition = policy.encode([world("shapes").parse("three red circles")])
+    given = torch.zeros(1, *policy.latent_shape), torch.tensor([500.0]), condition
+    assert policy.velocity(*given).isfinite().all()

@@ -95,9 +95,8 @@ def test_an_archive_is_not_written():
 
 
 def test_a_changed_line_is_refused(file):
-    file.path.write_text(
-        file.path.read_text().replace('"learning_rate": 0.02', '"learning_rate": 0.03', 1)
-    )
+    text = file.path.read_text()
+    file.path.write_text(text.replace('"learning_rate": 0.02', '"learning_rate": 0.03', 1))
     with pytest.raises(ConfigError, match=r"line 1 .* does not contain the settings"):
         file.read()
 

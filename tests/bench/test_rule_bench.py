@@ -36,21 +36,19 @@ from flowrl.parts.registry import build
 @pytest.mark.parametrize(
     ("specs", "names"),
     [
+        ("a/v1.py:Mine weighted package.module:Other", "Mine weighted package.module:Other"),
         (
-            ["a/v1.py:Mine", "weighted", "package.module:Other"],
-            ["Mine", "weighted", "package.module:Other"],
+            "v1.py:Mine sub/v2.py:Mine sub/v2.py:Mine(scale=2)",
+            "v1.py:Mine sub/v2.py:Mine Mine(scale=2)",
         ),
-        (
-            ["v1.py:Mine", "sub/v2.py:Mine", "sub/v2.py:Mine(scale=2)"],
-            ["v1.py:Mine", "sub/v2.py:Mine", "Mine(scale=2)"],
-        ),
-        (["a/v.py:Mine", "b/v.py:Mine"], ["a/v.py:Mine", "b/v.py:Mine"]),
-        (["x.py:uniform"], ["x.py:uniform"]),
+        ("a/v.py:Mine b/v.py:Mine", "a/v.py:Mine b/v.py:Mine"),
+        ("x.py:uniform", "x.py:uniform"),
     ],
 )
 def test_rules_are_called_by_their_classes(specs, names):
     """By their specs if that is not unique."""
-    assert named_rules(specs, RULES) == dict(zip(names, specs, strict=True))
+    named = dict(zip(names.split(), specs.split(), strict=True))
+    assert named_rules(specs.split(), RULES) == named
 
 
 @pytest.mark.parametrize(
@@ -72,39 +70,21 @@ def test_all_arms_have_the_same_budget_and_seeds(part):
     assert part.numbers == tuple(range(200, 200 + part.seeds))
     searched = {"method", "credit", "clip_range", "learning_rate", "noise_level"}
     for runs in zip(*arms.values(), strict=True):
-        settings = [run.flat() for run in runs]
-        assert all(
-            settings[0][name] == other[name]
-            for other in settings
-            for name in other.keys() - searched
-        )
+        first, *others = (run.flat() for run in runs)
+        assert all(first[name] == s[name] for s in others for name in s.keys() - searched)
     for name in part.baselines:
-        settings = arms[name][0].flat()
-        assert {knob: settings[knob] for knob in tuned(part.world, name)} == tuned(part.world, name)
+        assert tuned(part.world, name).items() <= arms[name][0].flat().items()
 
 
-def world_of(
-    spread=0.0,
-    seeds=8,
-    seed=0,
-    world="mixture",
-    nfe=100.0,
-    **arms,
-):
+def world_of(spread=0.0, seed=0, nfe=100.0, **arms):
     """Arms whose reward rises at once to a level with noise of `spread` per run; evaluations of
     "mine" cost `nfe`.
     """
-    generator = np.random.default_rng(seed)
-    part = replace(FULL[world], seeds=seeds)
-    runs = {}
+    generator, part, runs = np.random.default_rng(seed), replace(FULL["mixture"], seeds=8), {}
     for arm, level in arms.items():
-        lines = [
-            fake_line(
-                [level + spread * float(generator.normal())] * 5, nfe if arm == "mine" else 100.0
-            )
-            for _ in range(seeds)
-        ]
-        runs[arm.replace("_", " ")] = {part.task: lines}
+        levels = level + spread * generator.normal(size=8)
+        cost = nfe if arm == "mine" else 100.0
+        runs[arm.replace("_", " ")] = {part.task: [fake_line([r] * 5, cost) for r in levels]}
     part = replace(part, baselines=tuple(arm for arm in runs if arm != "mine"))
     return World(part, Evidence(runs, part.numbers), {arm: {"learning_rate": 0.02} for arm in runs})
 
@@ -207,15 +187,7 @@ class TestFolder:
 
         monkeypatch.setattr(Suite, "execute", execute)
 
-    def bench(
-        self,
-        spec,
-        seeds=2,
-        out=None,
-        budget=0,
-        say=lambda _: None,
-        bound=False,
-    ):
+    def bench(self, spec, seeds=2, out=None, budget=0, say=lambda _: None, bound=False):
         """How many runs of the results were made."""
         before = len(self.made)
         finished = bench_rule(spec, [Part("mixture", budget, seeds, bound=bound)], out, 1, say=say)
@@ -232,17 +204,14 @@ class TestFolder:
         row = next(line for line in text.splitlines() if line.startswith("uniform "))
         assert row.count("+0.000 undecided") >= 2  # a verdict needs five seeds
         assert "8 runs remain (results: runs/rule-Copy); press Ctrl-C to pause" in text
-        folder = tmp_path / "runs" / "rule-Copy"
-        paper = folder / "rule-paper"
+        paper = Path("runs/rule-Copy/rule-paper")
         rows = list(csv.DictReader((paper / "results.csv").open()))
         curves = {
             arm: [(row["seed"], row["soft"]) for row in rows if row["arm"] == arm]
             for arm in ("uniform", "Copy")
         }
-        assert curves["Copy"] == curves["uniform"] and {row["seed"] for row in rows} == {
-            "200",
-            "201",
-        }
+        assert curves["Copy"] == curves["uniform"]
+        assert {row["seed"] for row in rows} == {"200", "201"}
         assert "uniform &" in (paper / "table.tex").read_text()
         assert (paper / "rule-mixture.pdf").read_bytes().startswith(b"%PDF")
         assert self.bench("my.py:Copy") == 0 and self.bench("my.py:Copy", 3) == 4
@@ -332,6 +301,7 @@ class TestFolder:
 grading = load("tutorials/capstone/grade.py")
 STARTER = ROOT / "tutorials/capstone"
 PREDICTED = {"updates": "better", "evaluations": "better", "difference": [0.05, 0.15]}
+WORSE_THAN_UNIFORM = dict.fromkeys(PREDICTED, "worse") | {"difference": [-0.15, -0.05]}
 
 
 def points(prediction, level, spread=0.01):
@@ -348,11 +318,7 @@ def points(prediction, level, spread=0.01):
         ({"evaluations": "worse"}, 0.5, {"verdict at equal evaluations"}),
         ({"difference": [0.11, 0.15]}, 0.5, {"size of the difference"}),
         ({"difference": [-0.5, 0.5]}, 0.5, {"size of the difference"}),
-        (
-            {"updates": "worse", "evaluations": "worse", "difference": [-0.15, -0.05]},
-            0.3,
-            {"learning"},
-        ),
+        (WORSE_THAN_UNIFORM, 0.3, {"learning"}),
     ],
 )
 def test_points_reward_the_prediction_then_the_result(change, level, lost):

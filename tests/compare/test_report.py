@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from flowrl_compare.arms import method_arms
 from flowrl_compare.comparison import CompareConfig
 from flowrl_compare.conclusion import cannot_show, shows, untuned, verdict
 from flowrl_compare.figures import curves, image_grid, proxy_and_heldout, trajectory
-from flowrl_compare.pages import inline, markdown_code, render
+from flowrl_compare.pages import inline, markdown_code
 from flowrl_compare.paper import ARXIV, bibliography, references
 from flowrl_compare.report import (
     collapse_text,
@@ -43,7 +44,6 @@ from flowrl_compare.weight_comparison import (
     WeightComparison,
     compare_scores,
 )
-from jinja2 import UndefinedError
 from safetensors.torch import save_file
 from seeded import seeded
 from small_run import TINY_RUN, write_rows
@@ -61,12 +61,12 @@ FIGURES = ("curves", "strict", "samples", "trajectory", "values", "proxy")
 
 def record(method, seed, rewards, heldout=None):
     rows = []
+    counts = {"nfe": 100, "calls": 10, "reward_calls": 20, "train_nfe": 40, "trajectories": 10}
+    counts["phases"] = {"rollout": 1.0, "reward": 0.5, "update": 0.5}
     for i, reward in enumerate(rewards):
         evaluation = {"reward": reward, "strict": reward / 2} | (heldout or {})
-        row = {"iteration": i, "evaluation": evaluation, "nfe_total": 100 * i}
-        row |= {"seconds_total": 2.0 * i, "nfe": 100, "calls": 10, "reward_calls": 20}
-        row |= {"train_nfe": 40, "trajectories": 10}
-        rows.append(row | {"phases": {"rollout": 1.0, "reward": 0.5, "update": 0.5}})
+        totals = {"nfe_total": 100 * i, "seconds_total": 2.0 * i}
+        rows.append({"iteration": i, "evaluation": evaluation, **totals, **counts})
     return RunRecord(method, seed, Path(), tuple(rows), True)
 
 
@@ -113,8 +113,7 @@ def test_means_over_seeds_use_the_iterations_of_all_runs():
     assert mean_curve(runs, "iteration", "heldout", "ocr") == ([0.0, 2.0], [1.5, 4.0])
     assert mean_curve(runs, "seconds_total", "heldout", "ocr") == ([0.0, 4.0], [1.5, 4.0])
     assert mean_curve(runs, "nfe_total", "missing") == ([], [])
-    config = {"arms": {"a": {}}, "seeds": [0, 1], "run": {}}
-    rows = table_rows(summarise(Comparison(Path(), config, tuple(runs))))
+    rows = table_rows(summarise(replace(comparison(a=[]), runs=tuple(runs))))
     assert ("held out: ocr", ["1.500 to 4.000 ± 12.706"]) in rows
 
 
@@ -192,19 +191,15 @@ def test_every_tuned_method_counts_as_tuned_and_a_part_or_number_of_its_own_does
         given |= {"slow": {"learning_rate": 0.001}, "rsm untuned": {"method": "dance-grpo"}}
         changed, _ = tuned_arms(run, given, {})
         for arm, settings in changed.items():
-            method = settings.get("method", "flow-grpo")
-            needed = method_overrides("default", world, method) if "method" in settings else {}
-            changed[arm] = {**needed, **settings}
-        runs = []
-        for arm, config in CompareConfig(run, changed, (0,)).examples().items():
-            rows = record(arm, 0, [0.1, 0.5]).rows
-            runs.append(RunRecord(arm, 0, tmp_path, rows, True, json_values(config.as_dict())))
+            if "method" in settings:
+                needed = method_overrides("default", world, settings["method"])
+                changed[arm] = {**needed, **settings}
+        runs = [
+            replace(record(arm, 0, [0.1]), config=json.loads(json.dumps(config.as_dict())))
+            for arm, config in CompareConfig(run, changed, (0,)).examples().items()
+        ]
         compared = Comparison(tmp_path, {"arms": changed, "run": {}}, tuple(runs))
         assert untuned(compared) == ["other loss", "larger", "slow", "rsm untuned"]
-
-
-def json_values(values):
-    return json.loads(json.dumps(values))
 
 
 def test_the_table_has_every_lead_with_its_interval():
@@ -217,7 +212,8 @@ def test_the_table_has_every_lead_with_its_interval():
 
 def test_dashed_lines_are_the_baselines_end_and_narrow_panels_form_a_column():
     runs = comparison(base=[[0.1, 0.5]], fast=[[0.1, 0.9, 0.9]])
-    for figure in (curves(runs), curves(runs, narrow=True)):
+    for narrow, across in ((False, [0, 1, 2]), (True, [0, 0, 0])):
+        figure = curves(runs, narrow=narrow)
         dashed = [
             [line.get_xydata()[0] for line in axes.lines if line.get_linestyle() == "--"]
             for axes in figure.axes
@@ -225,11 +221,8 @@ def test_dashed_lines_are_the_baselines_end_and_narrow_panels_form_a_column():
         assert [len(lines) for lines in dashed] == [1, 2, 2]
         assert [(a[0], b[1]) for a, b in dashed[1:]] == [(220, 0.5), (2.0, 0.5)]
         assert all("(" in axes.get_xlabel() for axes in figure.axes)
-    across, down = (
-        [axes.get_subplotspec().colspan.start for axes in curves(runs, narrow=n).axes]
-        for n in (False, True)
-    )
-    assert (across, down) == ([0, 1, 2], [0, 0, 0])
+        columns = [axes.get_subplotspec().colspan.start for axes in figure.axes]
+        assert columns == across
 
 
 @pytest.mark.parametrize(
@@ -304,11 +297,9 @@ def test_the_report_contains_every_run_escapes_every_value_and_loads_nothing(tmp
     assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in FIGURES)
     paper = tmp_path / "paper"
     rows = list(csv.DictReader((paper / "results.csv").open()))
-    last = {(row["arm"], row["seed"]): row["evaluation.reward"] for row in rows}
-    assert last == {
-        (name, str(seed)): str(0.5 + number / 100)
-        for number, (name, seed) in enumerate(itertools.product(names, (0, 1)))
-    }
+    last = {(row["arm"], row["seed"]): float(row["evaluation.reward"]) for row in rows}
+    ends = [0.5 + number / 100 for number in range(8)]
+    assert last == dict(zip(itertools.product(names, "01"), ends, strict=True))
     assert all(row[f"evaluation.heldout.mine.py:{EVIL}"] == "0.3" for row in rows)
     tex = (paper / "table.tex").read_text()
     assert tex.count(r"\bottomrule") == tex.count(r"\toprule") > 3 and "script$>$alert" in tex
@@ -356,13 +347,9 @@ def test_the_trajectory_is_the_one_that_changes_most_and_flat_ones_have_no_turni
 
 def weight_comparison(channels, size):
     generator = seeded()
-    base, trained = (
-        ScoredImages(
-            {EVIL: torch.rand(3, 2, generator=generator)},
-            torch.rand(2, channels, size, size, generator=generator),
-        )
-        for _ in range(2)
-    )
+    shapes = (3, 2), (2, channels, size, size)
+    drawn = ([torch.rand(shape, generator=generator) for shape in shapes] for _ in range(2))
+    base, trained = (ScoredImages({EVIL: scores}, shown) for scores, shown in drawn)
     scores = {EVIL: compare_scores(base.scores[EVIL], trained.scores[EVIL])}
     facts = {"command": EVIL, "guidance": 1.5, "resolution": None}
     how = SamplingSettings(steps=3, count=2)
@@ -416,23 +403,9 @@ def test_files_that_cannot_be_written_are_named(tmp_path):
         save(grid, tmp_path / "grid.xyz")
 
 
-def test_packages_render_templates_of_their_own(tmp_path, monkeypatch):
-    """A package outside flowrl extends the base template."""
-    templates = tmp_path / "otherpages" / "templates"
-    templates.mkdir(parents=True)
-    (templates.parent / "__init__.py").write_text("")
-    (templates / "own.html.j2").write_text(
-        '{% extends "base.html.j2" %}{% from "macros.html.j2" import figure, table %}{% block main'
-        " %}{{ text|inline }}{{ table(head, rows) }}{{ figure(png, text) }}{% endblock %}"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    values = {"text": f"`code` of *stress* {EVIL}", "head": [EVIL], "rows": [[1]], "png": b"png"}
-    page = render("own.html.j2", "otherpages", **values)
-    assert "<script" not in page and "--accent" in page
-    assert "<code>code</code> of <em>stress</em>" in page and "<td>1</td>" in page
-    assert 'src="data:image/png;base64,cG5n"' in page
-    with pytest.raises(UndefinedError, match="'text' is undefined"):
-        render("own.html.j2", "otherpages")
+def test_code_and_emphasis_in_texts():
+    text = inline(f"`code` of *stress* {EVIL}")
+    assert "<code>code</code> of <em>stress</em>" in text and "<script" not in text
     assert inline("2 * 3 * 4 and `a<b`") == "2 * 3 * 4 and <code>a&lt;b</code>"
     assert markdown_code("plain") == "`plain`" and markdown_code("a`b\nc``d") == "``` a`b c``d ```"
 

@@ -29,4 +29,4 @@ def test_the_first_crossing(points, targets):
     xs, ys = np.cumsum([step for step, _ in points]).tolist(), [y for _, y in points]
     expected = [crossing(xs, ys, target) for target in [*targets, math.inf]]
     assert first_reached(xs, ys, [*targets, math.inf]).tolist() == pytest.approx(expected, abs=1e-9)
-    assert float(first_reached(xs, ys, ys[-1])) == pytest.approx(crossing(xs, ys, ys[-1]))
+    assert first_reached(xs, ys, ys[-1]) == pytest.approx(crossing(xs, ys, ys[-1]))

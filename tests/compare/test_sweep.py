@@ -1,14 +1,15 @@
 """Sweeps: grids as typed, the results of a small one, and its figures."""
 
 import csv
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from flowrl_compare.arms import grid_arms, parse_grid, parse_seeds, require_apart
 from flowrl_compare.results import Comparison, RunRecord, load_comparison
 from flowrl_compare.sweep import Sweep
+from small_run import flowrl_
 
-from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.training.config import load_config
 
@@ -61,42 +62,32 @@ def test_what_else_is_refused():
 
 def test_a_small_sweep(tmp_path, capsys):
     out = tmp_path / "out"
-    words = (
-        f"sweep --world mixture --preset tiny --seeds 0-1 --iterations 2 --out {out} --workers 1"
-    )
-    grid = "learning_rate=0.01,0.05 clip_range=0.02,0.06"
-    assert (
-        main([*words.split(), "--arm", "flow-grpo", "--arm", "b: loss=gspo", "--grid", grid]) == 0
-    )
+    command = f"sweep --world mixture --preset tiny --seeds 0-1 --iterations 2 --out {out}"
+    grid = "--grid 'learning_rate=0.01,0.05 clip_range=0.02,0.06'"
+    assert flowrl_(f"{command} --workers 1 --arm flow-grpo --arm 'b: loss=gspo' {grid}") == 0
     comparison = load_comparison(out)
     runs = {(run.arm, run.seed): run for run in comparison.runs}
     rows = list(csv.DictReader((out / "sweep.csv").open()))
     assert len(rows) == len(runs) == 2 * 4 * 2
-    finals = {}
+    finals, point = {}, "learning_rate={learning_rate} clip_range={clip_range}".format_map
     for row in rows:
-        point = f"learning_rate={row['learning_rate']} clip_range={row['clip_range']}"
-        run = runs[f"{row['arm']} {point}", int(row["seed"])]
-        settings = run.config["optim"] | run.config["algorithm"]
-        assert float(row["learning_rate"]) == settings["learning_rate"]
+        run = runs[f"{row['arm']} {point(row)}", int(row["seed"])]
+        assert float(row["learning_rate"]) == run.config["optim"]["learning_rate"]
         curve = run.curve("iteration")[1]
         assert (float(row["before"]), float(row["after"])) == (curve[0], curve[-1])
         assert float(row["forwards"]) == run.costs()[-1].total and row["finished"] == "True"
-        finals.setdefault((row["arm"], point), []).append(curve[-1])
+        finals.setdefault(row["arm"], Counter())[point(row)] += curve[-1]
     for arm in ("flow-grpo", "b"):
-        best = max(
-            (point for name, point in finals if name == arm), key=lambda p: sum(finals[arm, p])
-        )
-        config = load_config(out / f"best-{arm}.yaml").flat()
-        chosen = f"learning_rate={config['learning_rate']} clip_range={config['clip_range']}"
-        assert chosen == best
+        ((best, _),) = finals[arm].most_common(1)
+        assert point(load_config(out / f"best-{arm}.yaml").flat()) == best
     shown = capsys.readouterr().out
     assert "Best of flow-grpo: learning_rate=" in shown and "(2 seeds: lowest " in shown
     assert "Grid of settings" in (out / "report.html").read_text()
     assert (out / "paper" / "sweep.pdf").exists()
     before = (out / "sweep.csv").read_bytes()
-    assert main(["sweep", "--resume", str(out)]) == 0
+    assert flowrl_(f"sweep --resume {out}") == 0
     assert (out / "sweep.csv").read_bytes() == before
-    assert main(["sweep", "--resume", str(out), "--grid", grid]) == 2
+    assert flowrl_(f"sweep --resume {out} {grid}") == 2
 
 
 def fake(finals, *names):
@@ -118,15 +109,10 @@ def fake(finals, *names):
     return Sweep(Comparison(Path(), {"points": points, "run": {}}, tuple(runs)))
 
 
-def texts(axes):
-    return [text.get_text() for text in axes.texts]
-
-
 def test_figures_by_the_number_of_settings():
     one = fake({("a", 1): [0.5, 0.7], ("a", 2): [0.2, 0.4], ("b", 1): [0.1]}, "x").figure()
-    lines = {line.get_label(): line for line in one.axes[0].lines if line.get_marker() != "."}
-    assert list(lines["a"].get_ydata()) == pytest.approx([0.6, 0.3])
-    assert list(lines["b"].get_ydata()) == [0.1]
+    lines = [line.get_ydata() for line in one.axes[0].lines if line.get_marker() != "."]
+    assert [*map(list, lines)] == [pytest.approx([0.6, 0.3]), [0.1]]
 
     finals = {("a", 1, "u"): [0.5, 0.7], ("a", 2, "v"): [0.9], ("a", 1, "v"): [0.8, 0.8]}
     two = fake(finals, "x", "y")
@@ -141,5 +127,5 @@ def test_figures_by_the_number_of_settings():
     three = fake({("a", 1, 2, 3): [0.5], ("a", 1, 4, 3): [0.9]}, "x", "y", "z").figure()
     lines = [line for line in three.axes[0].lines if len(line.get_ydata()) == 4]
     assert [line.get_ydata()[-1] for line in lines] == [0, 1]
-    assert sorted(texts(three.axes[0])) == ["1", "2", "3", "4"]
+    assert sorted(text.get_text() for text in three.axes[0].texts) == ["1", "2", "3", "4"]
     assert fake({}).figure() is None

@@ -20,6 +20,7 @@ from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.io import write_json
 from flowrl.rewards.combine import FunctionReward
+from flowrl.training.config import load_config
 from flowrl.worlds.base import PolicyOptions, world
 
 DARK = """
@@ -112,9 +113,8 @@ def test_every_prompt_is_embedded_once_for_both_weights(folder, tmp_path, monkey
 
     monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
     shutil.copytree(folder / "run", tmp_path / "run")
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    config["policy"]["prompt_cache"] = 2
-    write_json(tmp_path / "run" / "config.json", config)
+    path = tmp_path / "run" / "config.json"
+    write_json(path, load_config(path, trust=True).replace(prompt_cache=2).as_dict())
     texts, embed = [], PipelinePolicy._embed
     watched = lambda self, some: texts.extend(some) or embed(self, some)  # noqa: E731
     monkeypatch.setattr(PipelinePolicy, "_embed", watched)
@@ -188,10 +188,11 @@ def test_what_is_wrong_is_said(options, message, capsys, tmp_path, monkeypatch):
 
 def test_a_lora_of_another_model_is_refused(folder, tmp_path, capsys):
     tiny_flux_policy().save(tmp_path / "flux")
-    options = {"weights": tmp_path / "flux", "reward": redness(folder), "num_steps": 1, "limit": 1}
-    assert main(["evaluate", *words(**base(folder), **options)]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "holds no LoRA and no transformer for this model" in error
-    run = words(weights=folder / "run", trust=True, num_steps=0, out=tmp_path)
-    assert main(["evaluate", *run]) == 2
-    assert "steps = 0 is not allowed" in capsys.readouterr().err
+    other = {"weights": tmp_path / "flux", "reward": redness(folder), "num_steps": 1, "limit": 1}
+    run = {"weights": folder / "run", "trust": True, "num_steps": 0, "out": tmp_path}
+    for options, message in (
+        (base(folder) | other, "holds no LoRA and no transformer for this model"),
+        (run, "steps = 0 is not allowed"),
+    ):
+        assert main(["evaluate", *words(**options)]) == 2
+        assert message in capsys.readouterr().err

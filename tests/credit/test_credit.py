@@ -137,12 +137,8 @@ def test_worked_examples():
     assert_close(credit(StepwiseGain(), E4)[0], exact, rtol=2e-4, atol=1e-4)
 
 
-def test_generalised_gains_by_hand():
-    """gamma lam = 1/2, gains 1, 2, 4: 1 + 2/2 + 4/4, 2 + 4/2, 4."""
+def test_process_rewards_by_hand():
     values = torch.tensor([[[0.0, 1.0, 3.0, 7.0]]])
-    assert generalised_gains(values, lam=0.625, gamma=0.8).flatten().tolist() == pytest.approx(
-        [3.0, 4.0, 4.0]
-    )
     selected = torch.tensor([[[True, False, False]]])
     assert process_rewards(values, selected).tolist() == [[[7.0, 2.0, 4.0]]]
     assert process_rewards(values, selected, add=True).tolist() == [[[8.0, 2.0, 4.0]]]
@@ -160,14 +156,6 @@ def test_balancing_leaves_entries_without_size_out_of_the_count(sign):
     assert kept[0, :, 0].tolist() == [True, True, False, True]
 
 
-def test_balancing_counts_the_mask_only():
-    rule, mask = TurningPoint(), torch.ones(1, 3, 4, dtype=torch.bool)
-    assert turning_points(E1)[0].nonzero().tolist() == [[0, 2], [1, 2], [2, 0]]
-    assert rule.selected(E1, mask)[0].nonzero().tolist() == [[0, 2], [1, 2]]
-    mask[0, 1] = False  # the only one downwards
-    assert rule.selected(E1, mask)[0].nonzero().tolist() == [[0, 2], [2, 0]]
-
-
 # Reductions between rules
 
 
@@ -177,7 +165,7 @@ def test_rules_reduce_to_each_other(seed):
     monotone = values.sort(dim=-1).values  # at most the first step is a turning point
     one_step = table(seed, columns=2)
     one_step[..., 0] = one_step[:, :1, 0]  # from shared noise: the gain is R minus a constant
-    final = values[..., -1:]
+    final, uniform = values[..., -1:], credit(Uniform(), values)
     by_step, later = StepwiseGain(normalise="step"), StepwiseGain(normalise="step", lam=1.0)
     rule = TurningPoint(balance_scope="prompt")
     for advantages, expected in (
@@ -186,16 +174,10 @@ def test_rules_reduce_to_each_other(seed):
         (credit(TurningPoint(first_step=False), monotone), credit(by_step, monotone)),
         (credit(rule, values), torch.cat([credit(rule, row[None]) for row in values])),
         (credit(StepwiseGain(lam=0.7), one_step), credit(Uniform(), one_step)),
-        (
-            credit(Uniform(clamp=3.0, limit="tanh"), values),
-            3 * (credit(Uniform(), values) / 3).tanh(),
-        ),
-        (
-            credit(Uniform(std=None), values),
-            (final - final.mean(1, keepdim=True)).repeat(1, 1, COUNT),
-        ),
+        (credit(Uniform(clamp=3.0, limit="tanh"), values), 3 * (uniform / 3).tanh()),
+        (credit(Uniform(std=None), values), (final - final.mean(1, keepdim=True)).repeat(1, 1, 4)),
         (credit(TurningPoint(), one_step), credit(Uniform(), one_step)),
-        (credit(GDPO(Uniform(), batch=False), values), credit(Uniform(), values)),
+        (credit(GDPO(Uniform(), batch=False), values), uniform),
     ):
         assert_close(advantages, expected, rtol=1e-6, atol=1e-6)
 
@@ -273,7 +255,7 @@ def test_the_sum_of_several_rewards_is_divided_by_its_std_over_the_mask():
     values, mask = table(4), random_mask(3, 5, COUNT)
     decisions = replace(Decisions.like(values), mask=mask)
     got = GDPO(StepwiseGain(pool="batch")).assign(values, decisions)
-    assert float(got[mask].std(correction=0)) == pytest.approx(1, abs=1e-3)
+    assert got[mask].std(correction=0) == pytest.approx(1, abs=1e-3)
 
 
 # A baseline with memory
@@ -305,9 +287,7 @@ def test_a_baseline_belongs_to_a_time_and_is_the_mean_over_the_mask():
     decisions = Decisions.like(values, times=(0.9, 0.6))
     rule.assign(values, replace(decisions, mask=mask))
     early, shared = (float(gains(values)[..., k][mask[..., k]].mean()) for k in (0, 1))
-    assert rule.baseline == pytest.approx(
-        {float(torch.tensor(0.9)): early} | {float(torch.tensor(0.6)): shared}
-    )
+    assert rule.state_dict()["baseline"].tolist() == pytest.approx([early, shared])
     new = gains(moved).mean((0, 1))
     got = rule.assign(moved, Decisions.like(moved, times=(0.6, 0.3)))
     baseline = torch.tensor([shared, float(new[1])])
@@ -328,22 +308,13 @@ def test_equal_rewards_and_a_group_of_one_give_exactly_zero():
         assert not credit(rule, table(2, members=1)).any()
 
 
-def test_a_group_with_one_member_is_in_no_statistic():
-    values, mask = table(6), torch.ones(3, 5, COUNT, dtype=torch.bool)
-    mask[2, 1:] = False
-    rule, decisions = Uniform(std="batch"), replace(Decisions.like(values), mask=mask)
-    advantages = rule.assign(values, decisions)
-    assert_close(advantages[:2], credit(rule, values[:2]))
-    assert not advantages[2].any()
-
-
 def test_scores_are_clamped():
     values = torch.zeros(1, 100, 2)
     values[0, 0, 1] = 1.0
     rules = [Uniform(), StepwiseGain(), TurningPoint(), MovingAverageGain()]
     others = [(Uniform(clamp=2.0), 2.0), (Uniform(clamp=None), math.sqrt(99))]
     for rule, expected in [*((rule, 5.0) for rule in rules), *others]:
-        assert float(credit(rule, values)[0, 0, 0]) == pytest.approx(expected, rel=2e-3)
+        assert credit(rule, values)[0, 0, 0] == pytest.approx(expected, rel=2e-3)
 
 
 @seeds
@@ -447,10 +418,8 @@ def test_credit_outside_the_mask_is_0_whatever_the_rule_returns(outside):
     result = torch.full((3, 5, COUNT), 2.0).masked_fill(~mask, outside).requires_grad_()
     decisions = replace(Decisions.like(table(0)), mask=mask)
     record = example(table(0), Completion(), decisions)
-    assert record.trajectories.states.shape[2:] == (1, 2, 2)
     rules = [MyRule(result), MyRecordRule((result, result / 4))]
     for rule, weight in zip(rules, (1.0, 0.5), strict=True):
         got = credit_of(rule, record)
-        assert torch.equal(got.advantages, 2.0 * mask)
-        assert torch.equal(got.weights, mask * weight)
-        assert not got.advantages.requires_grad and not got.weights.requires_grad
+        for found, inside in ((got.advantages, 2.0), (got.weights, weight)):
+            assert torch.equal(found, inside * mask) and not found.requires_grad

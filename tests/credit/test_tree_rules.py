@@ -126,14 +126,8 @@ def grown(draw):
     decisions = draw(st.lists(st.booleans(), min_size=steps, max_size=steps).filter(any))
     paths = [(root,) for root in range(draw(st.integers(1, 3)))]
     for step in range(steps):
-        many = [
-            draw(st.integers(1, 3)) if decisions[step] and len(paths) < 20 else 1 for _ in paths
-        ]
-        paths = [
-            (*path, child)
-            for path, count in zip(paths, many, strict=True)
-            for child in range(count)
-        ]
+        most = 3 if decisions[step] and len(paths) < 20 else 1
+        paths = [(*p, child) for p in paths for child in range(draw(st.integers(1, most)))]
     visits = [[(node, path[: node + 1]) for node in range(steps + 1)] for path in paths]
     mean = draw(st.sampled_from(["leaf", "child"]))
     tree = replace(tree_of(visits, lambda node, _: decisions[node - 1]), mean=mean)
@@ -187,9 +181,8 @@ def drawn(probe, prompts, members, count, seed=0):
 
 def zscores(values):
     """Z over axis 1."""
-    return (values - values.mean(1, keepdim=True)) / (
-        values.std(1, unbiased=False, keepdim=True) + 1e-4
-    )
+    centred = values - values.mean(1, keepdim=True)
+    return centred / (centred.std(1, correction=0, keepdim=True) + 1e-4)
 
 
 def test_leave_one_out_is_the_difference_to_the_others():
@@ -211,29 +204,6 @@ def test_strides_are_normalised_one_by_one_and_summed():
     scores = zscores(shown.values[..., -1].view(2, 3, 3))  # [prompt, branch, stride]
     advantages = credit(SiblingRelative(clamp=None, probe=probe), shown)
     assert_close(advantages, scores.sum(-1).repeat_interleave(3, dim=1)[..., None])
-
-
-def test_a_comb_compares_draws_not_the_trunk():
-    probe = Comb(branches=2, high=3)
-    shown = drawn(probe, 1, 6, 4)
-    expected = zscores(shown.values[0, :, -1].view(3, 2))
-    for rule in (SiblingRelative(probe=probe), DepthRelative(probe=probe)):
-        advantages = credit(rule, shown)[0]
-        assert_close(advantages.sum(-1), expected.flatten())
-        assert (advantages != 0).sum() == 6, "every member has one decision"
-
-
-def test_shared_noise_is_a_tree_of_one_split():
-    """Sibling- and depth-relative credit of the first decision is then uniform credit."""
-    shown = drawn(Branch((6,)), 3, 6, 4)
-    uniform = credit(Uniform(probe=Branch((6,))), shown)
-    for rule in (SiblingRelative(), DepthRelative(), BackedUp()):
-        assert_close(credit(rule, shown)[..., 0], uniform[..., 0])
-    assert_close(credit(DepthRelative(), shown), uniform)
-    assert not credit(DepthRelative(), example(torch.full((1, 7, 2), 0.3), Branch((7,)))).any()
-    plain = drawn(Branch({}), 3, 6, 4)
-    assert_close(credit(DepthRelative(), plain), credit(Uniform(), plain))
-    assert not credit(SiblingRelative(), plain).any()
 
 
 TREE_RULES = [SiblingRelative(), DepthRelative(), BackedUp("mean"), GDPO(DepthRelative())]

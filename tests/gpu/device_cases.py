@@ -64,4 +64,4 @@ def assert_same(tensors, expected, device):
     if device == "cpu":
         assert torch.equal(tensors, expected)
     else:
-        assert float((tensors - expected).norm() / expected.norm()) < 0.05
+        assert (tensors - expected).norm() / expected.norm() < 0.05

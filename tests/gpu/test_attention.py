@@ -4,7 +4,7 @@ used is refused with those that can.
 
 import pytest
 import torch
-from device_cases import PROMPTS, model_policy
+from device_cases import PROMPTS, flat, model_policy
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,15 +29,12 @@ def images_and_gradient(policy, device):
     """Sampled images, a gradient of the trained weights, and the kernels of both."""
     noise = initial_noise(policy, len(PROMPTS))
     images = torch.cat([batch.images for batch in sample_images(policy, PROMPTS, noise, 2)])
+    timestep = policy.schedule(2).network_timesteps[0].expand(len(noise))
+    given = noise.to(device), timestep, policy.encode(PROMPTS)
     with Kernels() as kernels:
-        timestep = policy.schedule(2).network_timesteps[0].expand(len(noise))
-        policy.velocity(
-            noise.to(device), timestep, policy.encode(PROMPTS)
-        ).square().mean().backward()
-    gradient = torch.cat(
-        [p.grad.flatten() for p in policy.trainable().values() if p.grad is not None]
-    )
-    return images, gradient, kernels.seen
+        policy.velocity(*given).square().mean().backward()
+    gradients = flat(p.grad for p in policy.trainable().values() if p.grad is not None)
+    return images, gradients, kernels.seen
 
 
 OPTIONS = [{}, {"gradient_checkpointing": True}, {"tuning": "full"}]
@@ -61,7 +58,7 @@ def test_images_and_gradients_agree_within_rounding(name, backend, options, devi
         model_policy(name, device, attention_backend=backend, **options), device
     )
     torch.testing.assert_close(images, plain, atol=1e-4, rtol=0)
-    assert float((gradient - plain_gradient).norm() / plain_gradient.norm()) < 1e-3
+    assert (gradient - plain_gradient).norm() / plain_gradient.norm() < 1e-3
     # the other kernels are products of matrices
     if device == "cpu" and name in ("sd3", "flux") and not options.get("compile"):
         assert any("flash" in kernel for kernel in kernels) == (backend == "native"), kernels
@@ -70,10 +67,8 @@ def test_images_and_gradients_agree_within_rounding(name, backend, options, devi
 @pytest.mark.parametrize("backend", ["fastest", "flash", "sage", "flash_hub", "_native_cudnn"])
 @pytest.mark.parametrize("name", ["sd3", "flux"])
 def test_what_cannot_be_used_is_refused_with_the_names_that_can(name, backend):
-    with pytest.raises(
-        ConfigError,
-        match=rf"attention_backend = '{backend}' .*native, .*_native_math.* on cpu in torch.float32",
-    ):
+    words = rf"attention_backend = '{backend}' .*native, .*_native_math.* on cpu in torch.float32"
+    with pytest.raises(ConfigError, match=words):
         model_policy(name, "cpu", attention_backend=backend)
 
 

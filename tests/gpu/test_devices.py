@@ -4,6 +4,7 @@ on the CPU and on a GPU.
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -70,22 +71,10 @@ def test_what_an_iteration_makes_is_on_the_device(name, method, device):
     ones = torch.ones(6, len(path.tree.drawn_steps), device=device)
     given = trainer.policy, trainer.method.loss, collected.rollout, collected.condition, ones, ones
     batch = LossBatches(*given, trainer.draw_sampler()).of(micro.sample, micro.column)
-    on_device = (
-        *state_of(trainer),
-        *collected.condition.tensors.values(),
-        micro.sample,
-        micro.column,
-        path.states,
-        path.outputs,
-        path.schedule.times,
-        path.stds,
-        batch.new.mean,
-        batch.behaviour.mean,
-        batch.next_node,
-        batch.advantages,
-        batch.weight,
-        batch.delta,
-    )
+    made = micro.sample, micro.column, path.states, path.outputs, path.schedule.times, path.stds
+    rows = batch.next_node, batch.advantages, batch.weight, batch.delta
+    means = batch.new.mean, batch.behaviour.mean
+    on_device = *state_of(trainer), *collected.condition.tensors.values(), *made, *rows, *means
     assert kinds(*on_device) == {device} and trainer.generator.device.type == device
     assert kinds(collected.values.total, collected.values.valid) == {"cpu"}
     assert row["grad_norm"] > 0 and row["kl"] >= 0 and row["ratio_noise"] < most_noise(device)
@@ -117,9 +106,8 @@ def test_only_the_network_is_narrow(name, dtype, device):
     layer.register_forward_hook(lambda module, given, result: activations.add(result.dtype))
     row, collected, _ = iterated(trainer)
     assert activations == {narrow} and not torch.is_autocast_enabled(torch.device(device).type)
-    trained = {id(p) for p in trainer.parameters}
     kept = set(network._keep_in_fp32_modules or ())  # as diffusers loads Wan
-    frozen = {n: p.dtype for n, p in network.named_parameters() if id(p) not in trained}
+    frozen = {n: p.dtype for n, p in network.named_parameters() if not p.requires_grad}
     assert {d for n, d in frozen.items() if not kept & set(n.split("."))} == {narrow}
     rows = policy.prompts.rows(policy.encode(PROMPTS).tensors["prompt"]).values()
     assert {t.dtype for t in rows} - {torch.bool} == {narrow} and kinds(*rows) == {device}
@@ -150,7 +138,7 @@ def test_a_device_draws_the_images_of_the_cpu(name, dtype, device):
         (batch,) = sample_images(policy, PROMPTS, initial_noise(policy, len(PROMPTS)), 4)
         assert batch.images.device.type == here
         images.append(batch.images.cpu())
-    assert float((images[0] - images[1]).square().mean().sqrt()) <= IMAGE[dtype]
+    assert (images[0] - images[1]).square().mean().sqrt() <= IMAGE[dtype]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -158,12 +146,10 @@ def test_a_device_has_the_gradients_of_the_cpu(name, device):
     """Of one loss on the same trajectories, moved from the CPU to the device."""
     trainer, gradients = model_trainer(name, "cpu", method="flow-grpo"), []
     sampler, prompts = trainer.draw_sampler(), PROMPTS[:2]
-    generator = seeded()
+    generator, condition = seeded(), trainer.policy.encode(prompts)
     noise = trainer.groups.noise(trainer.policy.latent_shape, generator)
-    condition = trainer.policy.encode(prompts)
-    result = trainer.collector.collect(
-        prompts, condition, noise, sampler, generator, Usage(), lambda phase: None
-    ).rollout
+    given = prompts, condition, noise, sampler, generator, Usage(), lambda phase: None
+    result = trainer.collector.collect(*given).rollout
     path, count = result.trajectories, len(result.trajectories.tree.drawn_steps)
     for place in ("cpu", device):
         policy = model_policy(name, place)
@@ -177,9 +163,8 @@ def test_a_device_has_the_gradients_of_the_cpu(name, device):
         trainer.method.loss.loss(batches.of(index, index % count)).loss.backward()
         # the text stream's last projections reach no image in Qwen-Image
         gradients.append(flat(p.grad for p in policy.trainable().values() if p.grad is not None))
-    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < (
-        1e-5 if device == "cpu" else 1e-2
-    )
+    difference = (gradients[0] - gradients[1]).norm() / gradients[0].norm()
+    assert difference < (1e-5 if device == "cpu" else 1e-2)
 
 
 def test_text_encoders_visit_the_device_and_leave_it(device):
@@ -202,12 +187,12 @@ def test_a_reward_scores_on_the_device(device, tmp_path):
 
 def test_copies_to_main_memory_and_back_keep_the_values(device):
     """On CUDA through pinned memory, without a wait until the host reads them."""
-    values = torch.arange(12.0, device=device).view(3, 4)[:, 1:]
-    with no_host_sync(device) if device == "cuda" else nullcontext():
+    values, index = torch.arange(12.0, device=device).view(3, 4)[:, 1:], torch.tensor([2, 0])
+    no_wait = partial(no_host_sync, device) if device == "cuda" else nullcontext
+    with no_wait():
         kept = to_main_memory(values)
     copies_done(torch.device(device))
     assert kept.device.type == "cpu" and kept.is_pinned() == (device == "cuda")
-    index = torch.tensor([2, 0])
-    with no_host_sync(device) if device == "cuda" else nullcontext():
+    with no_wait():
         back = to_device(kept[index], torch.device(device))
     assert back.device.type == device and torch.equal(back, values[index.to(device)])

@@ -7,7 +7,7 @@ import torch
 from device_cases import PROMPTS, REDNESS
 from gpu_cases import RandomEmbeddings, random_pipeline
 
-from flowrl.policies import ARCHITECTURES, SD3, Flux, ModelOptions, PipelinePolicy, count_memory
+from flowrl.policies import ARCHITECTURES, ModelOptions, PipelinePolicy, count_memory
 from flowrl.policies.memory import StorageCounter
 from flowrl.training.build import make_method
 from flowrl.training.config import preset
@@ -26,25 +26,16 @@ length.
 RESOLUTION, TRAINED, SAMPLED = 256, 4, 8
 
 
-def trainer_of(name, device, checkpointing, monkeypatch, dtype="bfloat16"):
+def trainer_of(name, device, checkpointing, monkeypatch):
     known = ARCHITECTURES[name]
-    monkeypatch.setitem(
-        ARCHITECTURES, name, replace(known, config={**known.config, **NARROW[name]})
-    )
-    options = ModelOptions(
-        height=RESOLUTION,
-        width=RESOLUTION,
-        device=device,
-        dtype=dtype,
-        lora_rank=8,
-        lora_alpha=8.0,
-        gradient_checkpointing=checkpointing,
-    )
-    family = RandomEmbeddings(
-        SD3() if name.startswith("sd3") else Flux(), known.clip_tokens + known.family.text_tokens
-    )
-    policy = PipelinePolicy(random_pipeline(name, device, getattr(torch, dtype)), family, options)
-    config = preset("tiny").apply(method="flow-grpo", window=":-1", dtype=dtype)
+    config = {**known.config, **NARROW[name]}
+    monkeypatch.setitem(ARCHITECTURES, name, replace(known, config=config))
+    sizes = dict(height=RESOLUTION, width=RESOLUTION, lora_rank=8, lora_alpha=8.0)
+    narrow = dict(device=device, dtype="bfloat16", gradient_checkpointing=checkpointing)
+    family = RandomEmbeddings(known.family, known.clip_tokens + known.family.text_tokens)
+    pipe = random_pipeline(name, device, torch.bfloat16)
+    policy = PipelinePolicy(pipe, family, ModelOptions(**sizes, **narrow))
+    config = preset("tiny").apply(method="flow-grpo", window=":-1", dtype="bfloat16")
     return Trainer(policy, make_method(config), REDNESS, PROMPTS, config)
 
 
@@ -71,6 +62,5 @@ def test_peaks_are_those_of_the_plan(name, checkpointing, device, monkeypatch):
     update = peak_of(lambda: velocities(trainer, TRAINED, train=True), trainer)
     gradients = 4 * counted.trained_parameters
     assert update == pytest.approx(counted.update + gradients, rel=0.15)
-    assert peak_of(lambda: velocities(trainer, SAMPLED, train=False), trainer) == pytest.approx(
-        counted.rollout, rel=0.15
-    )
+    sampling = peak_of(lambda: velocities(trainer, SAMPLED, train=False), trainer)
+    assert sampling == pytest.approx(counted.rollout, rel=0.15)

@@ -127,9 +127,9 @@ def test_clipped_loss_by_hand(advantage, expected):
     """Ratios e^.1 and e^-.1 around a clip of .05; the clipped row has no gradient."""
     batch = scalars([0.10557281, -0.09544512], advantages=torch.full((2,), advantage))
     result = ClippedLoss(clip_range=0.05).loss(batch)
-    assert float(result.loss.detach()) == pytest.approx(expected, abs=1e-5)
+    assert result.loss.detach() == pytest.approx(expected, abs=1e-5)
     assert float(result.metrics["clip_fraction"]) == 1.0
-    assert float(result.metrics["ratio_deviation"]) == pytest.approx(0.105171, abs=1e-5)
+    assert result.metrics["ratio_deviation"] == pytest.approx(0.105171, abs=1e-5)
     assert int((gradient(ClippedLoss(clip_range=0.05), batch) == 0).sum()) == 1
 
 
@@ -157,7 +157,7 @@ def test_the_plain_policy_gradient_ignores_the_behaviour():
     far, loss = make_batch(0.3), PolicyGradientLoss()
     near = replace(far, behaviour=Gaussian(far.new.mean.detach(), far.new.std))
     assert_close(gradient(loss, far), gradient(loss, near))
-    assert float(loss.loss(near).metrics["ratio_mean"]) == pytest.approx(1.0)
+    assert loss.loss(near).metrics["ratio_mean"] == pytest.approx(1.0)
     assert not torch.allclose(gradient(FlowDPPO(1e6), far), gradient(loss, far), rtol=1e-3)
 
 
@@ -167,11 +167,11 @@ def test_guards_ratio_is_the_projected_noise():
     """
     batch = make_batch(0.05)
     eps = (batch.next_node - batch.behaviour.mean) / batch.new.std.reshape(N, 1, 1)
-    log_ratio = (eps * (batch.new.mean - batch.behaviour.mean)).mean(dim=(1, 2))
+    log_ratio = (eps * (batch.new.mean.detach() - batch.behaviour.mean)).mean((1, 2))
     metrics = GRPOGuard(clip_range=0.5).loss(batch).metrics
-    assert_close(metrics["ratio_mean"], log_ratio.exp().mean().detach())
+    assert_close(metrics["ratio_mean"], log_ratio.exp().mean())
     terms = -batch.advantages * log_ratio.exp() / batch.delta
-    assert_close(metrics["policy_loss"], terms.mean().detach())
+    assert_close(metrics["policy_loss"], terms.mean())
 
 
 def test_gspo_by_hand():
@@ -183,9 +183,9 @@ def test_gspo_by_hand():
     ratios = [math.exp((log[0] + 3 * log[2]) / 4), math.exp((log[1] + 3 * log[3]) / 4)]
     assert ratios[0] > 1.1 and 0.9 < ratios[1] < 1.0
     result = GSPO(clip_range=0.1).loss(batch)
-    assert float(result.loss.detach()) == pytest.approx((-1.1 + 2 * ratios[1]) / 2, abs=1e-6)
+    assert result.loss.detach() == pytest.approx((-1.1 + 2 * ratios[1]) / 2, abs=1e-6)
     assert float(result.metrics["clip_fraction"]) == 0.5
-    assert float(result.metrics["ratio_mean"]) == pytest.approx(sum(ratios) / 2)
+    assert result.metrics["ratio_mean"] == pytest.approx(sum(ratios) / 2)
     rows = gradient(GSPO(clip_range=0.1), batch).flatten()
     assert not rows[[0, 2]].any()  # the trajectory is clipped
     expected = 2 * ratios[1] * weight / weight.sum() * (1 - moves)
@@ -212,14 +212,12 @@ def test_rsm_clips_the_log_ratio_from_one_side():
     batch, c = make_batch(0.05), 0.01
     log = log_prob(batch.new, batch.next_node) - log_prob(batch.behaviour, batch.next_node)
     std = batch.behaviour.std[:, None, None]
-    move, noise = (
-        ((batch.behaviour.mean - mean) / std).flatten(1)
-        for mean in (batch.new.mean, batch.next_node)
-    )
-    assert_close(log, -(move.square() / 2 - move * noise).mean(1), atol=1e-5, rtol=1e-5)
+    move, noise = ((batch.behaviour.mean - x) / std for x in (batch.new.mean, batch.next_node))
+    expected = -(move.square() / 2 - move * noise).mean((1, 2))
+    assert_close(log, expected, atol=1e-5, rtol=1e-5)
     for fair, scale in ((False, 1.0), (True, batch.behaviour.std.square())):
         room = c * batch.advantages.abs() - batch.advantages * scale * log
-        assert 0 < int((room < 0).sum()) < N or fair
+        assert 0 < (room < 0).sum() < N or fair
         step = batch.behaviour.std * batch.delta if fair else 1.0
         result = RSM(clip_range=c, fair=fair).loss(batch)
         assert_close(result.loss, (room.clamp(min=0) / step).mean())
@@ -229,7 +227,7 @@ def test_rsm_clips_the_log_ratio_from_one_side():
 def test_step_nft_by_hand():
     """E+ - E- = -4 step (mu - mu_old) eps std / (std^2 + 1e-4): -0.2 for a move of 0.05."""
     loss = StepNFT().loss(scalars([0.05], advantages=torch.tensor([5.0]))).loss
-    assert float(loss.detach()) == pytest.approx(0.644397 - math.log(2.0), abs=1e-5)
+    assert loss.detach() == pytest.approx(0.644397 - math.log(2.0), abs=1e-5)
 
 
 def test_distillation_is_the_penalty_alone():
@@ -295,9 +293,7 @@ def test_the_penalty_pulls_to_the_behaviour_also_at_advantage_0():
     pull = (batch.new.mean - batch.behaviour.mean).detach() / batch.new.std.square()[:, None, None]
     expected = 3.0 * pull * (weight / weight.sum())[:, None, None] / 6
     assert_close(gradient(KLPenalty(coefficient=3.0), batch), expected)
-    result = KLPenalty(coefficient=3.0).loss(batch)
-    assert float(result.policy_term.detach()) == 0.0
-    assert KLPenalty().trains_zero_advantages and not ClippedLoss().trains_zero_advantages
+    assert KLPenalty().loss(batch).policy_term == 0.0
     far = make_batch(0.05)
     difference = gradient(KLPenalty(1e-9), far) - gradient(ClippedLoss(clip_range=0.999), far)
     assert difference.abs().max() < 1e-7

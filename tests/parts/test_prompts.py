@@ -27,20 +27,6 @@ from flowrl.reading import read_input
 from flowrl.training.build import make_world
 from flowrl.training.config import RunConfig
 
-GENEVAL = [
-    {
-        "tag": "counting",
-        "include": [{"class": "dog", "count": 2}],
-        "exclude": [{"class": "dog", "count": 3}],
-        "prompt": "two dogs",
-    },
-    {
-        "tag": "position",
-        "include": [{"class": "cat", "count": 1}, {"class": "dog", "position": ["left of", 0]}],
-        "prompt": "a photo of a dog left of a cat",
-    },
-]
-
 
 def written(tmp_path, name, *lines):
     lines = [line if isinstance(line, str) else json.dumps(line) for line in lines]
@@ -66,14 +52,6 @@ def test_lines_end_at_line_feeds_only(tmp_path):
     assert read_prompts(tmp_path / "p.jsonl") == prompts
     (tmp_path / "dos.txt").write_bytes("a fox\r\na cat\r\n".encode("utf-8-sig"))
     assert texts(read_prompts(tmp_path / "dos.txt")) == ["a fox", "a cat"]
-
-
-def test_geneval_lines(tmp_path):
-    first, second = read_prompts(written(tmp_path, "p.jsonl", *GENEVAL))
-    assert first.text == "two dogs" and request_of(first.metadata).exclude == (Clause("dog", 3),)
-    request = request_of(second.metadata)
-    assert request.include == (Clause("cat"), Clause("dog", position=("left of", 0)))
-    assert request.tag == "position"
 
 
 def test_same_text_with_other_metadata_is_no_repetition(tmp_path):
@@ -109,10 +87,10 @@ DOG = {"class": "dog"}
     ],
 )
 def test_bad_requests_are_refused_with_their_line(tmp_path, metadata, problem):
-    path = written(tmp_path, "p.jsonl", GENEVAL[0], {"prompt": "x", **metadata})
-    with pytest.raises(
-        ConfigError, match=f"line 2 is not a request in GenEval's format: {problem}"
-    ):
+    fine = {"include": [DOG], "exclude": [{**DOG, "count": 3}]}
+    path = written(tmp_path, "p.jsonl", *({"prompt": "x", **line} for line in (fine, metadata)))
+    message = f"line 2 is not a request in GenEval's format: {problem}"
+    with pytest.raises(ConfigError, match=message):
         read_prompts(path)
 
 
@@ -275,7 +253,6 @@ def test_prompts_from_standard_input_end_in_time(monkeypatch, capsys):
         pipe.close()
         assert main(["prompts", "check", "--file", "-"]) == 0
     assert "1 prompts" in capsys.readouterr().out
+    config = RunConfig.of(world="model", model="x", prompts="-", reward="jpeg-compressibility")
     with pytest.raises(ConfigError, match="prompts = '-' is not allowed"):
-        make_world(
-            RunConfig.of(world="model", model="x", prompts="-", reward="jpeg-compressibility")
-        )
+        make_world(config)

@@ -52,8 +52,8 @@ from flowrl.worlds.base import world
 
 @pytest.fixture
 def canary(tmp_path, monkeypatch):
-    """The file that hostile code would write: the file evil.py and the module evil_module write it
-    when they are imported.
+    """The file that hostile code would write: the file evil.py in the current folder and the module
+    evil_module write it when they are imported.
     """
     path = tmp_path / "canary"
     code = (
@@ -62,6 +62,7 @@ def canary(tmp_path, monkeypatch):
     (tmp_path / "evil.py").write_text(code)
     (tmp_path / "evil_module.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "evil_module", raising=False)
     return path
 
@@ -154,7 +155,7 @@ def test_a_hostile_run_executes_nothing(setting, name, finished, canary, tmp_pat
     """
     out, (spec, word) = tmp_path / "hostile", SPECS[name]
     run = write_hostile(finished, out, setting, spec.format(folder=tmp_path))
-    before = sorted(out.rglob("*"))
+    before = sorted(tmp_path.rglob("*"))
     for command in openings(out, run, tmp_path / "new"):
         # preset tiny sets the window, a comparison the rule
         unused = ("window", "credit") if command.startswith("compare") else ("window",)
@@ -163,8 +164,7 @@ def test_a_hostile_run_executes_nothing(setting, name, finished, canary, tmp_pat
         error = error_of(command, capsys)
         assert error.count("\n") == 1 and error.startswith("flowrl: error: "), error
         assert all(part in error for part in (setting, word, "--trust", str(out))), error
-    assert not canary.exists() and not list(tmp_path.glob("new*"))
-    assert sorted(out.rglob("*")) == before
+    assert not canary.exists() and sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("setting", [setting for setting in PARTS if setting != "heldout_rewards"])
@@ -198,8 +198,8 @@ def test_what_imports_refuses_by_itself(setting, finished, canary, tmp_path, mon
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_caller_that_forgets_is_refused(kind, canary, tmp_path):
-    for text in (f"{tmp_path}/evil.py:Evil", "evil_module:Evil"):
+def test_a_caller_that_forgets_is_refused(kind, canary):
+    for text in ("evil.py:Evil", "evil_module:Evil"):
         calls = [
             lambda text=text: build(kind, text),
             lambda text=text: find_maker(kind, parse_spec(text)),
@@ -244,14 +244,13 @@ def test_parts_of_packages_that_may_connect_need_trust(kind, monkeypatch):
     assert trust_option({"tracker": "trackio"}) and not trust_option({"tracker": "tensorboard"})
 
 
-def test_braces_of_an_arm_name_no_code(canary, tmp_path, capsys):
+def test_braces_of_an_arm_name_no_code(canary, capsys):
     """`flowrl bench` fills in its knobs after the file was judged, and leaves other braces."""
     colon = f"{{learning_rate.join.__doc__[{str.join.__doc__.index(':')}]}}"
-    spec = f"{tmp_path}/evil.py{colon}Evil"
-    for text, named in ((spec, "unknown credit rule"), ("uniform{nope}", "{nope}")):
+    for text, named in ((f"evil.py{colon}Evil", "unknown credit rule"), ("a{nope}", "{nope}")):
         arms = {"arms": {"evil": {"credit": text, "method": "mine"}}}
-        (tmp_path / "arms.yaml").write_text(json.dumps(arms))
-        command = f"bench rule --arms {tmp_path}/arms.yaml --quick --out {tmp_path}/new"
+        Path("arms.yaml").write_text(json.dumps(arms))
+        command = "bench rule --arms arms.yaml --quick --out new"
         assert named in error_of(command, capsys) and not canary.exists()
 
 
@@ -279,28 +278,21 @@ def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(
 def test_a_hostile_comparison_executes_nothing(finished, canary, tmp_path):
     """The entries that only a comparison has."""
     values = json.loads((finished / "config.json").read_text())
-    spec = f"{tmp_path}/evil.py:Evil"
-    for change in (
-        {"arms": {"flow-grpo": {}, "evil": {"loss": spec}}},
-        {"arms": {"evil": {"credit": f"flowrl.methods:named_method(credit='{spec}')"}}},
+    for arms in (
+        {"flow-grpo": {}, "evil": {"loss": "evil.py:Evil"}},
+        {"evil": {"credit": "flowrl.methods:named_method(credit='evil.py:Evil')"}},
     ):
-        changed = values | change
+        changed = values | {"arms": arms}
         with pytest.raises(
             ConfigError, match=r"names .*(evil\.py:Evil|named_method): it is code that"
         ):
             CompareConfig.from_dict(changed).jobs()
         write_json(tmp_path / "config.json", changed)
         read = load_compare(tmp_path / "config.json")
-        for use in (
-            read.allowed,
-            read.descriptions,
-            lambda read=read: compare(read, tmp_path / "new"),
-        ):
+        for use in (read.allowed, read.descriptions, partial(compare, read, tmp_path / "new")):
             with pytest.raises(ConfigError, match=r"trust=True in Python"):
                 use()
-        assert (
-            load_compare(tmp_path / "config.json", trust=True).run.algorithm.method == "flow-grpo"
-        )
+        assert load_compare(tmp_path / "config.json", trust=True).run == TINY_RUN
     assert not canary.exists()
 
 
@@ -331,25 +323,6 @@ def test_results_of_somebody_else_execute_nothing(setting, name, word, canary, t
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("name", ["own function", "file"])
-def test_with_trust_the_code_runs(name, finished, canary, tmp_path, capsys):
-    """Otherwise the refusals prove nothing. That none is a loss is found after the import."""
-    spec, new = SPECS[name][0].format(folder=tmp_path), str(tmp_path / "new")
-    run = write_hostile(finished, tmp_path / "hostile", "loss", spec)
-    for options in (f"--resume {run}", f"--config {run}/config.json --out {new}"):
-        canary.unlink(missing_ok=True)
-        assert "--trust" in error_of(f"train {options}", capsys) and not canary.exists()
-        assert "is not a" in error_of(f"train {options} --trust", capsys) and canary.exists()
-
-
-def test_a_module_of_our_own_needs_trust_only_in_a_file(tmp_path):
-    out, spec = tmp_path / "run", SPECS["own reward"][0]
-    assert flowrl_(f'train {MIXTURE} --reward "{spec}" --out {out}') == 0
-    (out / "done.json").unlink()
-    assert flowrl_(f"train --resume {out}") == 2
-    assert flowrl_(f"train --resume {out} --trust") == 0
-
-
 @pytest.mark.parametrize("setting", ["reward", "observe"])
 def test_a_repeated_setting_is_in_the_users_own_words(setting, finished, canary, tmp_path, capsys):
     """Only the same text as the setting, and for that text alone."""
@@ -358,8 +331,8 @@ def test_a_repeated_setting_is_in_the_users_own_words(setting, finished, canary,
     for options in (f"train --resume {run}", f"compare --resume {out} --workers 1"):
         name = f"--from {spec}" if "train" in options else ""  # which is no setting
         for others in ("", f"--loss {spec}", f"--{setting} {spec}2", name):
-            assert flowrl_(f"{options} {others}") == 2 and not canary.exists()
-        capsys.readouterr()
+            error_of(f"{options} {others}", capsys)
+            assert not canary.exists()
         assert "is not a" in error_of(f"{options} --{setting} {spec}", capsys) and canary.exists()
         canary.unlink()
     other = write_hostile(finished, tmp_path / "two", "loss", "evil_module:Evil")
@@ -371,9 +344,8 @@ def test_a_repeated_setting_is_in_the_users_own_words(setting, finished, canary,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_option_of_a_part_runs_code(kind, canary, tmp_path, monkeypatch):
+def test_no_option_of_a_part_runs_code(kind, canary):
     """Under every name that an option of a registered part has, and under one that none has."""
-    monkeypatch.chdir(tmp_path)
     texts = ("evil.py:Evil", "evil_module:Evil", "flowrl.methods:awm", "clipped(reward='x.py:A')")
     for name in available(kind):
         for option, text in product({*options_of(kind, name), "nothing"}, texts):
@@ -393,7 +365,7 @@ def test_no_setting_of_a_file_runs_code(setting, canary, tmp_path):
     for spec in (f"{tmp_path}/evil.py:Evil", "evil_module:Evil"):
         group[setting] = [spec] if isinstance(group[setting], list) else spec
         write_json(tmp_path / "config.json", values)
-        flowrl_(f"train --config {tmp_path}/config.json --plan")
+        flowrl_("train --config config.json --plan")
         assert not canary.exists()
 
 
@@ -465,10 +437,9 @@ NAMES = (*NESTED, *PARTS, "times", "url_of", "evil", "x")
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_what_needs_no_trust_runs_no_code_at_any_depth(
-    option, hostile, harmless, canary, tmp_path, monkeypatch
+    option, hostile, harmless, canary, monkeypatch
 ):
     """Whatever an installed plug-in does with its options, and however the option is called."""
-    monkeypatch.chdir(tmp_path)
     built_in: Any = KINDS["credit"].built_in
     monkeypatch.setitem(built_in, "greedy", f"{__name__}:Greedy")
     for value in (hostile, harmless, [harmless, hostile], {"a": harmless, "b": (hostile,)}):
@@ -513,18 +484,10 @@ def test_nothing_is_called_that_is_not_a_part(kind, spec, tmp_path, monkeypatch)
 
 
 RULE = """
-import torch
 from flowrl.credit import Uniform
-from flowrl.core.protocols import CreditAssigner
 
 class Mine(Uniform):
     pass
-
-def made(scale: float = 1.0) -> CreditAssigner:
-    return Mine()
-
-def unsaid():
-    return Mine()
 """
 
 
@@ -542,25 +505,15 @@ def test_the_users_own_rule_needs_one_word_to_go_on(tmp_path, capsys):
     first, second = ((folder / "weights.safetensors").read_bytes() for folder in (out, again))
     assert first == second
     # reading runs nothing
-    assert load_config(out / "config.json").algorithm.credit.endswith(":Mine")
-    for read in (
-        load_config(out / "config.json"),
-        RunConfig.from_dict(load_config(out / "config.json").as_dict()),
-    ):
+    read = load_config(out / "config.json")
+    assert read.algorithm.credit.endswith(":Mine")
+    copy, start = RunConfig.from_dict(read.as_dict()), preset(str(out / "config.yaml")).apply()
+    for config in (read, copy, start):
         with pytest.raises(ConfigError, match="credit names"):
-            make_method(read)
+            make_method(config)
     assert type(make_method(load_config(out / "config.json", trust=True)).credit).__name__ == "Mine"
-    with pytest.raises(ConfigError, match="credit names"):
-        make_method(preset(str(out / "config.yaml")).apply())
     # the option replaces what the file names
     assert flowrl_(f"train --preset {out}/config.yaml --credit uniform --out {tmp_path}/other") == 0
-
-
-def test_functions_that_promise_a_part_may_build_it(tmp_path):
-    (tmp_path / "rules.py").write_text(RULE)
-    assert type(build("credit", f"{tmp_path}/rules.py:made(scale=2)", True)).__name__ == "Mine"
-    with pytest.raises(ConfigError, match=r"unsaid is not a credit rule; .*to return one"):
-        build("credit", f"{tmp_path}/rules.py:unsaid", trust=True)
 
 
 @pytest.fixture(scope="module")
@@ -655,18 +608,11 @@ def test_a_hostile_reward_model_executes_nothing(canary, tmp_path, monkeypatch):
     mapped = shutil.copytree(whole, tmp_path / "mapped")
     for name in ("config.json", "tokenizer_config.json"):
         values = json.loads((mapped / name).read_text())
-        classes = {
-            "AutoConfig": "evil.Evil",
-            "AutoModel": "evil.Evil",
-            "AutoTokenizer": ["evil.Evil", None],
-        }
-        unknown = (
-            {"model_type": "evil"}
-            if name == "config.json"
-            else {"tokenizer_class": "EvilTokenizer"}
-        )
+        classes = dict.fromkeys(("AutoConfig", "AutoModel"), "evil.Evil")
+        classes |= {"AutoTokenizer": ["evil.Evil", None]}
+        unknown = {"model_type": "evil", "tokenizer_class": "EvilTokenizer"}
         write_json(mapped / name, {**values, **unknown, "auto_map": classes})
-    shutil.copy(tmp_path / "evil.py", mapped / "evil.py")
+    shutil.copy("evil.py", mapped)
     with suppress(ConfigError):  # it may also be read as what it is without the code
         reward_of(mapped)
     assert not canary.exists()
@@ -680,34 +626,14 @@ def test_a_read_run_builds_nothing_that_needs_trust(setting, finished, canary, t
     out, spec = tmp_path / "hostile", f"{tmp_path}/evil.py:Evil"
     path = write_hostile(finished, out, setting, spec) / "config.json"
     config = load_config(path)
-    copies = (
-        config,
-        config.replace(seed=1),
-        dataclasses.replace(config, seed=1),
-        pickle.loads(pickle.dumps(config)),
-    )
-    assert all(copy.source == str(path) for copy in copies) and config == load_config(
-        path, trust=True
-    )
-    for read in copies:
-        builders = (make_world, make_method, make_reward, make_policy, make_trainer, check, plan)
-        for build_from in (
-            *builders,
-            lambda read: Run(read, tmp_path / "run").execute(),
-            lambda read: try_parts([read]),
-        ):
+    changed = config.replace(seed=1), dataclasses.replace(config, seed=1)
+    builders = (make_world, make_method, make_reward, make_policy, make_trainer, check, plan)
+    builders += (lambda read: Run(read, Path("run")).execute(), lambda read: try_parts([read]))
+    for read in (config, *changed, pickle.loads(pickle.dumps(config))):
+        for build_from in builders:
             with pytest.raises(
                 ConfigError, match=rf"hostile/.*config.json: {setting} names .*--trust"
             ):
                 build_from(read)
-    assert not canary.exists() and not (tmp_path / "run").exists()
+    assert not canary.exists() and not Path("run").exists()
     make_method(config.replace(**{setting: RunConfig().flat()[setting]}))
-
-
-def test_a_run_in_python_is_the_users_own_word(canary, tmp_path):
-    config = preset("tiny").apply(
-        world="mixture", task="direction", credit=f"{tmp_path}/evil.py:Evil"
-    )
-    with pytest.raises(ConfigError, match="Evil is not a credit rule"):
-        Run(config, tmp_path / "run").execute()
-    assert canary.exists() and not (tmp_path / "run").exists()

@@ -5,6 +5,7 @@ grow with what.
 import gc
 import itertools
 import json
+from collections import Counter
 from dataclasses import astuple, replace
 
 import pytest
@@ -72,9 +73,6 @@ def test_a_plan_counts_what_its_settings_say(tmp_path, monkeypatch):
         changed = config.replace(**changes)
         return count_plan(plan(changed), changed)
 
-    def options(**changes):
-        return model_options(config.replace(**changes))
-
     assert plan(config).rows_per_call == 2 * 4
     assert plan(config.replace(max_batch=100)).rows_per_call == 2 * 6
     base = counted()
@@ -96,18 +94,17 @@ def test_a_plan_counts_what_its_settings_say(tmp_path, monkeypatch):
     assert "not measured" in memory_text(plan(config), config)
     assert memory_text(plan(config), config.replace(model="some/other-model")) == ""
     network, every = tiny_sd3().transformer, config.replace(tuning="full")
-    weights = [
-        sum(p.numel() for p in m.parameters()) for m in (network, *network.transformer_blocks)
-    ]
-    block = max(weights[1:])
-    outside = weights[0] - sum(weights[1:]) + 2 * block
-    for launch, gathered in (("fsdp2", outside), ("zero2", 2 * weights[0])):  # its reference, too
+    modules = network, *network.transformer_blocks
+    whole, *blocks = (sum(p.numel() for p in m.parameters()) for m in modules)
+    block = max(blocks)
+    outside = whole - sum(blocks) + 2 * block
+    for launch, gathered in (("fsdp2", outside), ("zero2", 2 * whole)):  # its reference, too
         shard = count_plan(plan(every, 4, launch), every)
         assert shard.trained == full.trained // 4 and shard.gathered == 2 * gathered + 6 * block
-        assert full.weights - shard.weights == pytest.approx(1.5 * weights[0], rel=0.1)
-    shown = memory_text(plan(every, 4, "fsdp2"), every)
-    assert "fsdp2 stores 1 / 4 in each process" in shown
-    wide = memory.counts_of(architecture_of(str(tmp_path)), options(lora_rank=5))
+        assert full.weights - shard.weights == pytest.approx(1.5 * whole, rel=0.1)
+    assert "fsdp2 stores 1 / 4 in each" in memory_text(plan(every, 4, "fsdp2"), every)
+    more = model_options(config.replace(lora_rank=5))
+    wide = memory.counts_of(architecture_of(str(tmp_path)), more)
     monkeypatch.setattr(memory, "count", lambda *_: wide)
     assert counted() == base  # stored, unless the file is damaged
     for file in (cache_folder() / "counts").iterdir():
@@ -160,40 +157,29 @@ def test_the_network_is_called_as_often_as_the_plan_counts(method, changes, micr
     counts = plan(config)
     counted = count_plan(counts, config)
     policy = tiny_sd3_policy(model_options(config))
-    calls = {True: 0, False: 0}
-
-    def called(*_):
-        calls[torch.is_grad_enabled()] += 1
-
-    policy.transformer.register_forward_pre_hook(called)
+    calls = Counter()
+    count = lambda *_: calls.update([torch.is_grad_enabled()])  # noqa: E731
+    policy.transformer.register_forward_pre_hook(count)
     red = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)))
     trainer = Trainer(policy, make_method(config), red, [Prompt("a dog")], config)
     trainer.iteration()  # in the first one an old network may be the current one
-    calls.update({True: 0, False: 0})
+    calls.clear()
     trainer.iteration()
     work = (calls[False], counted.forward_operations), (calls[True], counted.gradient_operations)
     operations = sum(number * each for number, each in work) / counts.evaluations
     assert times(counts, config, counted, "L4").operations == pytest.approx(operations)
 
 
-@pytest.mark.parametrize(
-    ("name", "card"),
-    [
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA L40", ""),
-    ],
-)
-def test_a_finished_run_has_planned_and_measured_seconds(name, card):
-    assert named_card(name) == card
-    config = sized(preset("sd3.5-medium,flow-grpo,ocr").apply(planned=True), card or "L4")
+def test_a_finished_run_has_planned_and_measured_seconds():
+    names = "H100 80GB HBM3", "A100-SXM4-80GB", "GeForce RTX 4090", "L40S", "L40"
+    cards = [named_card(f"NVIDIA {name}") for name in names]
+    assert cards == ["H100", "A100", "RTX 4090", "L40S", ""]
+    config = sized(preset("sd3.5-medium,flow-grpo,ocr").apply(planned=True), "L4")
     phases = {"rollout": 20.0, "reward": 2.0, "update": 30.0}
     rows = [{"iteration": n, "phases": {k: n * v for k, v in phases.items()}} for n in range(3)]
-    shown = planned_and_measured(config, rows, card or "L4")
+    shown = planned_and_measured(config, rows, "L4")
     assert "planned, 33.00 s measured" in shown and "planned, 45.00 s measured" in shown
-    assert not planned_and_measured(config.replace(model="unknown"), rows, card or "L4")
+    assert not planned_and_measured(config.replace(model="unknown"), rows, "L4")
 
 
 @pytest.mark.parametrize(

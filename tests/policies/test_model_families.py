@@ -18,7 +18,6 @@ from flowrl.methods import METHODS
 from flowrl.policies import (
     LORA_TARGETS,
     PipelinePolicy,
-    compile_blocks,
     has_compiled_blocks,
     load,
     load_policy,
@@ -64,26 +63,21 @@ def test_images_and_grid_are_the_plain_pipelines(case, guidance, height, width, 
 
 
 def test_guidance_and_its_gradient_without_the_negative_branch(case):
-    policies = {
-        "off": case.policy(),
-        "on": case.policy(guidance_scale=3.0),
-        "prompt": case.policy(guidance_scale=3.0, guidance_gradient="prompt"),
-    }
-    velocities, gradients = {}, {}
-    for name, policy in policies.items():
-        result, weights = velocity(policy), list(policy.trainable().values())
-        loss = (noise_of(policy) * result).mean()
-        parts = torch.autograd.grad(loss, weights, materialize_grads=True, allow_unused=True)
-        gradients[name] = torch.cat([part.flatten() for part in parts])
-        velocities[name] = result.detach()
-    assert_close(velocities["on"], velocities["prompt"], atol=5e-6, rtol=0)
-    assert (gradients["on"] - gradients["prompt"]).norm() > 1e-3 * gradients["on"].norm()
-    with policies["on"].guided(1.0):
-        assert_close(velocity(policies["on"]), velocities["off"], atol=5e-6, rtol=0)
-    with pytest.raises(ZeroDivisionError), policies["on"].guided(1.0):
+    off, on = velocity(case.policy()), case.policy(guidance_scale=3.0)
+    velocities, gradients = [], []
+    for policy in (on, case.policy(guidance_scale=3.0, guidance_gradient="prompt")):
+        velocities.append(velocity(policy))
+        loss, weights = (noise_of(policy) * velocities[-1]).mean(), policy.trainable().values()
+        parts = torch.autograd.grad(loss, [*weights], materialize_grads=True, allow_unused=True)
+        gradients.append(torch.cat([part.flatten() for part in parts]))
+    assert_close(*velocities, atol=5e-6, rtol=0)
+    assert (gradients[0] - gradients[1]).norm() > 1e-3 * gradients[0].norm()
+    with on.guided(1.0):
+        assert_close(velocity(on), off, atol=5e-6, rtol=0)
+    with pytest.raises(ZeroDivisionError), on.guided(1.0):
         raise ZeroDivisionError
-    assert torch.equal(velocity(policies["on"]).detach(), velocities["on"])
-    assert (velocities["off"] - velocities["on"]).abs().max() > 1e-4
+    assert torch.equal(velocity(on), velocities[0])
+    assert (off - velocities[0]).abs().max() > 1e-4
 
 
 TURNS = ("sd3", "flux", "sd3", "flux", "sd3", "qwen-image", "wan")
@@ -102,9 +96,9 @@ def test_train_save_reload_resume(family, dtype, method, tmp_path):
     """
     case, wan = CASES[family], family == "wan"
     guidance = 3.0 if dtype == "float32" else 1.0
-    ends = tuple(name.removeprefix("attn.") for name in LORA_TARGETS)
     changes = {"dtype": dtype, "guidance_scale": guidance, "negative_prompt": "blurry"}
-    changes |= {} if wan else {"lora_targets": ends}
+    if not wan:
+        changes["lora_targets"] = tuple(name.removeprefix("attn.") for name in LORA_TARGETS)
 
     def make():
         return trainer_of(fill(case.policy(**changes), std=0.4), method=method)
@@ -120,20 +114,18 @@ def test_train_save_reload_resume(family, dtype, method, tmp_path):
     again.restore(state)
     again.iteration()
     for kind in ("parameters", "average"):
-        pairs = zip(getattr(trainer, kind), getattr(again, kind), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
+        assert all(map(torch.equal, getattr(trainer, kind), getattr(again, kind)))
     trainer.policy.save(tmp_path / "lora")
     assert [path.suffix for path in (tmp_path / "lora").iterdir()] == [".safetensors"]
     loaded = case.policy(**changes, adapter=str(tmp_path / "lora")).trainable()
-    for name, parameter in trainer.policy.trainable().items():
-        assert_close(loaded[name], parameter, atol=0, rtol=0)
+    assert_close(loaded, trainer.policy.trainable(), atol=0, rtol=0)
     pipe, noise = case.make(), noise_of(trainer.policy)
     if not wan or dtype == "float32":  # whose layers in float32 are not rounded
         pipe.transformer.to(getattr(torch, dtype)).to(torch.float32)
     base = case.picture(pipe, noise, guidance)
     pipe.load_lora_weights(tmp_path / "lora")
     plain = case.picture(pipe, noise, guidance)
-    error = {"float32": 1e-6, "bfloat16": 2e-2}[dtype]
+    error = 1e-6 if dtype == "float32" else 2e-2
     assert (draw(trainer.policy) - plain).square().mean().sqrt() < error
     assert (plain - base).square().mean().sqrt() > 2 * error  # a lost adapter would show
 
@@ -169,11 +161,9 @@ def test_full_fine_tuning_and_its_reference(pair, tmp_path):
         assert (velocity(policy) - base).abs().max() > 1e-3
     with policy.reference():
         assert_close(velocity(policy), base, atol=0, rtol=0)
-    policy.save(tmp_path / "full")
+    policy.save(tmp_path)
     plain = pair.make()
-    plain.transformer = type(plain.transformer).from_pretrained(
-        tmp_path / "full", subfolder="transformer"
-    )
+    plain.transformer = type(plain.transformer).from_pretrained(tmp_path / "transformer")
     assert_close(pair.picture(plain, noise_of(policy)), draw(policy), atol=5e-6, rtol=0)
     with (
         pytest.raises(ConfigError, match="keep_reference"),
@@ -229,14 +219,13 @@ def test_quantised_weights_are_frozen_under_a_lora(pair, dtype, tmp_path):
     policy = fill(load_policy(str(tmp_path), replace(options, quantize="int8")))
     kinds = {type(p.data).__name__ for p in policy.transformer.parameters()}
     assert kinds == {"Int8Tensor", "Tensor"}
-    rounded, expected = velocity(policy), velocity(exact)
+    rounded, expected = velocity(policy).detach(), velocity(exact)
     assert 0 < (rounded - expected).norm() / expected.norm() < 0.05
     with policy.frozen():
-        assert_close(velocity(policy), rounded.detach(), atol=0, rtol=0)
-    before = {name: p.detach().clone() for name, p in policy.trainable().items()}
-    row = trainer_of(policy).iteration()
-    assert row["grad_norm"] > 0 and len(before) == len(exact.trainable())
-    assert any((p != before[name]).any() for name, p in policy.trainable().items())
+        assert torch.equal(velocity(policy), rounded)
+    assert policy.trainable().keys() == exact.trainable().keys()
+    assert trainer_of(policy).iteration()["grad_norm"] > 0
+    assert not torch.equal(velocity(policy), rounded)
 
 
 @pytest.mark.parametrize(
@@ -287,8 +276,7 @@ def test_a_full_disk_is_one_clear_line(monkeypatch):
 
 def test_embeddings_on_disk_are_found_again(case, tmp_path, monkeypatch):
     """By a policy of the same text encoders, precision and length, whatever its transformer; it
-    does not load its encoders unless a file is damaged or deleted. Embeddings do not depend on the
-    other texts.
+    does not load its encoders unless a file is damaged or deleted.
     """
     monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
     pipe, texts, loads, embed = case.make(), ["", *TEXTS], [], PipelinePolicy._embed
@@ -302,13 +290,7 @@ def test_embeddings_on_disk_are_found_again(case, tmp_path, monkeypatch):
         assert all(getattr(policy.pipe, name) is None for name in case.family.encoders)
         return found
 
-    first = table()
-    for number, text in enumerate(texts):
-        (alone,) = case.family.encode(pipe, [text], 24, torch.device("cpu"))
-        for name, tensor in alone.items():
-            assert_close(first[name][number, : len(tensor)], tensor, atol=2e-6, rtol=0)
-            assert not first[name][number, len(tensor) :].any()
-    files = sorted(tmp_path.glob("cache/prompts/*/*"))
+    first, files = table(), sorted(tmp_path.glob("cache/prompts/*/*"))
     assert len(files) == 3 and loads == [texts]
     pipe.transformer.requires_grad_(False)
     next(pipe.transformer.parameters()).add_(1)
@@ -366,8 +348,6 @@ def test_compiled_blocks_compute_the_same():
         gradients = [p.grad for p in policy.trainable().values() if p.grad is not None]
         results.append([sampled, reference, *gradients])
     assert_close(*results, atol=1e-6, rtol=1e-5)
-    with pytest.raises(ConfigError, match="compile = 'nothing'"):
-        compile_blocks(policy.transformer, "nothing")
 
 
 @pytest.mark.parametrize(

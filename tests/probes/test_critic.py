@@ -131,7 +131,7 @@ def test_a_critic_learns_what_its_features_say():
     values[0, 0] = torch.nan  # an invalid sample is left out
     critic.fit(features, base, replace(example(values, NoProbe()), values=values))
     error = (critic.predict(features, base) - values[..., -1:])[1:]
-    assert 0.08 < float(error.square().mean().sqrt()) < 0.15
+    assert 0.08 < error.square().mean().sqrt() < 0.15
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,9 @@ def images():
 def published_pixels(image):
     from transformers import CLIPImageProcessorPil
 
-    prepare = CLIPImageProcessorPil(
-        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
-    )
-    return prepare(
-        [(image * 255).round().byte().permute(1, 2, 0).numpy()], return_tensors="pt"
-    ).pixel_values
+    sizes = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    pixels = (image * 255).round().byte().permute(1, 2, 0).numpy()
+    return CLIPImageProcessorPil(**sizes)([pixels], return_tensors="pt").pixel_values
 
 
 @torch.no_grad()
@@ -56,11 +53,8 @@ def reference(folder, images, texts):
     for image, text in zip(images, texts, strict=True):
         inputs = words([text], truncation=True, max_length=77, return_tensors="pt")
         rows.append(model(**inputs, pixel_values=published_pixels(image)))
-    return (
-        torch.cat([r.image_embeds for r in rows]),
-        torch.cat([r.text_embeds for r in rows]),
-        model.logit_scale.exp(),
-    )
+    both = (torch.cat([getattr(r, name) for r in rows]) for name in ("image_embeds", "text_embeds"))
+    return *both, model.logit_scale.exp()
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 48), (20, 30)])
@@ -71,16 +65,12 @@ def test_pixels_equal_transformers_own(height, width):
 
 def test_pickscore_is_the_scaled_cosine(folder, images):
     pictures, texts, scale = reference(folder, images, TEXTS)
-    variants = {"plain": {}, "released": {"form": "released"}, "batch": {"batch": 3}}
-    variants["rough"] = {"dtype": "bfloat16"}
-    scores = {
-        name: PickScore(folder, tokenizer="", **options).score(images, PROMPTS)
-        for name, options in variants.items()
-    }
-    plain, rough = scores["plain"], scores["rough"]
+    variants = {}, {"form": "released"}, {"batch": 3}, {"dtype": "bfloat16"}
+    rewards = (PickScore(folder, tokenizer="", **options) for options in variants)
+    plain, released, batched, rough = (reward.score(images, PROMPTS) for reward in rewards)
     assert torch.allclose(plain, scale * (pictures * texts).sum(1), atol=1e-3) and plain.std() > 1
-    assert torch.allclose(26 * scores["released"], plain, rtol=1e-6)
-    assert torch.allclose(scores["batch"], plain, atol=1e-3)
+    assert torch.allclose(26 * released, plain, rtol=1e-6)
+    assert torch.allclose(batched, plain, atol=1e-3)
     assert rough.dtype == torch.float32 and torch.allclose(rough, plain, atol=1.5)
     assert not torch.equal(rough, plain)
 

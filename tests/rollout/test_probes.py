@@ -9,7 +9,7 @@ import torch
 from flowrl_bench.probes import SomeMembers
 from flowrl_testing import TINY, tiny_sd3_policy
 from flowrl_testing.probe import small_policy
-from rollouts import PROMPTS, SDE, Straight, rolled, valued
+from rollouts import PROMPTS, SDE, rolled, valued
 from seeded import rand
 from torch.testing import assert_close
 
@@ -22,18 +22,6 @@ from flowrl.samplers import FlowSDE, Windowed
 @pytest.fixture
 def policy():
     return small_policy(NetworkUse())
-
-
-@pytest.mark.parametrize("solver", ["euler", "heun", "dpm++", "unipc"])
-def test_straight_lines_are_exact_for_every_solver(solver):
-    slope = Straight().encode(PROMPTS).tensors["slope"].repeat_interleave(4).view(-1, 1, 1, 1)
-    for probe in (Substeps(3, solver=solver), Completion(solver=solver, every=2)):
-        result = rolled(Straight(), probe)[0]
-        assert list(result.estimates) == [*range(9)][:: probe.every]
-        for node, latents in result.estimates.items():
-            path = result.trajectories
-            expected = path.at(node) - path.schedule.times[node] * slope
-            assert_close(latents, expected, atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -142,5 +130,5 @@ def test_bfloat16_changes_the_probe_only():
         rolled(policy, Substeps(2, dtype=dtype), members=2, steps=2)[0].estimates[0]
         for dtype in ("own", "bfloat16")
     )
-    assert 1e-5 < float((wide - narrow).abs().max()) < 0.1 and narrow.dtype == torch.float32
+    assert 1e-5 < (wide - narrow).abs().max() < 0.1 and narrow.dtype == torch.float32
     assert {parameter.dtype for parameter in policy.transformer.parameters()} == {torch.float32}

@@ -137,15 +137,14 @@ def test_the_noise_is_the_rollouts_own(mixture_policy):
     before = torch.random.get_rng_state()
     noise = Groups(3, 4).noise(mixture_policy.latent_shape, seeded())
 
-    def sampled(first=0, count=3, tau=0.4, max_batch=1024):
-        part, generator = Groups(3, 4).part(first, count), seeded(1)
-        condition = mixture_policy.encode(DIRECTIONS[first : first + count])
-        start, sampler = noise[4 * first : 4 * (first + count)], Multistep("sa", tau=tau)
-        given = mixture_policy, sampler, mixture_policy.schedule(8), condition, start, generator
-        path = rollout(*given, part, max_batch=max_batch).trajectories
+    def sampled(first=0, tau=0.4, max_batch=1024):
+        part, generator = Groups(3, 4).part(first, 3 - first), seeded(1)
+        condition, sampler = mixture_policy.encode(DIRECTIONS[first:]), Multistep("sa", tau=tau)
+        given = mixture_policy.schedule(8), condition, noise[4 * first :], generator, part
+        path = rollout(mixture_policy, sampler, *given, max_batch=max_batch).trajectories
         return path.states, generator.get_state()
 
-    (complete, state), (chunk, left) = sampled(), sampled(1, 2, max_batch=5)
+    (complete, state), (chunk, left) = sampled(), sampled(1, max_batch=5)
     assert_close(chunk, complete[1:], atol=1e-6, rtol=0)
     assert torch.equal(left, state)
     quiet, untouched = sampled(tau=0.0)

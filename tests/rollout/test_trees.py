@@ -13,7 +13,6 @@ from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Decisions
-from flowrl.core.tree import tree_of
 from flowrl.credit import StepwiseGain
 from flowrl.flow import uniform_schedule
 from flowrl.flow.gaussian import log_prob
@@ -96,16 +95,14 @@ def test_strides_skip_nodes(mixture_policy):
 
 
 def test_values_are_means_over_the_valid_leaves_behind_a_state(mixture_policy):
-    def one_invalid(images, prompts):
-        return SOFT.score(images, prompts).index_fill(0, torch.tensor(5), torch.nan)
-
     result, _ = run(mixture_policy, Branch({0: 2, 3: 3}), 12, 6)
     complete = score_rollout(mixture_policy, SOFT, result, DIRECTIONS[:2]).total
     final = complete[..., -1].view(2, 2, 2, 3)
     for column, axes in ((0, (2, 3)), (2, 3)):
         expected = final.mean(axes, keepdim=True).expand_as(final).reshape(2, 12)
         assert_close(complete[..., column], expected)
-    reward = FunctionReward(one_invalid, marks_invalid=True)
+    invalid = torch.zeros(24).index_fill(0, torch.tensor(5), torch.nan)
+    reward = FunctionReward(lambda *given: SOFT.score(*given) + invalid, marks_invalid=True)
     values = score_rollout(mixture_policy, reward, result, DIRECTIONS[:2])
     assert (~values.valid).nonzero().tolist() == [[0, 5]]
     assert values.total[0, 5].isnan().all() and torch.equal(values.total[1], complete[1])
@@ -137,24 +134,9 @@ def test_shared_evaluations_give_the_gradient_of_separate_ones(case):
     assert not first & second
 
 
-@pytest.mark.parametrize(
-    ("probe", "members", "message"),
-    [
-        (Branch({0: 2, 2: 2}), 6, "group_size = 6 is not allowed; allowed: a multiple of 4"),
-        (Comb(4, low=6), 12, r"1 or more stochastic steps within \[6, 6\)"),
-    ],
-)
-def test_trees_that_do_not_fit_are_refused(mixture_policy, probe, members, message):
-    with pytest.raises(ConfigError, match=message):
-        run(mixture_policy, probe, members, 6)
-
-
-def test_child_means_weigh_children_alike():
-    visits = [[(0, 0), (1, "a"), (2, 0)], [(0, 0), (1, "a"), (2, 1)], [(0, 0), (1, "b"), (2, 2)]]
-    rewards = torch.tensor([[1.0, 2.0, 6.0]])
-    leaf, child = (tree_of(visits, lambda *_: True, mean) for mean in ("leaf", "child"))
-    assert leaf.values(rewards)[0].tolist() == [3.0, 1.5, 6.0, 1.0, 2.0, 6.0]
-    assert child.values(rewards)[0].tolist() == [3.75, 1.5, 6.0, 1.0, 2.0, 6.0]
+def test_a_comb_without_a_step_is_refused(mixture_policy):
+    with pytest.raises(ConfigError, match=r"1 or more stochastic steps within \[6, 6\)"):
+        run(mixture_policy, Comb(4, low=6), 12, 6)
 
 
 @pytest.mark.parametrize("probe", [Branch({0: 2, 3: 3}), Comb(3, count=2)])
@@ -185,6 +167,6 @@ def test_minibatches_of_trees_have_about_equally_many_rows_of_all_depths(probe, 
     assert all(abs(len(part) - mean) <= 12 for part in rows)
     counts = [torch.bincount(part.column, minlength=weights.shape[1]) for part in rows]
     depths = torch.stack(counts) / mean
-    assert float((depths - depths.mean(0)).abs().max()) < 0.08
+    assert (depths - depths.mean(0)).abs().max() < 0.08
     # and rows of most groups
     assert all(len((part.sample // tree.members).unique()) > groups / 2 for part in rows)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rollouts import Compared, tree_weights
 from seeded import rand, randn
-from small_run import TINY_RUN, trainer_of
+from small_run import TINY_RUN, trainer_of, weights
 from torch.testing import assert_close
 
 from flowrl.core.errors import RewardError
@@ -75,11 +75,10 @@ def test_training_leaves_invalid_samples_out(groups, members, kl_weight, invalid
     """
     config = TINY_RUN.replace(groups=groups, group_size=members, kl_weight=kl_weight)
     trainer = trainer_of(config, reward=Unsure(make_reward(config)))
-    row, drawn = trainer.iteration(), int((trial_stds(trainer.config) > 0).sum())
+    row, drawn = trainer.iteration(), int((trial_stds(config) > 0).sum())
     assert (row["invalid"], row["train_nfe"]) == (invalid, trained * drawn)
     assert math.isfinite(row["reward_mean"])
-    part = trainer.config.environment
-    given = trainer.policy, make_world(trainer.config), part.task, part.reward_form, 4, 2
+    given = trainer.policy, make_world(config), "direction", "soft", 4, 2
     measured = evaluate(*given, reward=trainer.reward)
     assert math.isfinite(measured.row["reward"]) and measured.image_scores.isnan().sum() == 2
 
@@ -92,12 +91,11 @@ def dropping(reward):
 
 def test_a_batch_without_any_advantage_changes_nothing():
     trainer = dropping(FunctionReward(lambda i, p: torch.zeros(len(i))))
-    before = [parameter.detach().clone() for parameter in trainer.parameters]
-    row = trainer.iteration()
+    before, row = weights(trainer), trainer.iteration()
     trainer.iteration()
     assert (row["dropped"], row["train_nfe"], row["abs_advantage"]) == (8, 0, 0.0)
     assert "loss" not in row and not trainer.optimizer.state
-    assert all(map(torch.equal, before, trainer.parameters))
+    assert torch.equal(before, weights(trainer))
 
 
 def test_invalid_samples_are_not_counted_as_dropped():
@@ -136,9 +134,9 @@ def test_members_that_share_a_transition_share_its_weight_if_edges_count(weight,
     valid = torch.ones(2, 6, dtype=torch.bool)
     valid[1, [0, 3, 4]] = False
     tree = Branch((2, 3), weight=weight).tree(3, (0, 1), 6, False, torch.Generator())
-    weights = tree_weights(tree, torch.tensor([0.5, 0.5, 0.0]), valid)
-    assert_close(weights[..., 0], valid / torch.tensor(sharing))
-    assert_close(weights[..., 1], valid.float())
+    first, second = tree_weights(tree, torch.tensor([0.5, 0.5, 0.0]), valid).unbind(-1)
+    assert_close(first, valid / torch.tensor(sharing))
+    assert_close(second, valid.float())
 
 
 def test_all_steps_of_a_comb_weigh_the_same_if_steps_count():
@@ -146,20 +144,17 @@ def test_all_steps_of_a_comb_weigh_the_same_if_steps_count():
     assert sum(tree.counts[:-1]) == 2 * 222  # evaluations of two trunks
     valid = torch.ones(2, 60, dtype=torch.bool)
     valid[1, :7] = False
-    weights = tree_weights(tree, torch.ones(10), valid)
-    assert weights.sum() == pytest.approx(113)
-    assert_close(weights.sum((0, 1)), torch.full((4,), 113 / 4))
+    shares = tree_weights(tree, torch.ones(10), valid).sum((0, 1))
+    assert_close(shares, torch.full((4,), 113 / 4))
 
 
 class Factors(Uniform):
     """Uniform credit with random factors of the transitions, some of them 0."""
 
     def credit(self, experience):
-        values = experience.values
-        shape = (*values.shape[:2], len(experience.decisions))
+        shape = experience.decisions.mask.shape
         factors = rand(*shape, seed=7)
-        advantages = randn(*shape, seed=8)
-        return Credit(advantages, torch.where(factors > 0.2, factors, 0.0))
+        return Credit(randn(*shape, seed=8), torch.where(factors > 0.2, factors, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -182,6 +177,6 @@ def test_the_gradient_is_that_of_one_loss_over_all_rows(loss, probe, micro_batch
     trainer = trainer_of(config, method, reward, kind=Compared)
     row = trainer.iteration()
     assert not trainer.left and row["invalid"] == 1 and not trainer.weights[0, 0].any()
-    weights = torch.cat([rows.weight for rows in trainer.rows])
-    assert torch.equal(weights.sort().values, trainer.weights[trainer.weights > 0].sort().values)
-    assert len(weights.unique()) > 10
+    spread = torch.cat([rows.weight for rows in trainer.rows])
+    assert torch.equal(spread.sort().values, trainer.weights[trainer.weights > 0].sort().values)
+    assert len(spread.unique()) > 10

@@ -122,4 +122,4 @@ def test_a_geometric_start_is_drawn_with_its_probabilities():
     expected = 1000 * 0.5 ** torch.arange(5) / sum(0.5**i for i in range(5))
     counts = torch.bincount(starts, minlength=6)
     assert counts[0] == 0 and len(counts) == 6
-    assert float(((counts[1:] - expected) ** 2 / expected).sum()) < 18.5
+    assert ((counts[1:] - expected) ** 2 / expected).sum() < 18.5

@@ -86,6 +86,14 @@ def shades(count=8):
     return torch.linspace(0, 1, count).view(-1, 1, 1, 1).expand(-1, 3, 6, 6).contiguous()
 
 
+ONE = shades(1), [Prompt("x")]
+
+
+def after(serve, fault):
+    """A model whose first answer is `fault`."""
+    return serve(lambda n, i: fault if n == 1 else red(n, i))
+
+
 def judge(server, **options):
     return Judge(server.url, "some-model", **{"pause": 0.0, "timeout": 5.0, **options})
 
@@ -120,8 +128,8 @@ def test_scores_come_back_in_order(serve, monkeypatch):
     ids=["429", "no-json", "empty", "null", "garbage", "slow"],
 )
 def test_a_fault_that_passes(serve, fault):
-    server = serve(lambda n, i: fault if n == 1 else red(n, i))
-    scores = judge(server, timeout=1.0, workers=1).score(shades(1), [Prompt("x")])
+    server = after(serve, fault)
+    scores = judge(server, timeout=1.0, workers=1).score(*ONE)
     assert scores.tolist() == pytest.approx([0.2])
     assert len(server.seen) == 2
 
@@ -129,9 +137,9 @@ def test_a_fault_that_passes(serve, fault):
 @pytest.mark.parametrize(("timeout", "pause"), [(5.0, 1.0), (0.9, 0.9)])
 def test_an_endpoint_may_ask_for_time(serve, timeout, pause):
     """For `timeout` seconds at most."""
-    server = serve(lambda n, i: raw(429, b"{}", Retry_After=1) if n == 1 else red(n, i))
+    server = after(serve, raw(429, b"{}", Retry_After=1))
     start = time.monotonic()
-    judge(server, workers=1, timeout=timeout).score(shades(1), [Prompt("x")])
+    judge(server, workers=1, timeout=timeout).score(*ONE)
     assert len(server.seen) == 2 and time.monotonic() - start >= pause
 
 
@@ -143,7 +151,7 @@ def test_giving_up_says_why(serve):
     assert len(server.seen) == 3
     unreachable = Judge("http://127.0.0.1:9/v1", "m", pause=0.0, mark_invalid=True)
     with pytest.raises(RewardError, match="after 4 attempts"):
-        unreachable.score(shades(1), [Prompt("x")])
+        unreachable.score(*ONE)
 
 
 @pytest.mark.parametrize("status", [307, 401])
@@ -153,7 +161,7 @@ def test_a_redirect_is_not_followed(serve, monkeypatch, status):
     other = serve(red)
     server = serve(lambda n, i: raw(status, Location=f"{other.url}/chat/completions"))
     with pytest.raises(RewardError, match=f"HTTP status {status}") as caught:
-        judge(server).score(shades(1), [Prompt("x")])
+        judge(server).score(*ONE)
     assert not other.seen and len(server.seen) == 1 and "secret" not in str(caught.value)
 
 

@@ -27,34 +27,19 @@ from flowrl_testing import (
     tiny_flux_policy,
     tiny_sd3_policy,
 )
-from seeded import seeded
+from seeded import rand
 from small_run import model_files
 
 from flowrl.core.errors import RewardError
 from flowrl.core.experience import Credit
 from flowrl.core.types import Prompt
-from flowrl.credit import (
-    Weighted,
-    group_zscore,
-    zscore,
-)
-from flowrl.losses import (
-    ClippedLoss,
-    DiffusionNFT,
-    Distillation,
-    RewardAscent,
-)
+from flowrl.credit import Weighted, group_zscore, zscore
+from flowrl.losses import ClippedLoss, DiffusionNFT, Distillation, RewardAscent
 from flowrl.parts.registry import KINDS, build
 from flowrl.probes import Completion, LatentReward, NoProbe, Probe, Substeps
 from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
-from flowrl.samplers import (
-    CPS,
-    ODE,
-    FlowSDE,
-    Windowed,
-)
+from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE, Windowed
 from flowrl.worlds import MixtureWorld, ModelWorld, PolicyOptions, ShapesWorld
-from flowrl.worlds.base import world
 from flowrl.worlds.mixture import DirectionReward
 
 SHAPES = ["three red circles", "two blue squares", 'text "K72"']
@@ -303,7 +288,9 @@ def test_a_part_keeps_its_promises(check, part, options):
     assert findings.ok and not findings.marked("advice"), str(findings)
 
 
-@pytest.mark.parametrize("part", [ODE(), FlowSDE(0.0), CPS(0.0)], ids=name)
+@pytest.mark.parametrize(
+    "part", [ODE(), FlowSDE(0.0), CPS(0.0), DanceSDE(0.0), DDIMSDE(0.0)], ids=name
+)
 def test_samplers_without_noise_keep_all_promises_but_that_of_decisions(part):
     """ODE steps are for evaluation; noise 0 is the ODE."""
     assert check_sampler(part).broken == ["makes_decisions"]
@@ -321,25 +308,14 @@ def test_the_points_of_the_mixture_are_no_images():
     assert findings.ok and findings.marked("advice") == ["decodes_images"]
 
 
-def world_examples(name):
-    """Pictures of what each prompt asks for, every other one spoiled a little; or random points."""
-    tasks = world(name).tasks
-    prompts = [p for task in tasks for p in world(name).prompts(task, "heldout")[:3]]
-    generator = seeded()
-    if name == "mixture":
-        return torch.randn(len(prompts), 2, 1, 1, generator=generator), prompts
-    rng = random.Random(0)
-    images = render(torch.tensor([draw_layout(p.metadata["request"], rng) for p in prompts]))
-    images[::2] += 0.2 * torch.rand(images[::2].shape, generator=generator)
-    return images.clamp(0, 1), prompts
-
-
-@pytest.mark.parametrize(
-    "form", [(name, form) for name in ("shapes", "mixture") for form in world(name).forms]
-)
+@pytest.mark.parametrize("form", ShapesWorld.forms)
 def test_rewards_of_the_worlds(form):
-    name, text = form
-    findings = check_reward(world(name).reward(text), world_examples(name))
+    """Pictures of what each prompt asks for, every other one spoiled a little."""
+    world, rng = ShapesWorld(), random.Random(0)
+    prompts = [p for task in world.tasks for p in world.prompts(task, "heldout")[:3]]
+    images = render(torch.tensor([draw_layout(p.metadata["request"], rng) for p in prompts]))
+    images[::2] += 0.2 * rand(*images[::2].shape)
+    findings = check_reward(world.reward(form), (images.clamp(0, 1), prompts))
     assert findings.ok, str(findings)
 
 
@@ -347,11 +323,8 @@ def test_rewards_of_the_worlds(form):
 def test_every_built_in_name_is_held_to_its_contract(kind):
     """A part added to the registry must be added here."""
     specs = [spec for known, specs in SPECS.values() if known == kind for spec in specs]
-    assert set(KINDS[kind].built_in) <= {re.split("[(:]", spec)[0] for spec in specs} | {
-        "ode",
-        "distillation",
-        "ascent",
-    }
+    tested = {re.split("[(:]", spec)[0] for spec in specs}
+    assert set(KINDS[kind].built_in) <= tested | {"ode", "distillation", "ascent"}
 
 
 @pytest.mark.slow

@@ -1,11 +1,9 @@
 """Copies of the weights: what they are after updates and iterations, and when they are current."""
 
-import json
-
 import pytest
 import torch
+from small_run import MIXTURE, flowrl_, rows_of
 
-from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.core.forward import Decay, WeightCopy
 from flowrl.training.behaviour import Behaviour
@@ -65,24 +63,11 @@ def test_a_finished_run_can_teach(tmp_path):
     """The student's divergence from the teacher falls; without a loss that reads it, a reference is
     refused.
     """
-    common = [
-        "train",
-        "--preset",
-        "tiny",
-        "--world",
-        "mixture",
-        "--iterations",
-        "8",
-        "--groups",
-        "8",
-    ]
-    reference = ["--reference", str(tmp_path / "teacher")]
-    for name, options in (
-        ("teacher", ["--learning-rate", "0.01"]),
-        ("student", ["--loss", "distillation", "--learning-rate", "0.003", *reference]),
-    ):
-        main([*common, *options, "--out", str(tmp_path / name)])
-    lines = (tmp_path / "student" / "metrics.jsonl").read_text().splitlines()
-    kl = [row["kl"] for row in map(json.loads, lines) if "kl" in row]
+    common = f"train {MIXTURE} --iterations 8 --groups 8 --out {tmp_path}/"
+    reference = f" --reference {tmp_path}/teacher"
+    assert flowrl_(f"{common}teacher --learning-rate 0.01") == 0
+    student = f"{common}student --loss distillation --learning-rate 0.003"
+    assert flowrl_(student + reference) == 0
+    kl = [row["kl"] for row in rows_of(tmp_path / "student") if "kl" in row]
     assert 0 < kl[-1] < kl[0] / 2
-    assert main([*common, *reference, "--out", str(tmp_path / "refused")]) == 2
+    assert flowrl_(f"{common}refused{reference}") == 2

@@ -12,7 +12,6 @@ from small_run import SMALL, error_of, flowrl_, numbers
 
 from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.distributed import Distributed
-from flowrl.training.build import trained_policy
 from flowrl.training.checkpoint import (
     EARLIER,
     Checkpoint,
@@ -191,11 +190,9 @@ def test_a_run_resumes_from_the_previous_checkpoint_if_the_last_is_damaged(tmp_p
     DAMAGE["cut"](Checkpoints(out).path("000004"))
     (out / "done.json").unlink()
     resume = f"train --resume {out}"
-    assert "Checkpoint 000003 is complete" in error_of(resume, capsys).replace("\n", " ")
+    assert "Checkpoint 000003 is complete" in error_of(resume, capsys)
     assert flowrl_(f"{resume} --from 000009") == 2
-    assert "only with --resume" in error_of(
-        f"train --out {tmp_path}/other --from 000003", capsys
-    ).replace("\n", " ")
+    assert "only with --resume" in error_of(f"train --out {out}2 --from 000003", capsys)
     for start in ("000003", "000002"):  # the second time of a finished run
         assert flowrl_(f"{resume} --from {start}") == 0
         assert numbers(out) == expected and Checkpoints(out).names() == names
@@ -249,4 +246,3 @@ def test_a_paused_run_resumes_to_the_same_numbers(tmp_path, settings, earlier, m
     runs = [Checkpoints(tmp_path / name) for name in ("run", "uninterrupted")]
     resumed, expected = (kept.load(kept.newest).tensors for kept in runs)
     torch.testing.assert_close(resumed, expected, rtol=0, atol=0)
-    trained_policy(folder)

@@ -152,8 +152,8 @@ def test_gradient_checkpointing_is_on_where_it_pays_only(room, changes, size, on
     assert (sizes.micro_batch, sizes.gradient_checkpointing) == (size, on)
     assert run.policy.transformer.is_gradient_checkpointing == on
     assert (sizes.decode_batch, sizes.compile, options.compile) == (4, False, "")
-    assert (options.rows, options.decode_batch) == (sizes.rows, sizes.decode_batch)
-    assert sizes.rows == (0 if "max_batch" in changes else size)
+    rows = 0 if "max_batch" in changes else size
+    assert (options.rows, options.decode_batch, sizes.rows) == (rows, 4, rows)
     assert run.collector.max_batch == sizes.max_batch == changes.get("max_batch", size)
 
 
@@ -164,37 +164,31 @@ def test_compiling_pays_if_it_is_faster_and_exact(seconds, monkeypatch):
     def measured(trainer, batch, work):
         return Measured(0, 0, rates[trainer.policy.options.compile])
 
-    monkeypatch.setattr(memory, "measured", measured)
-    monkeypatch.setattr(
-        type(run.policy), "resize", lambda policy, compile: compiled(policy, compile)
-    )
-
     def compiled(policy, compile):
         policy.options = replace(policy.options, compile=compile)
 
+    monkeypatch.setattr(memory, "measured", measured)
+    monkeypatch.setattr(type(run.policy), "resize", compiled)
     assert not memory.compiling_pays(run, 4, 4 / 0.5, math.inf)  # on the CPU
     monkeypatch.setattr(run.policy, "device", SimpleNamespace(type="cuda"))
     assert not memory.compiling_pays(run, 4, 4 / 0.5, 0.0)  # too late
     monkeypatch.setattr(memory, "room", lambda trainer: 1.0)
-    exact = {"train": torch.ones(1), "sample": torch.ones(1)}
-    monkeypatch.setattr(
-        memory, "velocities", lambda t, n, train=True: exact["train" if train else "sample"]
-    )
+    exact = dict.fromkeys((True, False), torch.ones(1))
+    monkeypatch.setattr(memory, "velocities", lambda trainer, count, train=True: exact[train])
     assert memory.compiling_pays(run, 4, 4 / 0.5, math.inf) == (seconds < 0.5)
-    exact["sample"] = exact["sample"] + 1e-6
+    exact[False] = exact[False] + 1e-6
     assert not memory.compiling_pays(run, 4, 4 / 0.5, math.inf)
 
 
 def test_a_profile_belongs_to_its_settings_and_its_device(monkeypatch):
     run = tiny_trainer()
-    paths = {memory.profile_path(run)}
+    paths, cards = {memory.profile_path(run)}, ["NVIDIA H100", "NVIDIA L4"]
     run.config = run.config.replace(resolution=32)
     paths.add(memory.profile_path(run))
     monkeypatch.setattr(run.policy, "device", torch.device("cuda"))
-    for name in ("NVIDIA H100", "NVIDIA L4"):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        paths.add(memory.profile_path(run))
-    assert len(paths) == 4
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: cards.pop())
+    paths |= {memory.profile_path(run) for _ in range(2)}
+    assert len(paths) == 4 and not cards
 
 
 def test_no_size_is_begun_after_the_deadline(trainer, monkeypatch):
@@ -240,8 +234,8 @@ def test_rollout_update_and_evaluation_have_calls_of_one_shape(gradient, micro):
     """All calls have 6 rows, also those of the reference and the last of a batch; the numbers are
     those of calls that are not filled up.
     """
-    options = replace(TINY_MODEL, guidance_scale=2.0, guidance_gradient=gradient)
-    settings = {"guidance_scale": 2.0, "guidance_gradient": gradient, "kl_weight": 0.1}
+    guided = {"guidance_scale": 2.0, "guidance_gradient": gradient}
+    options, settings = replace(TINY_MODEL, **guided), {**guided, "kl_weight": 0.1}
     sizes = {**AUTO, "gradient_checkpointing": False, "decode_batch": 2, "compile": False}
     fixed = tiny_trainer(options, **settings, **{**sizes, "micro_batch": micro, "max_batch": 3})
     config = fixed.config.replace(max_batch="auto")

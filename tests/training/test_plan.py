@@ -86,12 +86,7 @@ def test_train_prints_it_and_trains_nothing(tmp_path, capsys):
     options = "--preset sd3.5-medium,tp-grpo,ocr --model of/unknown-architecture --processes 2"
     assert flowrl_(f"train {options} --plan --out {out}") == 0
     shown = capsys.readouterr().out
-    for words in (
-        "5,280 network evaluations",
-        "216 states per process",
-        "19,200 forward equivalents",
-    ):
-        assert words in shown
-    assert not out.exists()
+    counts = "5,280 network evaluations", "216 states per process", "19,200 forward equivalents"
+    assert all(words in shown for words in counts) and not out.exists()
     with pytest.raises(ConfigError, match="processes = 0"):
         plan(RunConfig(), 0)

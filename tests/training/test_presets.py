@@ -76,9 +76,7 @@ def test_published_values_have_a_source_and_are_used():
         assert "values" not in entry or entry["source"] in document["sources"]
         for setting, (_, place) in entry.get("values", {}).items():
             assert not place or f"{entry['source']}: {place}" in places, (entry["for"], setting)
-        assert {(setting, why) for setting, why in entry.get("why", {}).items()} <= reasons, entry[
-            "for"
-        ]
+        assert entry.get("why", {}).items() <= reasons, entry["for"]
 
 
 def test_the_precision_of_a_preset_is_for_gpus(monkeypatch):
@@ -145,13 +143,12 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     reward are the preset's.
     """
     model, method, task, *_ = name.split(",")
-    size = LEAVES.get(method, 2)
     if task == "ocr":
         pytest.importorskip("rapidocr")
     root, rewards = tiny
     monkeypatch.setattr(write_trajectory, "__defaults__", (2,))  # of twelve trajectories
     changes = SMALL | {"model": str(root / model), "reward": rewards[task], "tracker": "none"}
-    changes["group_size"] = size
+    changes["group_size"] = size = LEAVES.get(method, 2)
     if model == WAN:
         reward = f"frame-mean(reward={rewards[task]!r}, frames=2)"
         changes |= {"width": 16, "num_frames": 5, "reward": reward}

@@ -37,15 +37,12 @@ LEARN = {"flow-grpo": {}, "tp-grpo": dict(method="tp-grpo"), "ascent": CASES["as
 @pytest.mark.parametrize("case", LEARN)
 def test_methods_learn_the_two_dimensional_world(case):
     config = preset("default").apply(world="mixture", iterations=20, **LEARN[case])
-    trainer, scores = trainer_of(config), []
-    for iterations in (0, 20):
-        for _ in range(iterations):
-            trainer.iteration()
-        with trainer.averaged():
-            result = evaluate(trainer.policy, world("mixture"), "direction", "soft", 240, 20)
-        scores.append(result.scores["soft"])
+    trainer = trainer_of(config)
+    trained(trainer, 20)
+    with trainer.averaged():
+        result = evaluate(trainer.policy, world("mixture"), "direction", "soft", 240, 20)
     start = GaussianMixture.ring().expected_bump(torch.tensor([2.0, 0.0]), 1.0)
-    assert scores[0] == pytest.approx(start, abs=0.06) and scores[1] > scores[0] + 0.15
+    assert result.scores["soft"] > start + 0.15
 
 
 def test_same_seed_same_weights_and_another_seed_others():
@@ -54,17 +51,11 @@ def test_same_seed_same_weights_and_another_seed_others():
     assert rewards[0] == rewards[1] != rewards[2] and torch.equal(runs[0][1], runs[1][1])
 
 
-@pytest.mark.parametrize("minibatches", [1, 3])
-def test_the_first_update_is_on_policy_and_updates_split_the_trajectories(minibatches):
-    row = trainer_of(TINY.replace(minibatches=minibatches)).iteration()
-    assert row["train_nfe"] == 2 * 3 * 2  # prompts x members x stochastic steps
-    assert minibatches > 1 or row["ratio_deviation"] < 1e-5
-    assert [share > 0 for share in row["step_shares"]] == [std > 0 for std in trial_stds(TINY)]
-
-
 def test_kl_to_the_reference_grows():
+    """The steps with noise have shares of the update."""
     rows, _ = trained(trainer_of(TINY.replace(kl_weight=0.1, learning_rate=1e-2)), 4)
     assert rows[0]["kl"] < rows[-1]["kl"]
+    assert [share > 0 for share in rows[0]["step_shares"]] == (trial_stds(TINY) > 0).tolist()
 
 
 def test_equal_rewards_change_nothing():
@@ -109,9 +100,7 @@ def test_a_random_window_is_drawn_once_per_iteration():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sampler": "ode"}, "log-probabilities"),
         ({"window": "8:17"}, "within the schedule's 10 steps"),
-        ({"dtype": "int8"}, "float32"),
         ({"heldout_rewards": ("clarityy",)}, "unknown reward 'clarityy'"),
         ({"diversity": "pixel"}, "unknown feature space 'pixel'.*did you mean 'pixels'"),
     ],
@@ -132,8 +121,8 @@ def test_prompts_come_in_shuffled_passes():
 def test_upcoming_prompts_are_those_that_come():
     stream = PromptStream([Prompt(str(i % 9)) for i in range(12)], seed=3)
     stream.take(9)
-    ahead = [p.text for p in stream.upcoming(9)]
-    assert ahead == list(dict.fromkeys(p.text for p in stream.take(9)))
+    ahead, coming = ([p.text for p in make(9)] for make in (stream.upcoming, stream.take))
+    assert ahead == list(dict.fromkeys(coming))
 
 
 def test_no_network_call_of_a_run_is_larger_than_allowed(tmp_path, monkeypatch):
@@ -163,16 +152,14 @@ class HalfOfTheGroups:
 
     probe = NoProbe()
 
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
     def assign(self, values, decisions):
-        advantages = Uniform().assign(values, decisions).clone()
+        advantages = self.scale * Uniform().assign(values, decisions)
         advantages[::2] = 0
         advantages[..., 1::2] = 0
         return advantages
-
-
-class Nothing(HalfOfTheGroups):
-    def assign(self, values, decisions):
-        return torch.zeros_like(super().assign(values, decisions))
 
 
 HALF, TREE = HalfOfTheGroups(), SiblingRelative(probe=Branch((2, 2)))
@@ -185,13 +172,9 @@ PENALTY = build("loss", "kl-penalty")
         (None, HALF, {}, 56),
         (None, TREE, {}, None),
         (build("loss", "grpo-guard"), HALF, {}, 56),
-        (
-            GSPO(clip_range=0.003, by_step=True),
-            HALF,
-            {},
-            40,
-        ),  # other steps of a trajectory depend on all of it
-        (None, Nothing(), {"weight_decay": 0.1}, 78),  # a row per update remains
+        # other steps of a trajectory depend on all of it
+        (GSPO(clip_range=0.003, by_step=True), HALF, {}, 40),
+        (None, HalfOfTheGroups(0.0), {"weight_decay": 0.1}, 78),  # a row per update remains
         (None, HALF, {"kl_weight": 0.1}, 0),
         (PENALTY, HALF, {"learning_rate": 0.05}, 0),  # its trust region acts at advantage 0
     ],
@@ -212,7 +195,7 @@ def test_rows_of_advantage_0_are_evaluated_only_if_they_have_a_gradient(
         assert other["zero_rows"] == 0
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert row["step_shares"] == pytest.approx(other["step_shares"], abs=1e-5)
-        if credit is HALF and config.optim.micro_batch == 7:
+        if credit is HALF:
             assert other["train_nfe"] - row["train_nfe"] == zeros
     assert few[0]["ratio_mean"] == pytest.approx(1.0, abs=0.01)
     assert loss is not PENALTY or few[-1]["approx_kl"] > 0
@@ -247,5 +230,3 @@ def test_units_of_trees_stay_together(unit, weight):
         assert len(key.unique()) == len(key.unique_consecutive())
         assert all(len(piece) <= 6 for piece in part.pieces(6))
     assert sum(map(len, parts)) == 8 * 5
-    edges = 2 * (2 + 2 + 4 + 4 + 4)
-    assert sum(p.total for p in parts) == pytest.approx(edges if weight == "edge" else 8 * 5)

@@ -37,13 +37,13 @@ def drawings(kind, count=50):
 @pytest.mark.parametrize("kind", KINDS)
 def test_verifier_is_right_about_renderings_and_reconstructions(kind, shapes_policy):
     prompts, layouts, images = drawings(kind)
-    assert float(ShapesReward("strict").score(images, prompts).mean()) >= 0.99
-    assert float((read(images).classes == layouts).float().mean()) >= 0.9999
+    assert ShapesReward("strict").score(images, prompts).mean() >= 0.99
+    assert (read(images).classes == layouts).float().mean() >= 0.9999
     auto = shapes_policy.network.autoencoder
     with torch.no_grad():
         cells = auto.encode_cells(split_cells(images).flatten(0, 1)).view(-1, 4, 4, 8)
         again = auto.decode(cells.permute(0, 3, 1, 2))
-    assert float(ShapesReward("strict").score(again, prompts).mean()) >= 0.97
+    assert ShapesReward("strict").score(again, prompts).mean() >= 0.97
 
 
 def picture(objects):
@@ -133,7 +133,7 @@ def test_text_is_scored_by_its_edit_distance(text, graded):
     image = render(torch.tensor([cells + [0] * (CELLS - len(cells))]))
     prompts = [Prompt('text "ac"')]
     assert float(ShapesReward("strict").score(image, prompts)) == (graded == 1)
-    assert float(ShapesReward("graded").score(image, prompts)) == pytest.approx(graded)
+    assert ShapesReward("graded").score(image, prompts) == pytest.approx(graded)
 
 
 def test_images_of_another_size_are_refused():
