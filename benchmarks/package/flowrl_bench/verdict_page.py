@@ -74,8 +74,9 @@ SHADES = {
     ALIKE: INK,
 }
 """Colours of verdicts; the others are `SOFT`."""
+PANELS = {"points": "synthetic", "images": "images"}
 MARKS = {"better": COLOURS["tp-grpo"], "worse": COLOURS["stepwise-flow-grpo"]}
-ALT = "By method its lead over Flow-GRPO at equal seconds, with intervals, in both worlds"
+ALT = "Lead of each method over Flow-GRPO at equal cost, with intervals, in both worlds"
 
 
 def named(arm: str) -> str:
@@ -113,18 +114,18 @@ def leads_figure(worlds: Mapping[str, Verdicts]) -> Figure:
     arms.sort(key=lambda arm: -first.lead(arm, UNIFORM, PER_SECOND).value)
     rows = [EXACT, *arms]
     figure = Figure(figsize=(3.2 + 3.2 * len(worlds), 1.6 + 0.3 * len(rows)), layout="constrained")
-    (panels,) = figure.subplots(1, len(worlds), squeeze=False, sharey=True)
+    (panels,) = figure.subplots(1, len(worlds), squeeze=False, sharex=True, sharey=True)
     for axes, (name, verdicts) in zip(panels, worlds.items(), strict=True):
         tasks = len(verdicts.pairs)
-        title = f"{CAMPAIGNS[name].label}, {tasks} tasks, {verdicts.seeds} seeds"
+        title = f"{PANELS[name]}, {tasks} tasks, {verdicts.seeds} seeds"
         _draw(axes, verdicts, rows, title)
-    figure.suptitle(f"Lead over Flow-GRPO at equal seconds of {STATED_NAME}, %", fontsize=12)
+    figure.suptitle(f"Lead over Flow-GRPO at equal cost ({STATED_NAME}), %", fontsize=12)
     marks = [
         *(
             Line2D([], [], color=shade, marker="o", linewidth=2, label=label)
             for label, shade in MARKS.items()
         ),
-        Line2D([], [], color=INK, marker="o", linewidth=2, label="no difference that matters"),
+        Line2D([], [], color=INK, marker="o", linewidth=2, label="too small to matter"),
         Line2D([], [], color=SOFT, marker="o", linewidth=2, label="undecided"),
         Line2D([], [], color=SOFT, marker="o", mfc="white", label="control, added later"),
         Line2D(
