@@ -100,7 +100,7 @@ def loop(comparison: Comparison) -> Figure:
     for axes, node in zip(grid[0], SHOWN, strict=False):
         axes.set_title(f"step {node}", fontsize=9, color=SOFT)
     grid[0][-1].set_title("image", fontsize=9, color=INK)
-    words = f"“{prompt.text}”, from the same noise: the image expected before each step"
+    words = f"“{prompt.text}”, same noise: the image expected before each step"
     outer[0].supxlabel(words, fontsize=10)
     bars = outer[1].subplots(4, 1)
     for axes, member in zip(bars, members, strict=True):
