@@ -115,7 +115,7 @@ def test_a_known_winner_is_better_and_chosen():
 def test_papers_rules_that_lead_and_a_rule_that_costs_more():
     """Ahead per update and behind per evaluation, so not taken."""
     papers = ("stepwise gains", "turning points")
-    costs = dict.fromkeys(papers, 1000.0)
+    costs = dict.fromkeys(papers, 300.0)
     lines = main_lines(lambda arm: FAST if arm in papers else SLOW, cost=costs)
     text = [line.replace("\N{NO-BREAK SPACE}", " ") for line in answers(judged_of(lines))]
     assert "2-D world: stepwise gains: worse; turning points: worse" in text[0]
