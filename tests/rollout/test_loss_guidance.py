@@ -97,7 +97,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("scale", "train", "train_nfe"), [(1.0, None, 12), (4.5, 1.0, 6)])
+@pytest.mark.parametrize(("scale", "train", "train_nfe"), [(1.0, 0.0, 12), (4.5, 1.0, 6)])
 def test_metrics_and_plan_count_the_passes_of_the_network(scale, train, train_nfe):
     """Of a sample: 5 velocities of sampling; 3 draws, each current, old and base. Rows of the
     network, counted in its input, are the evaluations times the passes of one.
