@@ -773,7 +773,8 @@ recorded.table(
     ("uniform: cosine to the true gradient", "not at hand", cosine("Uniform(group)"), "exact"),
     ("  std of the batch (code)", "not at hand", cosine("Uniform(batch)"), "exact"),
     ("curves and images", "figures not at hand", "the cells above", "-"),
-    ("ablations on images, FLUX.1-dev", "not at hand", "to be run", "untested"),
+    ("ablations on images", "not at hand", "docs/papers/coverage.md", "-"),
+    ("FLUX.1-dev", "not at hand", "to be run", "untested"),
     ("further scores, limitations", "not at hand", "-", "untested"),
 )
 

@@ -717,7 +717,7 @@ recorded.table(
     ("DDIM-inspired SDE - Flow-SDE, gains", "better; curves not at hand", measured("ddim-sde"), "slight"),
     ("  log-density of untrained samples", "cleaner", measured("ddim-sde", 2), "better"),
     ("images from the same seed, per method", "not at hand", "the next cell", "-"),
-    ("ablations on images", "not at hand", "to be run", "untested"),
+    ("ablations on images", "not at hand", "docs/papers/coverage.md", "-"),
     ("Figures 1 (right), 3, 6, 8; Table 1", "not at hand", "-", "untested"),
 )
 

@@ -778,7 +778,8 @@ recorded.table(
     ("random decisions - turning points", "not at hand", measured("random-points"), "equal"),
     ("  images", "not at hand", measured("random-points", 0, "shapes"), "equal"),
     ("increments alone - turning points", "not at hand", measured("increments-alone"), "equal"),
-    ("images of the methods, same noise", "not at hand", "to be run", "untested"),
+    ("ablations on images", "not at hand", "docs/papers/coverage.md", "-"),
+    ("images of the methods, same noise", "not at hand", "docs/papers/coverage.md", "-"),
 )
 
 # %% tags=["hide-input"]
