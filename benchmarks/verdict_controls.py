@@ -6,29 +6,36 @@
         --arm "uniform c: clip_range=0.006, learning_rate=0.004, noise_level=0.98" \\
         --arm "calibrated 6: credit=calibrated-gain, initial_noise=independent, groups=6, clip_range=0.002, learning_rate=0.004, noise_level=0.98" \\
         --arm "baseline 6: credit=calibrated-gain(gain_weight=0), initial_noise=independent, groups=6, clip_range=0.002, learning_rate=0.004, noise_level=0.98"
+    flowrl compare --task compositional --seeds 7000-7003 --clip-range 0.002 --learning-rate 0.004 --noise-level 0.7 \\
+        --arm "continuations: method=stepwise-flow-grpo, credit=stepwise-gain(probe='continuation:16')"
 
-The command made the held-out rewards in results/verdict-images-controls.csv, after the main
+The commands made the held-out rewards in results/verdict-images-controls.csv, after the main
 comparison had been seen. They are compared with runs of results/verdict-images.jsonl with the same
-task and seeds, in percent of what can be gained there (docs/verdict/details.md). Means over seeds
-with 95% t intervals, at equal updates and at equal seconds of SD3.5-Medium.
+task and seeds, in percent of what can be gained there (docs/verdict/details.md). The last line is
+the mean over three tasks of results/cheap-values-images.csv, earlier runs in which both arms have
+the same settings (docs/guides/cheap-values.md has their command). Means over seeds with 95% t
+intervals, at equal updates and at equal seconds of SD3.5-Medium.
 """
 
 import csv
+import math
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+from flowrl_bench.statistics import Curve, mean_until
 from reanalysis_statistics import read_lines, t_test
 
 RESULTS = Path(__file__).parent / "results"
-GAINED = 0.139
-"""What can be gained in the task."""
+GAINED = {"compositional": 0.139, "text": 0.210, "preference": 0.202}
+"""What can be gained in the tasks."""
 PLAIN, OURS, BASELINE, SIX = "Flow-GRPO", "calibrated values", "as a baseline", "Flow-GRPO, 6"
 COSTS = {
     **dict.fromkeys((PLAIN, "uniform b", "uniform c"), 1.0),
     **dict.fromkeys((OURS, BASELINE), 1.14),
     **dict.fromkeys(("calibrated 6", "baseline 6"), 1.14 * 6 / 16),
     SIX: 6 / 16,
+    "continuations": math.nan,
 }
 """Seconds of an update over those of Flow-GRPO."""
 PAIRS = (
@@ -40,8 +47,11 @@ PAIRS = (
     ("calibrated 6", SIX),
     ("baseline 6", SIX),
     ("calibrated 6", PLAIN),
+    ("continuations", PLAIN),
+    ("continuations", OURS),
 )
-Curves = dict[str, dict[int, list[tuple[float, float]]]]
+Points = list[tuple[float, float]]
+Curves = dict[str, dict[int, Points]]
 
 
 def curves() -> Curves:
@@ -63,31 +73,61 @@ def curves() -> Curves:
     return found
 
 
-def lead(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> float:
+def lead(first: Points, second: Points, gained: float = GAINED["compositional"]) -> float:
     """Difference of the mean rewards up to the budget that both have spent, in percent."""
     end = min(first[-1][0], second[-1][0])
-    grid = np.linspace(0.0, end, 4001)
-    means = [np.interp(grid, *zip(*curve, strict=True)).mean() for curve in (first, second)]
-    return 100 * float(means[0] - means[1]) / GAINED
+    means = [mean_until(Curve(*zip(*points, strict=True)), end) for points in (first, second)]
+    return 100 * (means[0] - means[1]) / gained
+
+
+def equal_settings(cost: float) -> list[float]:
+    """Leads of calibrated values by seed, means over the tasks; both arms have the same settings."""
+    found: dict[tuple[str, str, int], Points] = defaultdict(list)
+    with (RESULTS / "cheap-values-images.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            key = row["task"], row["arm"], int(row["seed"])
+            found[key].append((float(row["iteration"]), float(row["soft"])))
+
+    def of(task: str, seed: int) -> float:
+        dearer = [(cost * t, y) for t, y in found[task, "calibrated", seed]]
+        return lead(dearer, found[task, "uniform", seed], GAINED[task])
+
+    seeds = sorted({seed for _, _, seed in found})
+    return [sum(of(task, seed) for task in GAINED) / len(GAINED) for seed in seeds]
+
+
+def text(leads: list[float]) -> str:
+    """Mean and interval."""
+    test = t_test(np.array(leads))
+    return f"{test.mean:+.1f} [{test.low:+.1f}, {test.high:+.1f}]"
 
 
 def main() -> None:
+    """Print the leads."""
     found = curves()
     for first, second in PAIRS:
-        cells = []
-        for costs in (dict.fromkeys(COSTS, 1.0), COSTS):
-            leads = [
-                lead(
-                    [(costs[first] * t, y) for t, y in found[first][seed]],
-                    [(costs[second] * t, y) for t, y in found[second][seed]],
-                )
-                for seed in sorted(found[second])
-            ]
-            test = t_test(np.array(leads))
-            cells.append(f"{test.mean:+5.1f} [{test.low:+.1f}, {test.high:+.1f}]")
+        seeds = sorted(set(found[first]) & set(found[second]))
+        cells = [
+            text(
+                [
+                    lead(
+                        [(costs[first] * t, y) for t, y in found[first][seed]],
+                        [(costs[second] * t, y) for t, y in found[second][seed]],
+                    )
+                    for seed in seeds
+                ]
+            )
+            if costs[first] == costs[first]
+            else "-"
+            for costs in (dict.fromkeys(COSTS, 1.0), COSTS)
+        ]
         print(
-            f"{first} against {second}, {len(leads)} seeds: {cells[0]} per update, {cells[1]} per second"
+            f"{first} - {second}, {len(seeds)} seeds: {cells[0]} per update, {cells[1]} per second"
         )
+    per_update, per_second = (equal_settings(cost) for cost in (1.0, COSTS[OURS]))
+    print(
+        f"equal settings, {len(per_update)} seeds: {text(per_update)} per update, {text(per_second)} per second"
+    )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import reanalysis
 import reanalysis_verdict
+import verdict_controls
 from reanalysis_robustness import cheaper, sign_flip
 from reanalysis_statistics import FORWARDS, Run
 
@@ -63,3 +64,12 @@ def test_the_front_page_has_the_numbers_of_the_details() -> None:
         for name in ("verdict.md", "verdict/details.md")
     )
     assert len(shown) > 40 and shown <= known
+
+
+def test_the_controls_on_the_front_page_are_those_that_the_command_prints(capsys) -> None:
+    verdict_controls.main()
+    printed = capsys.readouterr().out
+    shown = re.findall(r"([\d.]+)% \(([\d.]+) to ([\d.]+)\)", (DOCS / "verdict.md").read_text())
+    assert len(shown) == 5
+    for lead, low, high in shown:
+        assert f"+{lead} [+{low}, +{high}]" in printed
