@@ -1,6 +1,4 @@
-"""The lessons' figures of recorded runs: their numbers are those of the pages, and a course without
-the files says so.
-"""
+"""The lessons' figures of recorded runs: their numbers are those of the pages."""
 
 import matplotlib.pyplot as plt
 import pytest
@@ -37,15 +35,5 @@ def test_figures_have_a_line_per_arm_and_a_dot_per_setting():
         "noise 0.4",
     ]
     assert len(plt.gca().get_lines()) == 10  # an interval and a dot each
-
-
-def test_without_the_files_the_course_says_where_they_are(monkeypatch, capsys):
-    monkeypatch.setattr(recorded, "lines", dict)
-    monkeypatch.setattr(recorded, "case", recorded.case.__wrapped__)
-    recorded.table(("item", "published", recorded.measured("lambda"), recorded.cosine("-")))
-    recorded.curves({"steps": ("train-short", "forwards")})
-    recorded.dots({"noise": ("tp-noise", "area")})
     recorded.search("uniform")
-    printed = capsys.readouterr().out
-    assert printed.count(recorded.ABSENT) == 4 and printed.count("not here") == 2
-    assert not plt.get_fignums()
+    assert [cell.get_title() for cell in plt.gcf().get_axes()] == ["Search, 2-D", "Search, images"]
