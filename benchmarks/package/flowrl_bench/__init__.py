@@ -1,5 +1,5 @@
-"""Tests of the papers' claims: claims as data, runs as lines of a file, verdicts computed by rules
-written before the runs.
+"""The comparison of all methods, and the tools that it shares with `flowrl bench`: runs as lines of
+a file, searches for settings, and verdicts computed by rules written before the runs.
 """
 
 from flowrl import __version__ as __version__

@@ -1,10 +1,8 @@
 """The arms of the tuned comparison: each method's settings, and its searched numbers."""
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from flowrl.parts.specs import parse_options, parse_spec
 from flowrl.training.build import check, run_method
 from flowrl.training.config import RunConfig, preset, words
 from flowrl.training.presets import METHOD_SETTINGS
-from flowrl_bench.digest import MEASURED
 
 _EULER = {"eval_steps": 20, "eval_solver": "euler"}
 _DPM = {"eval_steps": 10, "eval_solver": "dpm++"}
@@ -222,6 +219,10 @@ class Arm:
 
 BOTH = ("mixture", "shapes")
 _OWN = METHOD_SETTINGS["world"]
+ONE_STEP = "weighted(weights=noise, rule=\"sibling-relative(probe='comb(branches=6, count=1)')\")"
+"""The rule of the tuned arm tempflow-grpo: 6 draws at one drawn step. The method draws 6 at every
+step.
+"""
 _ARMS = (
     Arm("uniform", {"method": "flow-grpo"}, worlds=BOTH),
     Arm(
@@ -252,7 +253,8 @@ _ARMS = (
         worlds=BOTH,
     ),
     Arm(
-        "tempflow-grpo", {"method": "tempflow-grpo", "group_size": 24, **MEASURED["tempflow-grpo"]}
+        "tempflow-grpo",
+        {"method": "tempflow-grpo", "credit": ONE_STEP, "groups": 16, "group_size": 24},
     ),
     Arm("granular-grpo", {"method": "granular-grpo", "group_size": 36}),
     Arm("tree-grpo", {"method": "tree-grpo"}),
@@ -297,22 +299,6 @@ def tuned(world: str, arm: str) -> dict[str, float]:
     """The tuned values of an arm in a world; the start of the grid without a search."""
     entry = flowrl_compare.tuned.tuned().get(world, {}).get(arm)
     return entry["values"] if entry else ARMS[arm].values(world, {})
-
-
-CLAIMS = Path(__file__).parent / "claims_values.json"
-"""The values with which the runs of the claims were made, from searches of 12 runs per arm that did
-not yet count a collapse.
-"""
-
-
-@cache
-def _claims_values() -> dict[str, dict[str, dict[str, float]]]:
-    return json.loads(CLAIMS.read_text())
-
-
-def claims_values(world: str, arm: str) -> dict[str, float] | None:
-    """An arm's values in the runs of the claims; None if they were not searched."""
-    return _claims_values().get(world, {}).get(arm)
 
 
 def in_world(arm: Arm, world: str) -> bool:

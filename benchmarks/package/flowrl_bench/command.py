@@ -1,156 +1,20 @@
-"""`flowrl bench claims`, `tune`, `rule`, `microscope`, `headroom` and `verdict`."""
+"""`flowrl bench tune`, `rule`, `verdict` and `redo`."""
 
-import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Le, Lt
 
 from flowrl.core.errors import require
 from flowrl.core.options import Workers
 from flowrl.io import require_new_file, write_bytes
 from flowrl.reading import is_json
-
-
-@dataclass(frozen=True)
-class Claims:
-    """Test the papers' claims: run what the results file lacks, judge the claims, and write the
-    page.
-
-    Arms and rules were fixed before the runs, so there is no `--arm`. For an arm of your own, use
-    `flowrl bench rule --arm`.
-
-    Example: flowrl bench claims --quick --workers 2
-    """
-
-    quick: bool = False
-    """Only the 2-D world, with five seeds and some of the open questions: a subset of the full
-    suite's runs, in the same file.
-    """
-    world: str = "all"
-    """mixture (two dimensions), shapes (images, headline claims only) or all."""
-    only: tuple[str, ...] = ()
-    """Ids of the claims to test; default: all."""
-    out: Path = Path("runs/claims/claims.jsonl")
-    """The results file: one line per run. Runs in it are not repeated."""
-    page: Path | None = None
-    """Folder for claims.md, claims.html, their figures and claims/details.md; default: the folder
-    of the results.
-    """
-    workers: Workers = 0
-    """Number of parallel runs, 0 = one per core, or a Dask cluster (docs/guides/cluster.md). Every
-    run uses one thread, so the numbers do not depend on this option.
-    """
-    minutes: Annotated[float, Gt(0)] = math.inf
-    """Start no more runs after this many minutes; the same command continues later."""
-    judge: bool = False
-    """Judge the existing runs, even if other code made them, and write the page; start no runs."""
-    look: bool = False
-    """With --judge: measure missing samples of samplers (FILE-samples.json) with the current code;
-    a run whose result then differs from its line is refused.
-    """
-    redo: Annotated[str | None, tyro.conf.arg(help_behavior_hint="")] = None
-    """Repeat the run with this id from its line in `out` (rules of your own included), compare
-    every number except seconds, report whether the rounding of another processor explains the
-    differences, and stop.
-    """
-    trust: bool = False
-    """Run code that the lines in `out` name, and use their addresses and keys."""
-    list: bool = False
-    """Print the claims and their rules, and stop."""
-
-    def main(self) -> int:
-        """Run, judge, write."""
-        from flowrl_bench import claims_details
-        from flowrl_bench.catalogue import CLAIMS, RETIRED
-        from flowrl_bench.claims import QUICK_SEEDS, SEEDS
-        from flowrl_bench.claims_page import (
-            TITLE,
-            claims_page,
-            read_inputs,
-        )
-        from flowrl_bench.evidence import evaluation_rows
-        from flowrl_bench.page import require_page
-        from flowrl_bench.results_file import ResultsFile, SamplesFile, joined
-        from flowrl_bench.suite import (
-            Suite,
-            complete_samples,
-            kept_memory,
-            needed,
-            needed_samples,
-            quick,
-        )
-        from flowrl_bench.tables import COST_ARMS, judge_all
-
-        require(
-            self.world in ("all", "mixture", "shapes"),
-            "world",
-            self.world,
-            "mixture, shapes or all",
-        )
-        exists = any(map(os.path.isfile, (self.out, f"{self.out}.xz")))
-        require(
-            exists or not self.judge, "out", str(self.out), "an existing results file, with --judge"
-        )
-        for name in self.only:
-            require(name in CLAIMS, "only", name, f"one of {', '.join(CLAIMS)}")
-        offered = CLAIMS if self.only or not self.quick else quick(CLAIMS)
-        chosen = {key: claim for key, claim in offered.items() if not self.only or key in self.only}
-        if self.list:
-            print("\n".join(f"{c.id}: {c.says} ({c.primary.words()})" for c in chosen.values()))
-            return 0
-        require(self.judge or not self.look, "look", self.look, "only with --judge")
-        if self.redo is None and not self.judge:
-            require_new_file(self.out, lambda data: True)
-        file = ResultsFile(self.out, self.trust)
-        if self.redo is not None:
-            return _redo(self.redo, file)
-        folder, option = self.page or self.out.parent, "page" if self.page else "out"
-        require_page(folder, "claims", TITLE, option)
-        require_page(folder / "claims", "details", claims_details.TITLE, option)
-        seeds = {"mixture": QUICK_SEEDS, "shapes": ()} if self.quick else SEEDS
-        suite = Suite(
-            needed(chosen, "mixture" if self.quick else self.world, seeds),
-            file,
-            {**needed(CLAIMS, "all", SEEDS), **needed(RETIRED, "all", SEEDS)},
-        )
-        finished = self.judge
-        if not self.judge:
-            missing = len(suite.runs.keys() - file.read(suite.allowed).keys())
-            progress = _progress(missing, len(suite.runs), "runs remain", self.out, _run_name)
-            finished = suite.execute(self.workers, progress, self.minutes)
-        lines = file.read(suite.allowed, any_code=self.judge)
-        memory = kept_memory(
-            self.out.with_name(f"{self.out.stem}-memory.json"),
-            COST_ARMS if finished and not (self.quick or self.only or self.judge) else None,
-            code=next(iter(lines.values()))["code"] if lines else "",
-        )
-        samples = SamplesFile(self.out.with_name(f"{self.out.stem}-samples.json"))
-        if finished and (self.look or not self.judge):
-            observed = {
-                key: config for key, config in needed_samples(chosen, seeds).items() if key in lines
-            }
-            finished = complete_samples(samples, observed, self.workers, _samples)
-        lines = joined(lines, samples.read())
-        judged = judge_all(CLAIMS, lines)
-        inputs = read_inputs(judged, lines, self.out)
-        page = claims_page(inputs)
-        written = page.write(folder, "claims", "claims")
-        rows, settings = evaluation_rows(({}, line) for line in lines.values())
-        command = shlex.join(["flowrl", *sys.argv[1:]])
-        written += page.for_paper(folder / "claims-paper", rows, settings, command)
-        written += claims_details.details_page(inputs, memory).write(folder / "claims", "details")
-        for case in judged:
-            if case.claim.id in chosen:
-                print(f"{case.claim.id} ({case.world}, {case.seeds[0]} seeds): {case.label}")
-        print(f"Wrote {', '.join(map(str, written))}")
-        return 0 if finished else _paused()
 
 
 @dataclass(frozen=True)
@@ -315,222 +179,100 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Microscope:
-    """Compare each rule's credit with the true advantage of the step, in both worlds (about 15
-    minutes on one core; --quick: 1).
-
-    Example: flowrl bench microscope --rules my_rules.py:MyRule --world mixture
-    """
-
-    rules: tuple[str, ...] = ()
-    """Rules besides the built-in ones: path/to/file.py:Class, NAME or NAME(option=value)."""
-    world: str = "all"
-    """mixture (two dimensions), shapes (images) or all."""
-    looks: Annotated[int, Ge(0), Le(1000)] = 0
-    """Number of seeds for training and for trajectories; 0 = 5 in two dimensions and 3 for images
-    (--quick: 3 and 2).
-    """
-    quick: bool = False
-    """Fewer trajectories, shorter training; for a first impression."""
-    out: Path | None = None
-    """The results file, one line per cell; default: runs/microscope/microscope.jsonl (--quick:
-    quick.jsonl). Existing cells are kept.
-    """
-    page: Path | None = None
-    """Folder for microscope.md, microscope.html and their figures; default: the folder of the
-    results.
-    """
-    workers: Workers = 0
-    """Number of processes, 0 = one per core, or a Dask cluster (docs/guides/cluster.md). The numbers
-    do not depend on it.
-    """
-
-    def main(self) -> int:
-        """Measure, draw, write."""
-        from flowrl_bench.microscope import RULES, WORLDS, check_rules, sizes, with_looks
-        from flowrl_bench.microscope_numbers import Lines
-        from flowrl_bench.microscope_page import TITLE, microscope_page, summary
-        from flowrl_bench.microscope_study import Study, check_out
-        from flowrl_bench.page import require_page
-        from flowrl_bench.rule_names import named_rules
-
-        require(self.world in ("all", *WORLDS), "world", self.world, "mixture, shapes or all")
-        all_sizes = {
-            world: with_looks(size, self.looks) for world, size in sizes(self.quick).items()
-        }
-        chosen = {world: size for world, size in all_sizes.items() if self.world in ("all", world)}
-        rules = {**RULES, **named_rules(self.rules, RULES)}
-        check_rules(rules, all_sizes["mixture"])
-        out = self.out or Path("runs/microscope") / (
-            "quick.jsonl" if self.quick else "microscope.jsonl"
-        )
-        check_out(out)
-        option = "page" if self.page else "out"
-        require_page(self.page or out.parent, "microscope", TITLE, option)
-        command = shlex.join(["flowrl", *sys.argv[1:]])
-        study = Study(chosen, rules, out, command)
-        keys = [cell.key for cells in study.sessions().values() for cell in cells]
-        missing = len(set(keys) - study.read().keys())
-        progress = _progress(missing, len(keys), "cells remain", out, _cell_name)
-        finished = study.execute(self.workers, progress)
-        cell_lines = study.read()
-        lines = Lines(cell_lines)
-        if lines.worlds():
-            page = microscope_page(cell_lines, all_sizes, str(out), command)
-            folder = self.page or out.parent
-            written = page.write(folder, "microscope", "microscope")
-            rows = [
-                {name: value for name, value in row.items() if not isinstance(value, list)}
-                for line in cell_lines.values()
-                for row in ({**line["cell"], **part} for part in line["rows"])
-            ]
-            settings = [{"credit": rule} for rule in rules.values()]
-            written += page.for_paper(folder / "microscope-paper", rows, settings, command)
-            print(f"{summary(lines)}\nWrote {', '.join(map(str, written))}")
-        return 0 if finished else _paused()
-
-
-@dataclass(frozen=True)
-class Headroom:
-    """Measure how much any credit rule could gain over uniform credit: compare an oracle with
-    uniform credit, both tuned, in a family of tasks around the 2-D world.
-
-    Example: flowrl bench headroom --tasks default 9-of-10 noise-0.3 --workers 2
-    """
-
-    tasks: tuple[str, ...] = ()
-    """Tasks by name; default: all (--quick: default, 9-of-10 and noise-0.3). Runs in `out` are not
-    repeated.
-    """
-    credit: str = ""
-    """A credit rule that replaces the oracle, as a control: the headroom of random is negative, and
-    that of uniform is 0.
-    """
-    arms: tuple[Literal["published", "values", "verdict", "images"], ...] = ()
-    """Further arms to tune and run. published: Stepwise-Flow-GRPO, TP-GRPO and random credit;
-    values: credit from cheap values, and fewer but larger groups; verdict: the arms of the main
-    comparison; images: those that it runs on images.
-    """
-    budget: Annotated[int, Ge(0), Le(200)] = 0
-    """Search runs per arm; 0 = 18 (--quick: 8)."""
-    seeds: Annotated[int, Ge(0), Le(1000)] = 0
-    """Fresh seeds per arm and task; 0 = 5 (--quick: 3)."""
-    first_seed: Annotated[int, Ge(0), Lt(2**31)] = 5000
-    """The first fresh seed."""
-    quick: bool = False
-    """Shorter runs, smaller searches, fewer tasks; for a first impression."""
-    out: Path = Path("runs/headroom/headroom.jsonl")
-    """The results file, one line per run. The searches (-tuning.jsonl) and the table (.csv) are
-    written next to it.
-    """
-    page: Path | None = None
-    """Folder for the page and its map, which are named after the results file; default: the folder
-    of the results.
-    """
-    workers: Workers = 0
-    """Number of processes, 0 = one per core, or a Dask cluster (docs/guides/cluster.md). The numbers
-    do not depend on it.
-    """
-
-    def main(self) -> int:
-        """Search, run, write."""
-        from flowrl_bench.evidence import evaluation_rows, labelled
-        from flowrl_bench.headroom import IMAGES, QUICK, QUICK_SIZE, TASKS, HeadroomStudy, Size
-        from flowrl_bench.headroom_page import TITLE, headroom_page, summary, table
-        from flowrl_bench.page import require_page
-
-        names = self.tasks or (QUICK if self.quick else tuple(TASKS))
-        known = {**TASKS, **IMAGES}
-        for name in names:
-            require(name in known, "tasks", name, f"one of {', '.join(known)}")
-        folder, spreadsheet = self.page or self.out.parent, self.out.with_suffix(".csv")
-        require_new_file(self.out, lambda data: True)
-        require_new_file(spreadsheet, lambda data: data.startswith(b"task,"))
-        page = self.out.stem
-        require_page(folder, page, TITLE)
-        size = QUICK_SIZE if self.quick else Size()
-        seeds = self.seeds or size.seeds
-        size = replace(size, seeds=seeds, first_seed=self.first_seed, sets=self.arms)
-        size = replace(size, budget=self.budget or size.budget)
-        tasks = {name: known[name] for name in dict.fromkeys(names)}
-        if self.credit:
-            tasks = {name: replace(task, oracle=self.credit) for name, task in tasks.items()}
-        study = HeadroomStudy(tasks, self.out, size, self.workers)
-        command = shlex.join(["flowrl", *sys.argv[1:]])
-        finished = study.execute(command)
-        if rows := study.rows():
-            document = headroom_page(rows, size, command)
-            written = document.write(folder, page, page)
-            runs = labelled("task", study.runs(), study.results.read())
-            evaluated, settings = evaluation_rows(runs)
-            written += document.for_paper(folder / f"{page}-paper", evaluated, settings, command)
-            write_bytes(spreadsheet, table(rows).encode())
-            print(f"{summary(rows)}\nWrote {', '.join(map(str, [*written, spreadsheet]))}")
-        return 0 if finished else _paused()
-
-
-@dataclass(frozen=True)
 class Verdict:
-    """Judge the main comparison from its finished runs, and write its page. The runs come from
-    `flowrl bench headroom` with the options that the page states.
+    """Judge the comparison of all methods from its finished runs, and write its tables and chart.
+    With `run` the missing searches and runs of a world are made first.
 
-    Example: flowrl bench verdict --points runs/verdict/points.jsonl
+    Example: flowrl bench verdict --run images --workers 2
     """
 
+    run: Literal["", "points", "images"] = ""
+    """Make the missing runs of this world: points (the 2-D world, about 40 hours on two cores) or
+    images (about 20). You can stop with Ctrl-C; the same command continues.
+    """
     points: Path = Path("benchmarks/results/verdict-points.jsonl")
-    """Results in the 2-D world."""
+    """Results in the 2-D world; the searches are next to it (-tuning.jsonl)."""
     images: Path = Path("benchmarks/results/verdict-images.jsonl")
     """Results in the image world; skipped if the file does not exist."""
-    page: Path = Path("runs/verdict")
-    """Folder for the page and its chart."""
+    out: Path = Path("runs/verdict")
+    """Folder for questions.csv, arms.csv and leads.png."""
+    workers: Workers = 0
+    """Number of processes, 0 = one per core, or a Dask cluster (docs/guides/cluster.md). The numbers
+    do not depend on it.
+    """
 
     def main(self) -> int:
-        """Judge and write."""
-        from flowrl_bench.evidence import evaluation_rows, labelled
-        from flowrl_bench.page import require_page
-        from flowrl_bench.verdict import CAMPAIGNS, Verdicts
-        from flowrl_bench.verdict_page import TITLE, details, summary
+        """Run, judge and write."""
+        from flowrl_compare.paper import csv_text
+        from flowrl_compare.style import png
 
-        require_page(self.page, "details", TITLE)
+        from flowrl_bench.verdict import Verdicts
+        from flowrl_bench.verdict_page import arm_rows, leads_figure, question_rows, summary
+        from flowrl_bench.verdict_runs import CAMPAIGNS, Study
+
         files = {"points": self.points, "images": self.images}
-        studies = {
-            name: CAMPAIGNS[name].study(path)
-            for name, path in files.items()
-            if any(map(os.path.isfile, (path, f"{path}.xz")))
-        }
-        require(bool(studies), "points", str(self.points), "a file with results")
+        if self.run:
+            require_new_file(files[self.run], lambda data: True, self.run)
+            study = Study(CAMPAIGNS[self.run], files[self.run], self.workers)
+            if not study.execute(shlex.join(["flowrl", *sys.argv[1:]])):
+                return _paused()
         worlds = {}
-        for name, study in studies.items():
+        for name, path in files.items():
+            if not any(map(os.path.isfile, (path, f"{path}.xz"))):
+                continue
+            study = Study(CAMPAIGNS[name], path)
             pairs = study.pairs(any_code=True)
-            seeds, needed = sum(map(len, pairs.values())), study.size.seeds * len(pairs)
+            seeds, needed = sum(map(len, pairs.values())), study.campaign.seeds * len(pairs)
             if seeds == needed:
                 worlds[name] = Verdicts(pairs), study
             else:  # no verdict before the declared number of seeds
-                label = CAMPAIGNS[name].label
-                print(f"{label}: skipped, because only {seeds} of {needed} seeds have all arms")
+                print(
+                    f"{study.campaign.label}: skipped, because only {seeds} of {needed} seeds have"
+                    " all arms"
+                )
         require(
             bool(worlds), "points", str(self.points), "a file with every run of at least one world"
         )
-        command = shlex.join(["flowrl", *sys.argv[1:]])
-        page = details(worlds, command)
-        written = page.write(self.page, "details")
-        rows, settings = evaluation_rows(
-            ({"world": name, **labels}, line)
-            for name, (_, study) in worlds.items()
-            for labels, line in labelled("task", study.runs(), study.results.read(any_code=True))
-        )
-        written += page.for_paper(self.page / "details-paper", rows, settings, command)
-        print(f"{summary(worlds)}\nWrote {', '.join(map(str, written))}")
+        judged = {name: verdicts for name, (verdicts, _) in worlds.items()}
+        written = {
+            "questions.csv": csv_text(list(question_rows(judged))).encode(),
+            "arms.csv": csv_text(list(arm_rows(worlds))).encode(),
+            "leads.png": png(leads_figure(judged)),
+        }
+        for file, data in written.items():
+            write_bytes(self.out / file, data)
+        print(f"{summary(judged)}\nWrote {', '.join(str(self.out / file) for file in written)}")
         return 0
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Benchmarks: test the papers' claims, compare your own rule with tuned baselines, inspect
-    credit under a microscope, and measure how much credit can gain.
+class Redo:
+    """Repeat a run of a results file, and compare every number except seconds with its line.
+
+    Example: flowrl bench redo 51720b9e28e950ce --out benchmarks/results/verdict-points.jsonl
     """
 
-    which: tyro.conf.OmitSubcommandPrefixes[Claims | Tune | Rule | Microscope | Headroom | Verdict]
+    key: tyro.conf.Positional[str]
+    """The id of the run."""
+    out: Path
+    """The results file."""
+    trust: bool = False
+    """Run code that the lines of the file name, and use their addresses and keys."""
+
+    def main(self) -> int:
+        """Repeat and compare."""
+        from flowrl_bench.results_file import ResultsFile
+
+        return _redo(self.key, ResultsFile(self.out, self.trust))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Benchmarks: compare your own rule with tuned baselines, search settings, judge the comparison
+    of all methods, and repeat a run of a results file.
+    """
+
+    which: tyro.conf.OmitSubcommandPrefixes[Tune | Rule | Verdict | Redo]
 
     def main(self) -> int:
         """Run the chosen one."""
@@ -560,42 +302,7 @@ def _redo(key: str, file: Any) -> int:
     return 0 if repeat.close else 1
 
 
-def _progress(
-    missing: int, total: int, noun: str, path: Path, name: Callable[[Mapping[str, Any]], str]
-) -> Callable[[int, int, Mapping[str, Any]], None]:
-    """Print how many lines of a results file are missing; the returned function prints one line per
-    finished line of the file.
-    """
-    from flowrl_bench.remaining import Pace
-
-    if missing:
-        print(f"{missing} of {total} {noun} (results: {path}); press Ctrl-C to pause", flush=True)
-    pace = Pace(missing)
-
-    def progress(done: int, total: int, line: Mapping[str, Any]) -> None:
-        print(f"{done}/{total} {name(line)}; {pace.finished()}", flush=True)
-
-    return progress
-
-
-def _run_name(line: Mapping[str, Any]) -> str:
-    config = line["config"]
-    parts = config["environment"]["world"], config["algorithm"]["method"]
-    return f"{' '.join(parts)} seed {config['seed']}"
-
-
-def _cell_name(line: Mapping[str, Any]) -> str:
-    from flowrl_bench.microscope import Cell
-
-    return Cell(**line["cell"]).key
-
-
 def _paused() -> int:
     """Print how to continue; returns the exit status."""
     print(f"Paused; finished runs are kept. Continue with: {shlex.join(['flowrl', *sys.argv[1:]])}")
     return 130
-
-
-def _samples(done: int, total: int) -> None:
-    if done == total or done % 10 == 0:
-        print(f"samples: {done}/{total} jobs", flush=True)

@@ -23,26 +23,9 @@ from flowrl.parts.registry import files_of
 from flowrl.parts.specs import parse_spec
 from flowrl.training.config import RunConfig, preset
 from flowrl_bench.measurements import CURVE, measure
-from flowrl_bench.older_windows import STEPS, to_older
 
 PACKAGES = {"flowrl": Path(flowrl.__file__).parent, "flowrl_bench": Path(__file__).parent}
-RENAMED = {
-    "turning-point-variant(where=random)": "turning-point(where=random)",
-    "turning-point-variant(where='none')": "turning-point(where='none')",
-    "turning-point-variant(min_size=0.1)": "turning-point(min_size=0.1)",
-    "turning-point-variant(confidence=1.0)": "turning-point(confidence=1.0)",
-}
-"""Credit rules and their spelling in older results, whose ids remain valid."""
-RULES = (
-    "arms",
-    "claims",
-    "catalogue",
-    "leads",
-    "open_questions",
-    "verdicts",
-    "evidence",
-    "statistics",
-)
+RULES = ("arms", "evidence", "judging", "statistics", "verdict", "verdict_runs")
 """Modules of this package that decide on verdicts, with `costs` and `statistics` of
 `flowrl_compare`.
 """
@@ -55,15 +38,7 @@ GOLDEN: dict[str, Any] = {
     "eval_every": 2,
     "eval_samples": 18,
 }
-ONE_STEP = "weighted(weights=noise, rule=\"sibling-relative(probe='comb(branches=6, count=1)')\")"
-"""The rule of the arms called tempflow-grpo: 6 draws at one drawn step. The method now draws 6 at
-every step.
-"""
-OWN_RULES = ("flowrl_bench.negative_controls:FreshNoiseFault",)
-"""Credit rules that the claims name by module and class; lines may contain exactly this text."""
-MEASURED = {"tempflow-grpo": {"credit": ONE_STEP, "groups": 16}}
-"""Settings with which a method runs here, where its own have changed since the first results."""
-GOLDEN_SIZES = {"rsm": {"group_size": 30}}
+GOLDEN_SIZES = {"rsm": {"group_size": 30}, "tempflow-grpo": {"group_size": 30}}
 """Changes to `GOLDEN` for methods that need groups of another size."""
 GOLDEN_COLUMNS = ("nfe", "train_nfe", "soft")
 WITHOUT_EFFECT = ("overlap_rewards",)
@@ -100,7 +75,7 @@ def code_digest() -> str:
 
 @cache
 def rules_digest() -> str:
-    """The digest of the claims, their verdict rules and the statistics."""
+    """The digest of the questions, the rules of their verdicts and the statistics."""
     rules = [PACKAGES["flowrl_bench"] / f"{name}.py" for name in RULES]
     shared = (flowrl_compare.costs, flowrl_compare.statistics)
     return _digest([*rules, *(Path(str(module.__file__)) for module in shared)])
@@ -112,7 +87,7 @@ def golden_run() -> tuple[float, ...]:
     numbers: list[float] = []
     for method in METHODS:
         sizes = GOLDEN | GOLDEN_SIZES.get(method, {})
-        settings = {**MEASURED.get(method, {}), **sizes, "method": method}
+        settings: dict[str, Any] = {**sizes, "method": method}
         result = measure(preset("default").apply(**settings))
         assert result is not None
         row = dict(zip(CURVE, result["curve"][-1], strict=True))
@@ -137,54 +112,22 @@ def config_id(config: RunConfig) -> str:
     """The digest of every setting of a run, including the seed, and of the current files of the
     user's parts.
 
-    Settings at their default and groups do not count, so a new setting or group does not rename old
-    runs; nor do settings that change no number (`WITHOUT_EFFECT`). Two spellings of a slice are the
-    same window.
+    Settings at their default and groups do not count, so a new setting or group does not rename
+    runs; nor do settings that change no number (`WITHOUT_EFFECT`).
     """
     files = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in own_files(config))
     return hashlib.sha256(f"{_changed(config)}{files}".encode()).hexdigest()[:16]
 
 
-OLDER_DEFAULTS = {
-    "sampler": "flow-sde",
-    "noise_level": 0.7,
-    "window": "2:5",
-    "trained_steps": "all",
-    "loss": "clipped",
-    "clip_range": 2e-3,
-}
-"""Defaults of the older format, for settings whose default is now the method's value."""
-OWN_KERNELS = {"dance-grpo": "dance-sde", "branch-grpo": "dance-sde"}
-"""Kernels of methods that the older format did not use unless a setting named them."""
-
-
 @cache
 def _changed(config: RunConfig) -> str:
-    default, chosen = RunConfig().flat() | OLDER_DEFAULTS, _spelled(config)
+    default = RunConfig().flat()
     counted = {
         name: value
-        for name, value in chosen.items()
+        for name, value in config.flat().items()
         if value != default[name] and name not in WITHOUT_EFFECT
     }
     return json.dumps(counted, sort_keys=True)
-
-
-def _spelled(config: RunConfig) -> dict[str, Any]:
-    """The settings of a run as the older format wrote them, so that the ids of older results remain
-    valid.
-    """
-    settings = config.flat()
-    own, credit = OWN_KERNELS.get(settings["method"], "flow-sde"), settings["credit"]
-    settings["sampler"] = settings["sampler"] or own
-    if settings["noise_level"] == 0:
-        settings["noise_level"] = {"flow-sde": 0.7, "dance-sde": 0.3}.get(settings["sampler"], 0.0)
-    settings["loss"] = settings["loss"] or "clipped"
-    spelled = {"random": "random(seed=None)", "random(seed=0)": "random"}
-    if settings["method"] in MEASURED:
-        spelled |= {ONE_STEP: "", "": "own"}
-    settings["credit"] = (spelled | RENAMED).get(credit, credit)
-    settings["method"] = RENAMED.get(settings["method"], settings["method"])
-    return settings | {name: to_older(name, settings[name]) for name in STEPS}
 
 
 def own_files(config: RunConfig) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Measurements: a training run, the samples of its stochastic sampler, and peak memory."""
+"""What is measured of a training run."""
 
 import random
 import time
@@ -10,20 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 from flowrl_compare.costs import COUNTS
-from torch import Tensor
 
-from flowrl.core.errors import ConfigError, RewardContractError, TrainingError
+from flowrl.core.errors import RewardContractError, TrainingError
 from flowrl.core.protocols import FlowPolicy
-from flowrl.credit import turning_points
 from flowrl.policies import MixturePolicy
-from flowrl.probes import Completion
-from flowrl.rollout import EVALUATION_SEED, Groups, Usage, rollout, score_rollout, solve
+from flowrl.rollout import EVALUATION_SEED, Usage, solve
 from flowrl.training.build import make_trainer, make_world
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import evaluate
-from flowrl.training.memory import peak_memory as process_peak
 from flowrl.training.trainer import Trainer
-from flowrl.workers import Worker, run_jobs
 from flowrl.worlds import World
 
 CURVE = (
@@ -42,15 +37,10 @@ CURVE = (
     "decodes",
     "reward_calls",
 )
-"""Columns of a run's learning curve: totals up to the evaluation, its scores, and further totals,
-which older lines lack.
+"""Columns of a run's learning curve: totals up to the evaluation, its scores, and further totals.
 """
 TOTALS = (*COUNTS, "seconds", "calls")
 PHASES = ("rollout", "reward", "update")
-SAMPLES, RANDOM_SIGNS, FIRST_SEED = 128, 32, 50_000
-"""Of `observe`: samples per prompt, draws of random signs, and the generator's seed for a run with
-seed 0.
-"""
 
 
 @contextmanager
@@ -200,89 +190,6 @@ def _plausible(
     return log_density(policy, points), float(spread.sum((1, 2)).mean() / (repeats * (repeats - 1)))
 
 
-def log_density(policy: MixturePolicy, points: Tensor) -> float:
+def log_density(policy: MixturePolicy, points: torch.Tensor) -> float:
     """Mean log-density of points [sample, 2, 1, 1] under the data of the base model."""
     return float(policy.mixture.log_marginal(points.flatten(1), torch.zeros(len(points))).mean())
-
-
-def observe(trainer: Trainer, samples: int = SAMPLES) -> dict[str, float]:
-    """Of the current policy's stochastic samples, `samples` for each of 18 prompts: the mean
-    log-density under the data (quality), and turning points per trajectory of ODE completions
-    (points). 2-D world only.
-
-    null: the same count with random signs of the increments (mean over 32 draws), that is, for
-    gains without any order. The noise depends on the run's seed and nothing else, so that seeds are
-    independent: a learning curve scores ODE samples from the same noise for all runs, which pairs
-    them but would leave the sampling error out of these intervals.
-    """
-    policy, config = trainer.policy, trainer.config
-    if not isinstance(policy, MixturePolicy):
-        raise ConfigError(
-            "samples: the density is known for the 2-D world only, not for"
-            f" {config.environment.world}"
-        )
-    world = make_world(config)
-    prompts = world.prompts(config.environment.task, "train")[:18]
-    generator = torch.Generator(policy.device).manual_seed(FIRST_SEED + config.seed)
-    groups = Groups(len(prompts), samples)
-    noise = groups.noise(policy.latent_shape, generator)
-    state = trainer.generator.get_state()
-    sampler = trainer.draw_sampler()
-    trainer.generator.set_state(state)
-    result = rollout(
-        policy,
-        sampler,
-        trainer.schedule,
-        policy.encode(prompts),
-        noise,
-        generator,
-        groups,
-        Completion(),
-        max_batch=config.rollout.max_batch,  # pyright: ignore
-    )
-    values = score_rollout(policy, world.reward("soft"), result, prompts).total
-    increments = values.diff(dim=-1)
-
-    def with_random_signs() -> Tensor:
-        signs = torch.randint(0, 2, increments.shape, generator=generator) * 2 - 1
-        start = values[..., :1]
-        return torch.cat([start, start + (increments.abs() * signs).cumsum(-1)], -1)
-
-    return {
-        "quality": log_density(policy, result.trajectories.images_latent),
-        "points": _points(values),
-        "null": sum(_points(with_random_signs()) for _ in range(RANDOM_SIGNS)) / RANDOM_SIGNS,
-    }
-
-
-def _points(values: Tensor) -> float:
-    """Turning points per trajectory, by the consistent rule."""
-    return float(turning_points(values, True).float().sum(-1).mean())
-
-
-def observe_run(worker: Worker | None, config: RunConfig) -> dict[str, Any]:
-    """Train by `config`, and `observe` before and after. `final` is the last held-out reward, which
-    identifies the run.
-    """
-    with reproducible("run", config.seed):
-        trainer = make_trainer(config)
-        before = observe(trainer)
-        while trainer.done < config.iterations:
-            trainer.iteration()
-        with trainer.averaged():
-            final = _scores(trainer, make_world(config))["soft"]
-        return {"final": final, "before": before, "after": observe(trainer)}
-
-
-def peak_memory(config: RunConfig) -> float:
-    """Peak resident memory in MiB of the first two iterations of a run, in a process of its own."""
-    peaks: dict[str, float] = {}
-    run_jobs(
-        _peak, {"run": (config.replace(iterations=2, eval_every=2),)}, 1, finished=peaks.__setitem__
-    )
-    return peaks["run"]
-
-
-def _peak(worker: Worker, config: RunConfig) -> float:
-    measure(config)
-    return process_peak(torch.device("cpu")) / 2**20

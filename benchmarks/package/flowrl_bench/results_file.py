@@ -1,6 +1,4 @@
-"""Results: one JSON line per run, and the samples of stochastic samplers. Neither file mixes code
-with different numbers.
-"""
+"""Results: one JSON line per run. A file does not mix code with different numbers."""
 
 import json
 import lzma
@@ -16,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.core.errors import ConfigError, FlowrlError, require
-from flowrl.io import write_json
 from flowrl.parts.plugins import versions
-from flowrl.reading import is_kind, parse_json, read_bytes, read_json, reading
+from flowrl.reading import is_kind, parse_json, read_bytes, reading
 from flowrl.training.config import RunConfig, words
 from flowrl.workers import usable_cores
 from flowrl_bench.digest import (
-    OWN_RULES,
     PACKAGES,
     code_digest,
     code_digest_now,
@@ -32,7 +28,6 @@ from flowrl_bench.digest import (
     rules_digest,
     same_golden,
 )
-from flowrl_bench.evidence import column
 
 FORMAT = 3
 """The format of a line."""
@@ -214,7 +209,7 @@ class ResultsFile:
         that is not trusted.
         """
         config = RunConfig.from_dict(line["config"], self.trust, self.path)
-        return config.in_own_words(*OWN_RULES, *words(self.own)).allowed()
+        return config.in_own_words(*words(self.own)).allowed()
 
     def _require_settings(
         self, line: Mapping[str, Any], location: str, allowed: Mapping[str, Any] | None
@@ -328,44 +323,5 @@ def _require_same_numbers(line: Mapping[str, Any], location: str, golden: Any) -
         raise ConfigError(
             f"{location} was made by code or libraries that give different numbers in the golden run"
             f" ({line['code']}, commit {line['commit']}, {versions}): such results are not mixed;"
-            " choose another --out, return to that commit, or only --judge the file"
+            " choose another --out, or return to that commit"
         )
-
-
-@dataclass(frozen=True)
-class _Samples:
-    rows: dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class SamplesFile:
-    """Results of `measurements.observe_run` by the id of the run; rewritten after every run, so
-    that an interruption loses little.
-    """
-
-    path: Path
-
-    def read(self) -> dict[str, dict[str, Any]]:
-        """All rows. Raises `ConfigError` for a file of another kind."""
-        return read_json(self.path, _Samples).rows if self.path.exists() else {}
-
-    def write(self, rows: Mapping[str, Any]) -> None:
-        """Replace the file."""
-        write_json(self.path, {**provenance(), "rows": dict(sorted(rows.items()))})
-
-
-def joined(lines: Lines, rows: Lines) -> dict[str, Mapping[str, Any]]:
-    """Lines, with an entry "samples" if they were observed. Raises `ConfigError` if the observed
-    run is not the line's: their last held-out rewards must agree to the last digit.
-    """
-    merged = dict(lines)
-    for key in rows.keys() & lines.keys():
-        line, row = lines[key], rows[key]
-        if row["final"] != column(line, "soft")[-1]:
-            raise ConfigError(
-                f"samples: the observed run {key} ended with a reward of {row['final']!r}, but its"
-                f" line states {column(line, 'soft')[-1]!r}: different code or machines made them;"
-                " delete the file of samples"
-            )
-        merged[key] = {**line, "samples": row}
-    return merged

@@ -6,16 +6,21 @@ import numpy as np
 from flowrl_compare.bounds import Bound
 from flowrl_compare.costs import STATED_NAME
 from flowrl_compare.statistics import mean
-from flowrl_compare.style import INK, OTHERS, SOFT, clean, marker
+from flowrl_compare.style import COLOURS, INK, OTHERS, SOFT, clean, marker
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from flowrl_bench.claims_figures import METHOD_COLOURS
 from flowrl_bench.evidence import Line, curve, spent
 from flowrl_bench.rule_headroom import EXACT, UNIFORM
 from flowrl_bench.statistics import Curve
 from flowrl_bench.tune import Tried, level
 
+METHOD_COLOURS = {
+    "uniform": COLOURS["flow-grpo"],
+    "stepwise gains": COLOURS["stepwise-flow-grpo"],
+    "turning points": COLOURS["tp-grpo"],
+}
+"""By baseline."""
 AXES = {
     "updates": ("updates", 1.0, "updates"),
     "evaluations": ("forwards", 1e3, "forward equivalents (thousands)"),

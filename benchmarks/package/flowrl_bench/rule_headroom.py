@@ -11,13 +11,23 @@ from flowrl_compare.statistics import Estimate, mean
 from flowrl.training.config import RunConfig
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Evidence, column
-from flowrl_bench.headroom import CANNOT, TELLS, UNCLEAR, verdict
+from flowrl_bench.judging import by_seed
 from flowrl_bench.page import Table
 from flowrl_bench.results_file import Lines
 from flowrl_bench.statistics import Curve, mean_until
-from flowrl_bench.verdicts import by_seed
 
 UNIFORM, EXACT = "uniform", "exact credit"
+TELLS, CANNOT, UNCLEAR = "can tell", "cannot tell", "unclear"
+
+
+def verdict(headroom: Estimate, margin: float, is_bound: bool) -> str:
+    """Whether a task can tell rules of credit apart: not if the headroom is a bound of what a rule
+    can gain and its upper confidence limit is below the margin; yes if the headroom is at least
+    twice the margin and its interval excludes 0.
+    """
+    if is_bound and headroom.high < margin:
+        return CANNOT
+    return TELLS if headroom.value >= 2 * margin and headroom.low > 0 else UNCLEAR
 
 
 def bound_among(runs: Sequence[RunConfig], lines: Lines, command: str) -> Bound | None:
@@ -47,7 +57,7 @@ class Headroom:
 
     @property
     def label(self) -> str:
-        """The verdict on the world, as in `flowrl bench headroom`. A best baseline without a lead,
+        """The verdict on the world. A best baseline without a lead,
         or exact credit that collapsed, does not show that no rule leads.
         """
         return verdict(self.lead, self.margin, self.bound is not None and not self.bound.collapsed)

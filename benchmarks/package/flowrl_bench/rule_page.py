@@ -14,15 +14,7 @@ from flowrl_compare.statistics import mean
 
 from flowrl_bench.arms import WORLDS, is_tuned, world_label
 from flowrl_bench.evidence import Evidence, Line, spent
-from flowrl_bench.page import Document, Image, Table
-from flowrl_bench.rule_figures import curves_figure, search_figure
-from flowrl_bench.rule_headroom import Headroom, headroom, worlds_table
-from flowrl_bench.rule_headroom import sentence as headroom_sentence
-from flowrl_bench.rule_plan import ORACLE, Part
-from flowrl_bench.statistics import SMALLEST, detectable
-from flowrl_bench.tune import BUDGET, Tried, level
-from flowrl_bench.tune import BUDGETS as SEARCHES
-from flowrl_bench.verdicts import (
+from flowrl_bench.judging import (
     ALIKE,
     ALPHA,
     BARELY_BETTER,
@@ -35,6 +27,14 @@ from flowrl_bench.verdicts import (
     gain,
     judge_family,
 )
+from flowrl_bench.page import Document, Image, Table
+from flowrl_bench.rule_figures import curves_figure, search_figure
+from flowrl_bench.rule_headroom import Headroom, headroom, worlds_table
+from flowrl_bench.rule_headroom import sentence as headroom_sentence
+from flowrl_bench.rule_plan import ORACLE, Part
+from flowrl_bench.statistics import SMALLEST, detectable
+from flowrl_bench.tune import BUDGET, Tried, level
+from flowrl_bench.tune import BUDGETS as SEARCHES
 
 TITLE = " against tuned baselines"
 """The end of the page's title."""
@@ -235,7 +235,7 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Docum
         " is no strict bound. Without exact credit, the lead of the best baseline is the least that"
         " is known. A world cannot tell rules apart if the upper bound of the headroom is below the"
         " smallest difference that matters and exact credit never collapsed; it can if the headroom is at least twice that"
-        " difference and its interval excludes 0 (`flowrl bench headroom`)."
+        " difference and its interval excludes 0."
     )
     for world in worlds:
         if world.bound is not None:

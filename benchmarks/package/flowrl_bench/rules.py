@@ -4,7 +4,6 @@ They are registered by entry points, as a third party's rules would be.
 """
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -40,7 +39,6 @@ from flowrl.credit.table import (
     require_columns,
 )
 from flowrl.probes import Branching, NoProbe, Probe
-from flowrl_bench.turn_noise import turn_probability
 
 Steps = Bool[Tensor, "prompt member decision"]
 
@@ -133,19 +131,6 @@ def clear_swings(values: ValueTable, confidence: float, mask: Mask) -> Steps:
     return increments.abs() >= confidence * masked_std(increments, ("member",), mask)
 
 
-def likely_turns(
-    values: ValueTable, turns: Steps, noise: float, confidence: float, consistent: bool = True
-) -> Steps:
-    """The entries of `turns` that are real with probability Phi(`confidence`) or more, given the
-    standard deviation `noise` of the rewards (`turn_probability`).
-
-    If only the sign of d_k = V_{k+1} - V_k is in doubt, the criterion is |d_k| >= `confidence`
-    sqrt(2) `noise`, where sqrt(2) `noise` is the standard deviation of d_k.
-    """
-    least = 0.5 * (1 + math.erf(confidence / math.sqrt(2)))
-    return turns & (turn_probability(values, turns, noise, consistent) >= least)
-
-
 def random_steps(values: ValueTable, selected: Steps, seed: int, mask: Mask) -> Steps:
     """As many decisions of the mask per trajectory as in `selected`, at positions independent of
     the sizes and signs of the values.
@@ -178,8 +163,7 @@ class TurningPointVariant(RuleAround):
         where: the long-term reward at turning points, at as many random decisions per trajectory,
             or nowhere ("none"). A control for whether the position of a turning point matters.
         min_size: smallest |R - V_k| of a turning point, in units of the reward.
-        confidence: threshold of `clear_swings`, or of `likely_turns` if `reward_noise` > 0.
-        reward_noise: standard deviation of the reward's noise, in units of the reward; 0: unknown.
+        confidence: threshold of `clear_swings`.
         permutation: seed of the random decisions.
         rule: the turning points, their balance and normalisation.
 
@@ -190,7 +174,6 @@ class TurningPointVariant(RuleAround):
     where: Literal["turning", "random", "none"] = "turning"
     min_size: NonNegative = 0.0
     confidence: NonNegative = 0.0
-    reward_noise: NonNegative = 0.0
     permutation: Seed = 0
     rule: TurningPoint = TurningPoint()
 
@@ -213,12 +196,8 @@ class TurningPointVariant(RuleAround):
         mask = torch.ones_like(gains(values), dtype=torch.bool) if mask is None else mask
         if self.where == "none":
             return torch.zeros_like(mask)
-        consistent, confidence = self.rule.consistent, self.confidence
-        turns = turning_points(values, consistent, self.rule.first_step) & mask
-        if self.reward_noise > 0:
-            turns = likely_turns(values, turns, self.reward_noise, confidence, consistent)
-        else:
-            turns = turns & clear_swings(values, confidence, mask)
+        turns = turning_points(values, self.rule.consistent, self.rule.first_step) & mask
+        turns = turns & clear_swings(values, self.confidence, mask)
         turns = turns & (reward_to_go(values).abs() >= self.min_size)
         if self.rule.balance is not None:
             turns = balanced(values, turns, self.rule.balance, self.rule.balance_scope)

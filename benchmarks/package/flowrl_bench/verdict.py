@@ -5,7 +5,7 @@ that both have spent, as a fraction of what can be gained in the task. It is ave
 of a world within each seed; the seed is the unit. What can be gained is the highest mean final
 reward of an arm minus the mean reward before training. The smallest difference that matters is
 `MARGIN` of it, in both directions. Holm's correction covers both p-values of all `QUESTIONS` of a
-world (`flowrl_bench.verdicts`); all other outcomes are secondary.
+world (`flowrl_bench.judging`); all other outcomes are secondary.
 
 In the 2-D world every arm is tuned in every task, with 24 runs of 20 iterations. On images every
 arm is tuned in the task compositional, with 12 runs of 12 iterations, and has these numbers in all
@@ -15,17 +15,16 @@ three tasks.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 from flowrl_compare.statistics import Estimate, Values, collapsed, mean
 
 from flowrl_bench.evidence import column, mean_reward, reward_at_equal, spent
-from flowrl_bench.headroom import FORM, IMAGES, MARGIN, TASKS, HeadroomStudy, Size, Task
+from flowrl_bench.judging import FEWEST, Comparison, judge_family
 from flowrl_bench.results_file import Lines
 from flowrl_bench.statistics import outside, wins
-from flowrl_bench.verdicts import FEWEST, Comparison, judge_family
+from flowrl_bench.verdict_runs import FORM, MARGIN, ORACLE, UNIFORM
 
 MEASURED_AT = {
     "updates": "area",
@@ -36,7 +35,7 @@ MEASURED_AT = {
 those of SD3.5-Medium (`flowrl_compare.costs`).
 """
 PER_UPDATE, PER_EVALUATION, PER_SECOND = MEASURED_AT
-UNIFORM, EXACT, POINTS = "uniform", "oracle", "turning points"
+EXACT, POINTS = ORACLE, "turning points"
 
 
 @dataclass(frozen=True)
@@ -94,36 +93,6 @@ CONTROLS = (
 """Secondary, and asked after the first runs in two dimensions had been seen, but the last: is an arm
 better than uniform credit whose updates are about as cheap, or as dear? Of 16 groups, 8 cost as much
 as the trees of BranchGRPO, 10 as those of TreeGRPO, and 6 as the combs of TempFlow-GRPO and RSM.
-"""
-
-
-@dataclass(frozen=True)
-class Campaign:
-    """The comparison in one world: its `tasks` and `size`. Its runs are those of `flowrl bench
-    headroom` with `size`.
-    """
-
-    label: str
-    tasks: Mapping[str, Task]
-    size: Size
-
-    def study(self, path: Path) -> HeadroomStudy:
-        """The searches and runs, in files next to `path`."""
-        return HeadroomStudy(self.tasks, path, self.size)
-
-
-CAMPAIGNS = {
-    "points": Campaign(
-        "2-D world",
-        {name: TASKS[name] for name in ("default", "noise-0.3", "strict", "16-dimensions")},
-        Size(budget=24, seeds=15, first_seed=7000, sets=("verdict",)),
-    ),
-    "images": Campaign(
-        "image world", IMAGES, Size(budget=12, seeds=10, first_seed=7000, sets=("images",))
-    ),
-}
-"""In two dimensions: the default task, and three in which exact credit leads by two margins or more
-(docs/headroom.md) for different reasons: noise on the score, a reward of 0 or 1, more dimensions.
 """
 
 

@@ -1,29 +1,16 @@
-"""The pages of the main comparison: its chart, and every number behind it."""
+"""The chart of the verdict, and its numbers as rows of two tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from flowrl_compare.costs import STATED, STATED_NAME
-from flowrl_compare.statistics import BELOW_START, COLLAPSE
+from flowrl_compare.costs import STATED_NAME
+from flowrl_compare.statistics import Estimate
 from flowrl_compare.style import COLOURS, INK, SOFT
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from flowrl_bench.headroom import MARGIN, HeadroomStudy
-from flowrl_bench.page import Document, Image, Table, dot_plot_axes
-from flowrl_bench.tune import chosen_settings
-from flowrl_bench.verdict import (
-    CAMPAIGNS,
-    CONTROLS,
-    EXACT,
-    PER_EVALUATION,
-    PER_SECOND,
-    PER_UPDATE,
-    QUESTIONS,
-    UNIFORM,
-    Verdicts,
-)
-from flowrl_bench.verdicts import (
+from flowrl_bench.judging import (
     ALIKE,
     BARELY_BETTER,
     BARELY_WORSE,
@@ -31,8 +18,19 @@ from flowrl_bench.verdicts import (
     WORSE,
     Comparison,
 )
+from flowrl_bench.page import dot_plot_axes
+from flowrl_bench.verdict import (
+    CONTROLS,
+    EXACT,
+    PER_EVALUATION,
+    PER_SECOND,
+    PER_UPDATE,
+    QUESTIONS,
+    Question,
+    Verdicts,
+)
+from flowrl_bench.verdict_runs import CAMPAIGNS, MARGIN, UNIFORM, Study
 
-TITLE = "Verdict: every number"
 NAMES = {
     UNIFORM: "Flow-GRPO",
     "uniform, 10 groups": "Flow-GRPO, 10 prompts",
@@ -64,7 +62,7 @@ NAMES = {
 BUDGETS = {
     PER_UPDATE: "update",
     PER_EVALUATION: "forward equivalent",
-    PER_SECOND: "second",
+    PER_SECOND: f"second of {STATED_NAME}",
 }
 SHADES = {
     BETTER: COLOURS["tp-grpo"],
@@ -76,7 +74,6 @@ SHADES = {
 """Colours of verdicts; the others are `SOFT`."""
 PANELS = {"points": "synthetic", "images": "images"}
 MARKS = {"better": COLOURS["tp-grpo"], "worse": COLOURS["stepwise-flow-grpo"]}
-ALT = "Lead of each method over Flow-GRPO at equal cost, with intervals, in both worlds"
 
 
 def named(arm: str) -> str:
@@ -141,118 +138,68 @@ def leads_figure(worlds: Mapping[str, Verdicts]) -> Figure:
     return figure
 
 
-def _question(budget: str, comparison: Comparison, arm: str, than: str) -> list[str]:
-    lead, adjusted = comparison.estimate, comparison.adjusted or (1.0, 1.0)
-    numbers = [f"{100 * n:+.1f}" for n in (lead.value, lead.low, lead.high)]
-    return [
-        f"{named(arm)} against {named(than)}",
-        BUDGETS[budget],
-        f"{numbers[0]} [{numbers[1]}, {numbers[2]}]",
-        *(f"{p:.4f}" for p in adjusted),
-        f"{100 * (comparison.won or 0):.0f}%",
-        comparison.verdict if lead.p == lead.p else "no verdict: too few seeds",
-    ]
+def _percent(lead: Estimate, name: str = "lead") -> dict[str, str]:
+    """A lead with its interval, in percent of what can be gained."""
+    ends = {name: lead.value, f"{name} low": lead.low, f"{name} high": lead.high}
+    return {label: f"{100 * value:.2f}" for label, value in ends.items()}
 
 
-def controls_table(verdicts: Verdicts) -> Table:
-    """The secondary questions."""
-    head = ["question", "at equal", "lead, %", "seeds won"]
-    rows = [_question(q.budget, c, q.arm, q.than) for q, c in verdicts.controls()]
-    return Table(head, [[*row[:3], row[5]] for row in rows], ("question",))
+def _asked(question: Question, answer: Comparison) -> dict[str, str]:
+    lead, (p, outside) = answer.estimate, answer.adjusted or (float("nan"),) * 2
+    return {
+        "arm": named(question.arm),
+        "than": named(question.than),
+        "at equal": BUDGETS[question.budget],
+        **_percent(lead),
+        "p, difference": f"{p:.4f}",
+        "p, margin": f"{outside:.4f}",
+        "seeds won": f"{answer.won or 0:.2f}",
+        "verdict": answer.verdict if lead.p == lead.p else "no verdict: too few seeds",
+    }
 
 
-def answers_table(verdicts: Verdicts) -> Table:
-    """The questions with a verdict."""
-    head = ["question", "at equal", "lead, %", "p, difference", "p, margin", "seeds won", "verdict"]
-    rows = [_question(q.budget, c, q.arm, q.than) for q, c in verdicts.answers()]
-    return Table(head, rows, ("question", "verdict"))
+def question_rows(worlds: Mapping[str, Verdicts]) -> Iterator[dict[str, str]]:
+    """A row per question, with its verdict, and per control, which has none (`SECONDARY`). All
+    controls but the last were asked after the first runs in two dimensions had been seen.
+    """
+    for name, verdicts in worlds.items():
+        for question, answer in (*verdicts.answers(), *verdicts.controls()):
+            yield {"world": name, **_asked(question, answer)}
 
 
-def arms_table(verdicts: Verdicts, tasks: Sequence[str] = ()) -> Table:
-    """All arms, averaged over tasks, or in some."""
-    head = ["arm", "mean", "final", "collapsed", "cost", f"cost as {STATED_NAME}"]
-    head += [f"lead per {words}, %" for words in BUDGETS.values()]
-    rows = []
-    for name in verdicts.arms:
-        arm = verdicts.arm(name, tasks)
-        leads = [
-            f"{100 * lead.value:+.1f} [{100 * lead.low:+.1f}, {100 * lead.high:+.1f}]"
-            for lead in arm.leads.values()
-        ]
-        rows.append(
-            [
-                named(name),
-                f"{arm.mean:.3f}",
-                f"{arm.final:.3f}",
-                f"{arm.collapses} of {arm.runs}",
-                *(f"{cost:.2f}" for cost in arm.costs.values()),
-                *(["-"] * len(BUDGETS) if name == UNIFORM else leads),
-            ]
-        )
-    return Table(head, rows)
-
-
-def details(worlds: Mapping[str, tuple[Verdicts, HeadroomStudy]], command: str) -> Document:
-    """Every number of the comparison."""
-    page = Document(TITLE)
-    page.text(
-        "Outcomes are differences of two arms in the mean held-out reward over training, up to the"
-        " budget that both have spent, in percent of what can be gained in a task: the highest mean"
-        " final reward of an arm minus the reward before training. They are averaged over the"
-        f" tasks within each seed; intervals (95%) are over seeds. Differences below {MARGIN:.0%}"
-        " do not matter. The questions were fixed before the runs; Holm's correction covers both"
-        " p-values of all questions of a world at a level of 0.025 ([rules](../verdicts.md))."
-    )
-    page.blocks.append(
-        Image("leads", leads_figure({name: both[0] for name, both in worlds.items()}), ALT)
-    )
+def arm_rows(worlds: Mapping[str, tuple[Verdicts, Study]]) -> Iterator[dict[str, Any]]:
+    """A row per arm, averaged over tasks ("all") and in every task: mean and final reward, collapsed
+    runs, the cost of an update as a multiple of Flow-GRPO's, the leads over it, and the searched
+    settings.
+    """
     for name, (verdicts, study) in worlds.items():
-        campaign = CAMPAIGNS[name]
-        page.heading(campaign.label[0].upper() + campaign.label[1:])
-        page.text(
-            f"{verdicts.seeds} seeds from {campaign.size.first_seed}; tasks:"
-            f" {', '.join(task.label for task in campaign.tasks.values())}. Every arm was tuned with"
-            f" {campaign.size.budget} runs{' per task' if name == 'points' else ''}."
-        )
-        page.heading("Questions", 3)
-        page.blocks.append(answers_table(verdicts))
-        page.heading("Controls", 3)
-        page.text(
-            "Without verdicts; all but the last were asked after the first runs in two dimensions"
-            " had been seen. At equal seconds an arm with cheap updates makes more of them. Flow-GRPO"
-            " with 8 prompts per update instead of 16 has updates about as cheap as BranchGRPO's, with"
-            " 10 as TreeGRPO's, with 6 as TempFlow-GRPO's and RSM's; with more samples per prompt they"
-            " cost about as much as TP-GRPO's."
-        )
-        page.blocks.append(controls_table(verdicts))
-        page.heading("All arms, averaged over tasks", 3)
-        page.blocks.append(arms_table(verdicts))
-        for task in verdicts.pairs:
-            page.heading(f"Task {task}", 3)
-            page.text(f"What can be gained: {verdicts.gains[task]:.3f}.")
-            page.blocks.append(arms_table(verdicts, (task,)))
-        page.heading("Chosen settings", 3)
-        chosen = {(task, named(arm)): values for (task, arm), values in study.values().items()}
-        page.blocks.append(chosen_settings(chosen))
-    page.text(
-        f"A run collapsed if it ends more than {COLLAPSE} below its best reward, or more than"
-        f" {BELOW_START} below its first. The cost of a run is in forward equivalents of its"
-        f" network, and in those of {STATED_NAME} ({STATED.source}, PickScore), as a multiple of"
-        " that of Flow-GRPO. What exact values cost counts in their row and not in their question."
-        " With noise on the score, exact values are those of scores without noise, so their lead"
-        " includes what the noise costs. A run that diverged has rewards of 0 from there on."
-    )
-    page.text(f"Made by `{command}`.")
-    return page
+        chosen = study.values()
+        for task in ("all", *verdicts.pairs):
+            for arm in verdicts.arms:
+                summary = verdicts.arm(arm, () if task == "all" else (task,))
+                leads: dict[str, str] = {}
+                for budget, lead in summary.leads.items():
+                    leads |= _percent(lead, f"lead per {BUDGETS[budget]}")
+                settings = chosen.get((task, arm), {})
+                yield {
+                    "world": name,
+                    "task": task,
+                    "arm": named(arm),
+                    "mean": f"{summary.mean:.4f}",
+                    "final": f"{summary.final:.4f}",
+                    "collapsed": summary.collapses,
+                    "runs": summary.runs,
+                    **{f"cost per {BUDGETS[b]}": f"{c:.3f}" for b, c in summary.costs.items()},
+                    **leads,
+                    "settings": ", ".join(f"{knob}={value:g}" for knob, value in settings.items()),
+                }
 
 
-def summary(worlds: Mapping[str, tuple[Verdicts, HeadroomStudy]]) -> str:
+def summary(worlds: Mapping[str, Verdicts]) -> str:
     """A line per question."""
-    lines = []
-    for name, (verdicts, _) in worlds.items():
-        for question, answer in verdicts.answers():
-            cells = _question(question.budget, answer, question.arm, question.than)
-            lines.append(
-                f"{CAMPAIGNS[name].label}: {cells[0]}, per {cells[1]}: {cells[2]}; {cells[-1]}"
-            )
-    return "\n".join(lines)
+    return "\n".join(
+        f"{CAMPAIGNS[row['world']].label}: {row['arm']} against {row['than']}, per"
+        f" {row['at equal']}: {row['lead']}% [{row['lead low']}, {row['lead high']}];"
+        f" {row['verdict']}"
+        for row in question_rows(worlds)
+    )

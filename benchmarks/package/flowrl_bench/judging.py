@@ -1,0 +1,141 @@
+"""Rules that turn runs into verdicts, fixed before the runs; every line has the digest of the rules
+when it was made.
+
+`Compare` compares two arms; `judge_family` corrects the p-values of a family, which determine the
+verdicts. A comparison outside a family has none.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from flowrl_compare.statistics import Inference, Values, mean
+
+from flowrl_bench.evidence import MEASURES, Evidence, column
+from flowrl_bench.statistics import SMALLEST, holm, outside, wins
+
+BETTER, WORSE, ALIKE = "better", "worse", "no difference that matters"
+BARELY_BETTER, BARELY_WORSE = "better, by less than matters", "worse, by less than matters"
+UNDECIDED, SECONDARY = "undecided at this power", "secondary"
+VERDICTS = (BETTER, BARELY_BETTER, ALIKE, BARELY_WORSE, WORSE, UNDECIDED)
+ALPHA = 0.025
+"""The level of Holm's correction. The t test of few seeds has more false alarms on real learning
+curves than its level says; at this one, fewer than 5% of families had any (docs/log.md).
+"""
+FEWEST = 5
+"""Seeds that a verdict needs."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The possible gain in a task: mean final reward of the best known arm, minus the reward before
+    training.
+    """
+
+    start: float
+    best: float
+    arm: str
+
+    @property
+    def size(self) -> float:
+        """Best minus start."""
+        return self.best - self.start
+
+
+GAINS: dict[tuple[str, str], Gain] = {
+    ("mixture", "direction"): Gain(0.2070, 0.9976, "turning points, 40 steps"),
+    ("shapes", "compositional"): Gain(0.7272, 0.8889, "uniform, equal evaluations"),
+    ("shapes", "text"): Gain(0.7456, 0.9374, "stepwise gains"),
+    ("shapes", "preference"): Gain(0.7403, 0.9511, "stepwise gains"),
+}
+"""By world and task: best known, over the arms of an earlier study (docs/studies.md)."""
+
+
+def gain(world: str, evidence: Evidence) -> float:
+    """The possible gain, averaged over tasks: from `GAINS`, else the evidence's best arm."""
+    tasks = next(iter(evidence.runs.values()))
+
+    def best(task: str) -> float:
+        if (world, task) in GAINS:
+            return GAINS[world, task].size
+        curves = [[column(run, "soft") for run in runs[task]] for runs in evidence.runs.values()]
+        ends = [float(np.mean([curve[-1] for curve in arm])) for arm in curves]
+        return max(ends) - float(np.mean([curve[0] for arm in curves for curve in arm]))
+
+    return float(np.mean([best(task) for task in tasks]))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One comparison.
+
+    `arms` names the difference ("a minus b"). `estimate`: with the p-value of no difference.
+    `outside`: the p-value of a difference of at least the margin. `adjusted`: both p-values after
+    the family's correction; None: not in a family. `won`: fraction of seeds at which the first arm
+    is better.
+    """
+
+    arms: str
+    measure: str
+    estimate: Inference
+    outside: float = math.nan
+    adjusted: tuple[float, float] | None = None
+    won: float | None = None
+
+    @property
+    def text(self) -> str:
+        """Arms and measure in words."""
+        return f"{self.arms}: {MEASURES[self.measure].label}"
+
+    @property
+    def verdict(self) -> str:
+        """One of `VERDICTS`, or `SECONDARY`."""
+        if self.adjusted is None:
+            return SECONDARY
+        differs, within = (p < ALPHA for p in self.adjusted)
+        if not differs:
+            return ALIKE if within else UNDECIDED
+        if self.estimate.value > 0:
+            return BARELY_BETTER if within else BETTER
+        return BARELY_WORSE if within else WORSE
+
+
+def judge_family(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """The comparisons with verdicts.
+
+    Holm's correction covers both p-values of all comparisons, so that the probability of any wrong
+    label in the family is bounded. With fewer than `FEWEST` seeds p-values are NaN.
+    """
+    corrected = holm([c.estimate.p for c in comparisons] + [c.outside for c in comparisons])
+    pairs = zip(corrected[: len(comparisons)], corrected[len(comparisons) :], strict=True)
+    return [replace(c, adjusted=pair) for c, pair in zip(comparisons, pairs, strict=True)]
+
+
+def by_seed(values: Values) -> Values:
+    """[seed] of [seed, task]: the mean over tasks, because runs of one seed share random
+    numbers.
+    """
+    return values.mean(axis=1)
+
+
+@dataclass(frozen=True)
+class Compare:
+    """`arm` against `than` by `measure`, a reward."""
+
+    arm: str
+    than: str
+    measure: str = "area"
+
+    def compare(self, evidence: Evidence, gain: float) -> Comparison:
+        """Compare paired seeds; `gain`: the possible gain in the world. With fewer than `FEWEST`
+        seeds the p-values are NaN.
+        """
+        runs = by_seed(evidence.differences(self.arm, self.than, self.measure))
+        estimate, out = mean(runs), math.nan
+        if len(runs) < FEWEST:
+            estimate = replace(estimate, p=math.nan)
+        else:
+            out = outside(lambda null: mean(runs, null), SMALLEST * gain)
+        won = wins(runs, np.zeros_like(runs))
+        return Comparison(f"{self.arm} minus {self.than}", self.measure, estimate, out, None, won)
