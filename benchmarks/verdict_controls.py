@@ -11,9 +11,9 @@
 
 The commands made the held-out rewards in results/verdict-images-controls.csv, after the main
 comparison had been seen. They are compared with runs of results/verdict-images.jsonl with the same
-task and seeds, in percent of what can be gained there (docs/verdict/details.md). The last line is
+task and seeds, in percent of what can be gained there (results/verdict-arms.csv). The last line is
 the mean over three tasks of results/cheap-values-images.csv, earlier runs in which both arms have
-the same settings (docs/guides/cheap-values.md has their command). Means over seeds with 95% t
+the same settings (docs/studies.md). Means over seeds with 95% t
 intervals, at equal updates and at equal seconds of SD3.5-Medium.
 """
 
@@ -22,9 +22,9 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
+from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.statistics import Curve, mean_until
-from reanalysis_statistics import read_lines, t_test
+from flowrl_compare.statistics import mean
 
 RESULTS = Path(__file__).parent / "results"
 GAINED = {"compositional": 0.139, "text": 0.210, "preference": 0.202}
@@ -63,7 +63,7 @@ def curves() -> Curves:
             found[row["arm"]][int(row["seed"])].append(point)
     names = {"": {16: PLAIN, 6: SIX}, "calibrated-gain()": {16: OURS}}
     names["calibrated-gain(gain_weight=0)"] = {16: BASELINE}
-    for line in read_lines(RESULTS / "verdict-images.jsonl"):
+    for line in ResultsFile(RESULTS / "verdict-images.jsonl").unchecked():
         config = line["config"]
         settings = {**config["environment"], **config["algorithm"], **config["rollout"]}
         plain = settings["method"] == "flow-grpo" and settings["group_size"] == 12
@@ -98,8 +98,8 @@ def equal_settings(cost: float) -> list[float]:
 
 def text(leads: list[float]) -> str:
     """Mean and interval."""
-    test = t_test(np.array(leads))
-    return f"{test.mean:+.1f} [{test.low:+.1f}, {test.high:+.1f}]"
+    lead = mean(leads)
+    return f"{lead.value:+.1f} [{lead.low:+.1f}, {lead.high:+.1f}]"
 
 
 def main() -> None:

@@ -3,7 +3,7 @@ measured ones.
 """
 
 import numpy as np
-from flowrl_bench.claims import make_run
+from flowrl_bench.arms import ARMS
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.measurements import CURVE
 from flowrl_bench.results_file import make_line
@@ -16,14 +16,12 @@ def fake_line(rewards, nfe=100.0, seconds=1.0):
         row = {"iteration": i, "nfe": nfe * i, "seconds": seconds * i, "reward": reward}
         row |= {"soft": reward, "strict": reward / 2, "quality": -reward, "diversity": 1.0}
         rows.append([row.get(name, 0.0) for name in CURVE])
-    observed = {"quality": -2.0, "points": 2.5, "null": 2.0}
     totals = {"nfe": 100.0, "train_nfe": 1.0, "calls": 4.0, "reward_calls": 2.0, "seconds": 9.0}
     return {
         "curve": rows,
         "totals": totals | {"trajectories": 4},
         "phases": {"rollout": 1.0, "reward": 0.1, "update": 0.5},
         "gains": [[0.4, 0.2, 0.1], [0.1, 0.1, 0.1]],
-        "samples": {"final": rewards[-1], "before": observed, "after": observed},
     }
 
 
@@ -44,13 +42,13 @@ def fake_evidence(seeds=8, spread=0.0, **arms):
 
 SLOW, FAST, FLAT = [0.0, 0.2, 0.4, 0.6], [0.0, 0.5, 0.6, 0.7], [0.0, 0.01, 0.0, 0.01]
 
-SMALL = dict(arm="uniform", iterations=1, groups=2, group_size=3, num_steps=5, window="0:3")
+SMALL = dict(iterations=1, groups=2, group_size=3, num_steps=5, window="0:3")
 SMALL |= dict(eval_every=1, eval_samples=6, eval_steps=4)
 
 
 def small_run(seed=0, **changes):
     """A run of one tiny iteration."""
-    return make_run("mixture", "direction", seed, {**SMALL, **changes})
+    return ARMS["uniform"].run("mixture", {}, **{**SMALL, "seed": seed, **changes})
 
 
 def small_line(seed=0, **changes):

@@ -34,8 +34,7 @@ OUTPUTS = {
     "pretrain --updates 1 --out": "run/weights.safetensors file/x.safetensors run /dev/full",
     "bench tune flow-grpo --save": "/ /dev/full file/x mine.jsonl",
     "bench rule --arm 'a: clip_range=0.3' --out": "notes file/x .",
-    "bench microscope --out": "run/config.json mine.jsonl file file/x.jsonl run",
-    "bench claims --page": "file",
+    "bench verdict --run images --images": "mine.jsonl file file/x.jsonl run",
 }
 
 
@@ -66,7 +65,7 @@ def run(*lines):
     ("command", "taken"), [(c, taken) for c, names in OUTPUTS.items() for taken in names.split()]
 )
 def test_nothing_of_others_is_written_over(command, taken, made, monkeypatch, capsys):
-    """One error before the work (minutes for `pretrain` and the microscope), and every byte is as
+    """One error before the work (minutes for `pretrain`), and every byte is as
     it was.
     """
     monkeypatch.chdir(made)

@@ -34,8 +34,8 @@ def module(tmp_path, monkeypatch):
     [
         "{path}:Mine",
         "{stem}:Mine",
-        "flowrl_bench.negative_controls:FreshNoiseFault(rule='{path}:Mine')",
-        "flowrl_bench.negative_controls:FreshNoiseFault(rule='{stem}:Mine')",
+        "weighted(weights=noise, rule='{path}:Mine')",
+        "weighted(weights=noise, rule='{stem}:Mine')",
     ],
 )
 def test_files_of_rules_are_part_of_the_id(module, spec):

@@ -1,6 +1,4 @@
-"""Measured runs, and the samples of stochastic samplers by which claims about samplers and turning
-points are judged.
-"""
+"""Measured runs."""
 
 import random
 
@@ -9,12 +7,11 @@ import pytest
 import torch
 from bench_lines import small_run
 from flowrl_bench.evidence import column
-from flowrl_bench.measurements import CURVE, measure, observe, observe_run, reproducible
+from flowrl_bench.measurements import measure, reproducible
 from flowrl_bench.rules import RandomCredit
 from flowrl_testing import credit_contract
 
 from flowrl.core.errors import TrainingError
-from flowrl.training.build import make_trainer
 from flowrl.training.trainer import Trainer
 
 test_random_credit = credit_contract(
@@ -68,34 +65,6 @@ def test_generators_and_threads_are_restored():
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
-
-
-def trainer_of(seed=0, **changes):
-    return make_trainer(small_run(seed, window=":-1", **changes))
-
-
-def test_every_seed_has_its_own_noise_and_a_visible_sampling_error():
-    """The untrained policy is the same for all seeds, so only the sampling differs."""
-    qualities = torch.tensor([observe(trainer_of(seed), samples=8)["quality"] for seed in range(8)])
-    assert qualities.unique().numel() == 8
-    # the log-density of a two-dimensional Gaussian's own samples has standard deviation 1
-    error = 1.0 / (8 * 18) ** 0.5
-    # a standard deviation of 8: outside less than once in 1,000
-    assert 0.4 * error < qualities.std() < 2.5 * error
-
-
-def test_observing_changes_nothing():
-    observed, other = trainer_of(), trainer_of()
-    observe(observed, samples=2)
-    assert observed.iteration()["loss"] == other.iteration()["loss"]
-
-
-def test_an_observed_run_is_the_measured_one():
-    config = small_run(window=":-1")
-    samples = observe_run(None, config)
-    assert samples["final"] == measure(config)["curve"][-1][CURVE.index("soft")]
-    assert samples["before"] != samples["after"]
-    assert set(samples["after"]) == {"quality", "points", "null"}
 
 
 def test_a_run_that_diverges_has_rewards_of_0_from_there_on(monkeypatch):

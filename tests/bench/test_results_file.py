@@ -3,27 +3,21 @@ other code's.
 """
 
 import os
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from bench_lines import small_line, small_run
 from flowrl_bench import results_file
-from flowrl_bench.catalogue import CLAIMS
 from flowrl_bench.digest import code_digest, config_id, rules_digest
 from flowrl_bench.results_file import (
-    OWN_RULES,
     ResultsFile,
-    joined,
     make_line,
     require_unchanged,
     stamp,
 )
-from flowrl_bench.suite import Suite
 from loading import ROOT
 
 from flowrl.core.errors import ConfigError
-from flowrl.parts.trust import untrusted
 from flowrl.training.config import RunConfig
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -65,23 +59,6 @@ def test_code_or_libraries_with_another_golden_run_are_refused(file, monkeypatch
     file.append(small_line(2))
     with pytest.raises(ConfigError, match=r"line 3 .* golden run"):
         file.read(any_code=True)
-
-
-def test_the_rules_of_the_claims_need_no_trust(tmp_path):
-    """All that they name by module, and nothing else; the command that repeats a run says
-    so.
-    """
-    arms = [arm for claim in CLAIMS.values() for arm in claim.arms.values()]
-    assert {arm["credit"] for arm in arms if any(untrusted(arm))} == set(OWN_RULES)
-    other = OWN_RULES[0].replace("FreshNoiseFault", "TurningPoint")
-    for rule, trusted in ((OWN_RULES[0], True), (other, False), (f"{OWN_RULES[0]}()", False)):
-        config = small_run(credit=rule)
-        file = ResultsFile(tmp_path / "results.jsonl")
-        command = Suite({"key": config}, file, {}).redo_command("key")
-        assert command.endswith("--redo key" if trusted else "--redo key --trust")
-        line = {"config": config.as_dict()}
-        with nullcontext() if trusted else pytest.raises(ConfigError, match="credit names"):
-            assert file.settings(line) == config
 
 
 def test_other_settings_are_refused(file):
@@ -153,15 +130,7 @@ def test_a_full_disk_takes_no_line_away(file, monkeypatch):
     assert file.path.read_bytes() == content
 
 
-def test_only_the_observed_run_is_joined():
-    row = {"final": 0.25}
-    line = {"curve": [[0.0] * 7 + [0.25, 0.0, 0.0]]}
-    assert joined({"a": line, "b": line}, {"a": row}) == {"a": {**line, "samples": row}, "b": line}
-    with pytest.raises(ConfigError, match="delete the file of samples"):
-        joined({"a": {"curve": [[0.0] * 7 + [0.25 + 1e-7, 0.0, 0.0]]}}, {"a": row})
-
-
-@pytest.mark.parametrize("name", ["claims.jsonl", "claims-default-settings.jsonl", "tuning.jsonl"])
+@pytest.mark.parametrize("name", ["verdict-points.jsonl", "verdict-images.jsonl", "tuning.jsonl"])
 def test_committed_results_are_read_under_their_ids(name):
     lines = ResultsFile(RESULTS / name).unchecked()
     assert len(lines) > 100

@@ -34,7 +34,6 @@ from flowrl.training.build import make_method
 PER_PROMPT = TurningPoint(balance_scope="prompt")
 test_variants = [
     credit_contract(TurningPointVariant(min_size=0.1, confidence=0.5, rule=PER_PROMPT)),
-    credit_contract(TurningPointVariant(confidence=1.0, reward_noise=0.1, rule=PER_PROMPT)),
 ]
 test_moving_depths_contract = credit_contract(
     Pruned(DepthRelative("tree", "sample"), width="extremes", steps=(2,), every=1, stop=1),

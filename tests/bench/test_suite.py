@@ -5,14 +5,12 @@ import shlex
 import signal
 
 import pytest
-from bench_lines import SMALL, small_line, small_run
-from flowrl_bench.claims import Claim
+from bench_lines import small_run
 from flowrl_bench.digest import config_id
-from flowrl_bench.measurements import measure, observe_run
+from flowrl_bench.measurements import measure
 from flowrl_bench.remaining import Pace
-from flowrl_bench.results_file import ResultsFile, SamplesFile, make_line
-from flowrl_bench.suite import Suite, claim_runs, complete_samples, needed, redo
-from flowrl_bench.verdicts import Compare
+from flowrl_bench.results_file import ResultsFile, make_line
+from flowrl_bench.suite import Suite, redo
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
@@ -27,14 +25,6 @@ class Mine(Uniform):
         Path(__file__).write_text(Path(__file__).read_text() + "#")
         return super().assign(values, decisions)
 """
-TINY = Claim(
-    "tiny",
-    "Uniform beats random.",
-    "Nobody, arXiv 0",
-    "1",
-    {"uniform": SMALL, "random": {**SMALL, "credit": "random"}},
-    Compare("uniform", "random"),
-)
 
 
 def suite_of(path, *configs, command="a test", trust=False):
@@ -43,10 +33,9 @@ def suite_of(path, *configs, command="a test", trust=False):
 
 
 def test_runs_resumes_and_pauses(tmp_path):
-    runs, progress = needed({"tiny": TINY}, "mixture", {"mixture": (0, 1, 2)}), []
-    path = tmp_path / "results.jsonl"
-    suite = Suite(runs, ResultsFile(path), runs)
-    assert not suite.execute(1, minutes=0) and suite.file.read() == {}
+    configs = [small_run(s, **more) for s in (0, 1, 2) for more in ({}, {"credit": "random"})]
+    path, progress = tmp_path / "results.jsonl", []
+    suite = suite_of(path, *configs)
 
     def interrupt(done, total, line):
         progress.append((done, total))
@@ -74,28 +63,6 @@ def test_a_file_that_is_edited_during_its_run_leaves_no_line(tmp_path):
     with pytest.raises(ConfigError, match=r"mine\.py changed or was deleted during the run"):
         suite.execute(1)
     assert not suite.file.path.exists()
-
-
-def test_incomplete_seeds_are_left_out():
-    complete = [
-        small_line(seed, **more) for seed in range(5) for more in ({}, {"credit": "random"})
-    ]
-    lines = {line["id"]: line for line in (*complete, small_line(5))}
-    evidence = claim_runs(TINY, "mixture", lines, tuple(range(6))).evidence()
-    assert evidence is not None and evidence.seeds == tuple(range(5))
-    # four complete seeds are too few
-    assert claim_runs(TINY, "mixture", lines, tuple(range(1, 6))).evidence() is None
-    assert claim_runs(TINY, "mixture", {}, (0, 1)).evidence() is None
-
-
-def test_missing_samples_are_measured_and_others_are_kept(tmp_path):
-    file, progress, small = SamplesFile(tmp_path / "samples.json"), [], small_run(window=":-1")
-    file.write({"kept": {"final": 0.0}})
-    runs = {"a": small, "kept": small}
-    assert complete_samples(file, runs, 1, lambda *counts: progress.append(counts))
-    assert progress == [(2, 2)]
-    assert file.read() == {"kept": {"final": 0.0}, "a": observe_run(None, small)}
-    assert complete_samples(file, runs, 1, lambda *_: pytest.fail("measured again"))
 
 
 def test_the_stored_command_repeats_the_line(tmp_path, capsys):

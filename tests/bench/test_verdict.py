@@ -1,25 +1,27 @@
-"""The main comparison: outcomes at equal budgets in closed form, and its verdicts."""
+"""The verdict: outcomes at equal budgets in closed form, its questions, its runs and its command."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
+import torch
 from bench_lines import fake_line
-from flowrl_bench import verdict
-from flowrl_bench.command import Verdict
+from flowrl_bench import verdict_runs
+from flowrl_bench.judging import BETTER, FEWEST, UNDECIDED, WORSE
 from flowrl_bench.verdict import (
-    CAMPAIGNS,
     EXACT,
     PER_EVALUATION,
     PER_SECOND,
     PER_UPDATE,
     QUESTIONS,
-    UNIFORM,
     Verdicts,
 )
 from flowrl_bench.verdict_page import leads_figure
-from flowrl_bench.verdicts import BETTER, FEWEST, UNDECIDED, WORSE
+from flowrl_bench.verdict_runs import CAMPAIGNS, SAMPLED, UNIFORM, Campaign, Study
+from flowrl_compare.bounds import CREDIT
 
-from flowrl.core.errors import ConfigError
+from flowrl.cli.main import main
+from flowrl.core.experience import Decisions
+from flowrl.parts.registry import build
 
 LINE = [i / 20 for i in range(11)]
 
@@ -82,17 +84,61 @@ def test_verdicts_need_seeds_and_are_drawn():
 @pytest.mark.parametrize("name", CAMPAIGNS)
 def test_campaigns_have_the_arms_of_the_questions(name):
     campaign = CAMPAIGNS[name]
-    arms = next(iter(campaign.tasks.values())).arms(campaign.size)
+    arms = next(iter(campaign.tasks.values())).arms(campaign.iterations)
     asked = {arm for question in QUESTIONS for arm in (question.arm, question.than)}
     assert asked - set(arms) == ({EXACT} if name == "images" else set())
 
 
-def test_a_world_with_missing_runs_has_no_verdict(tmp_path, monkeypatch, capsys):
-    pairs, path = {"one": [{}] * 4, "two": [{}] * 6}, tmp_path / "images.jsonl"
-    study = SimpleNamespace(size=SimpleNamespace(seeds=6), pairs=lambda any_code: pairs)
-    campaign = SimpleNamespace(label="image world", study=lambda path: study)
-    monkeypatch.setattr(verdict, "CAMPAIGNS", {"images": campaign})
-    path.touch()
-    with pytest.raises(ConfigError, match="every run of at least one world"):
-        Verdict(tmp_path / "none.jsonl", path, tmp_path / "page").main()
-    assert "image world: skipped, because only 10 of 12 seeds" in capsys.readouterr().out
+def test_arms_of_a_task_differ_in_credit_alone(tmp_path):
+    """The oracle is trained without the noise that it knows to have mean 0, and shares its search
+    with the task without noise.
+    """
+    study = Study(CAMPAIGNS["points"], tmp_path / "runs.jsonl")
+    trial = ((0, 0, 0), 9000)
+    for name, task in study.tasks.items():
+        uniform, oracle = (study.searches[name, arm].config(trial) for arm in (UNIFORM, EXACT))
+        noise = task.changes.get("reward_noise", 0)
+        assert oracle.replace(credit="", reward_noise=noise) == uniform
+        assert task.is_exact != (oracle.algorithm.credit == SAMPLED)
+    searches = {(name, arm): search.arm.name for (name, arm), search in study.searches.items()}
+    assert searches["noise-0.3", EXACT] == "oracle, default"
+    assert searches["noise-0.3", UNIFORM] == "uniform, noise-0.3"
+    assert len({search.budget for search in study.searches.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    "spec", dict.fromkeys([CREDIT, *(t.oracle for t in CAMPAIGNS["points"].tasks.values())])
+)
+def test_oracles_give_all_decisions_the_same_scale(spec):
+    """Gains of the first decision 1,000 times as small as those of the second."""
+    gains = torch.randn(3, 12, 2, dtype=torch.float64) * torch.tensor([1e-2, 10.0])
+    values = torch.cat([torch.zeros(3, 12, 1), gains.cumsum(-1)], -1)
+    stds = build("credit", spec).assign(values, Decisions.like(values)).std(1, correction=0)
+    torch.testing.assert_close(stds, torch.ones_like(stds), atol=0.05, rtol=0)
+
+
+def test_the_command_makes_runs_and_writes_tables(tmp_path, monkeypatch, capsys):
+    """A campaign of three arms and two seeds; the same command makes nothing again. With a seed
+    missing there is no verdict.
+    """
+    small = {"groups": 2, "group_size": 3, "num_steps": 5, "window": "0:3", "eval_samples": 6}
+    task = replace(CAMPAIGNS["points"].tasks["default"], changes=small)
+    monkeypatch.setattr(verdict_runs, "ARMS", {"random credit": verdict_runs.ARMS["random credit"]})
+    campaigns = {"points": Campaign("2-D world", {"default": task}, 2, 2, iterations=2)}
+    monkeypatch.setattr(verdict_runs, "CAMPAIGNS", campaigns)
+    monkeypatch.setattr("flowrl_bench.verdict_page.CAMPAIGNS", campaigns)
+    words = ["bench", "verdict", "--points", str(tmp_path / "points.jsonl"), "--images", "none"]
+    words += ["--out", str(tmp_path / "out"), "--workers", "1"]
+    assert main([*words, "--run", "points"]) == 0
+    assert "exact values against Flow-GRPO, per update" in capsys.readouterr().out
+    rows = (tmp_path / "out/arms.csv").read_text().splitlines()
+    assert len(rows) == 1 + 2 * 3 and rows[1].startswith("points,all,Flow-GRPO,")
+    assert "no verdict: too few seeds" in (tmp_path / "out/questions.csv").read_text()
+    assert main([*words, "--run", "points"]) == 0
+    assert "search" not in capsys.readouterr().out
+    lines = (tmp_path / "points.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "points.jsonl").write_text("".join(lines[:-1]))
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert "2-D world: skipped, because only 1 of 2 seeds" in shown.out
+    assert "every run of at least one world" in shown.err

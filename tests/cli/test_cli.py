@@ -39,7 +39,7 @@ def shown(line, capsys):
         ("trian", "did you mean 'train'?"),
         ("parts cliped", "did you mean 'clipped'?"),
         ("prompts check --file /dev/zero", "/dev/zero is a pipe, a device or a folder"),
-        ("bench claims --look", "look = True is not allowed; allowed: only with --judge"),
+        ("bench redo 0 --out none.jsonl", "redo = '0' is not allowed"),
         ("sample --world mixture --prompts 'towards 1e400 degrees'", "prompt"),
         ("pretrain --out ''", "out = "),
         ("train --reward \"weighted-sum(models={'a': [1]})\" --out new", "reward"),

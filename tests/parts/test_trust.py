@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from flowrl_bench.results_file import OWN_RULES, ResultsFile, make_line
+from flowrl_bench.results_file import ResultsFile, make_line
 from flowrl_compare.comparison import CompareConfig, compare, load_compare
 from flowrl_rewards import PickScore
 from flowrl_testing.tiny import TINY, tiny_sd3
@@ -186,7 +186,7 @@ def test_what_imports_refuses_by_itself(setting, finished, canary, tmp_path, mon
         *openings(out, run, tmp_path / "new"),
         f"compare {MIXTURE} --arms {out}/arms.yaml --out {tmp_path}/new",
         f"bench rule --arms {out}/arm.yaml --quick --world mixture --out {tmp_path}/new",
-        f"bench claims --quick --out {out}/lines.jsonl --redo {'0' * 16}",
+        f"bench redo {'0' * 16} --out {out}/lines.jsonl",
     ):
         if "compare --preset" in command and setting in ("window", "credit"):
             continue  # replaced, so the comparison would run
@@ -302,24 +302,21 @@ def test_a_hostile_comparison_executes_nothing(finished, canary, tmp_path):
         ("credit", "module", "evil_module:Evil"),
         ("loss", "own function", "flowrl.methods:named_method"),
         ("diversity", "own class", "flowrl.io:FileLock"),
-        ("credit", "own fault", "negative_controls:FreshNoiseFault"),
     ],
 )
 def test_results_of_somebody_else_execute_nothing(setting, name, word, canary, tmp_path, capsys):
     """A line of `flowrl bench` that could be read otherwise: of this code, and with the id of its
     settings.
     """
-    own = (f"{OWN_RULES[0]}(rule='{{folder}}/evil.py:Evil')",)
-    spec = {**SPECS, "own fault": own}[name][0].format(folder=tmp_path)
+    spec = SPECS[name][0].format(folder=tmp_path)
     config = preset("tiny").apply(world="mixture", task="direction", **{setting: spec})
     entries = {"curve": [], "totals": {}, "phases": {}, "gains": None}
     path = tmp_path / "lines.jsonl"
     path.write_text(json.dumps(make_line(config, entries, "x", key="0" * 16)) + "\n")
     with pytest.raises(ConfigError, match="it is code that would run"):
         ResultsFile(path).settings(json.loads(path.read_text()))
-    for option in ("--judge", "--redo 0000000000000000"):
-        error = error_of(f"bench claims --quick --out {path} {option}", capsys)
-        assert f"{setting} names " in error and f"{word}: it is code that would run" in error
+    error = error_of(f"bench redo {'0' * 16} --out {path}", capsys)
+    assert f"{setting} names " in error and f"{word}: it is code that would run" in error
     assert not canary.exists()
 
 

@@ -59,7 +59,7 @@ def test_a_resume_after_the_code_has_changed_asks(tmp_path, capsys):
     rules, out = tmp_path / "rules.py", tmp_path / "out"
     rules.write_text(CODE)
     config = TINY_RUN.replace(
-        credit=f"flowrl_bench.negative_controls:FreshNoiseFault(rule='{rules}:Mine')",
+        credit=f"weighted(weights=noise, rule='{rules}:Mine')",
         checkpoint_every=1,
         iterations=4,
     )

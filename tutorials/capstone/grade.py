@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 import yaml
+from flowrl_bench.judging import WORSE
 from flowrl_bench.rule_bench import Bench
 from flowrl_bench.rule_page import SHORT_WORDS, World, sentence
 from flowrl_bench.rule_plan import Part
-from flowrl_bench.verdicts import WORSE
 from flowrl_testing.credit import CreditContract
 
 from flowrl.core.errors import FlowrlError, require

@@ -1,0 +1,145 @@
+"""The verdict's tables against a second implementation, with numpy and scipy alone; and the pages
+against the tables.
+"""
+
+import csv
+import json
+import lzma
+import re
+
+import numpy as np
+import pytest
+import verdict_controls
+from flowrl_bench.verdict_page import named
+from flowrl_bench.verdict_runs import CAMPAIGNS, Study
+from loading import ROOT
+from scipy import stats
+
+RESULTS, PAGE = ROOT / "benchmarks/results", ROOT / "docs/verdict.md"
+FORWARD, GRADIENT = 2_442_642_604_032, 5_259_447_582_720
+DECODE, SCORE = 2_514_971_787_264, 381_679_304_704
+"""FLOPs of SD3.5-Medium at 512 pixels, its decoder and PickScore (results/flops.json)."""
+SHAPES = 3_178_496 / 8_396_800, 1_333_248 / 8_396_800
+"""Decoder and reward of the image world, in its forward passes."""
+
+
+def rows(name):
+    with (RESULTS / f"verdict-{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def spent(line, world):
+    """Updates, forward equivalents and FLOPs of SD3.5-Medium up to each evaluation."""
+    table = np.array(line["curve"], float).T
+    updates, sampled, updated, gradients, decodes, calls = table[[0, 1, 2, 11, 12, 13]]
+    plain, (decode, score) = sampled + updated - gradients, SHAPES if world == "images" else (0, 0)
+    forwards = plain + 3 * gradients + decode * decodes + score * calls
+    flops = 2 * FORWARD * plain + 2 * GRADIENT * gradients + DECODE * decodes + SCORE * calls
+    return {"update": updates, "forward equivalent": forwards, "second of SD3.5-Medium": flops}
+
+
+def average(x, y, end):
+    points = np.append(x[x < end], end)
+    return np.trapezoid(np.interp(points, x, y), points) / end
+
+
+def interval(values):
+    reach = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+    return values.mean(), values.mean() - reach, values.mean() + reach
+
+
+@pytest.fixture(scope="module", params=CAMPAIGNS)
+def world(request):
+    """[task][arm][seed] rewards and budgets, by the names of the page."""
+    path = RESULTS / f"verdict-{request.param}.jsonl"
+    with lzma.open(f"{path}.xz", "rt") as file:
+        lines = {line["id"]: line for line in map(json.loads, file)}
+    study, runs = Study(CAMPAIGNS[request.param], path), {}
+    from flowrl_bench.digest import config_id
+
+    for (task, arm, seed), run in study.runs():
+        line = lines[config_id(run)]
+        rewards = np.array(line["curve"], float)[:, 4]
+        runs.setdefault(task, {}).setdefault(named(arm), {})[seed] = (
+            rewards,
+            spent(line, request.param),
+        )
+    return request.param, runs
+
+
+def leads(runs, arm, than, budget):
+    """[seed] in percent of what can be gained, averaged over tasks."""
+    result = []
+    for arms in runs.values():
+        finals = [np.mean([y[-1] for y, _ in own.values()]) for own in arms.values()]
+        gain = max(finals) - np.mean([y[0] for y, _ in arms["Flow-GRPO"].values()])
+        lead = []
+        for seed, (y, x) in arms[arm].items():
+            other, costs = arms[than][seed]
+            end = min(x[budget][-1], costs[budget][-1])
+            lead.append(average(x[budget], y, end) - average(costs[budget], other, end))
+        result.append(100 * np.array(lead) / gain)
+    return np.mean(result, 0)
+
+
+def test_leads_and_rewards_of_all_arms(world):
+    name, runs = world
+    checked = 0
+    for row in (row for row in rows("arms") if row["world"] == name):
+        chosen = runs if row["task"] == "all" else {row["task"]: runs[row["task"]]}
+        own = [line for arms in chosen.values() for line in arms[row["arm"]].values()]
+        assert float(row["final"]) == pytest.approx(np.mean([y[-1] for y, _ in own]), abs=6e-5)
+        fell = sum(y[-1] + 1e-9 < y.max() - 0.1 or y[-1] + 1e-9 < y[0] - 0.02 for y, _ in own)
+        assert int(row["collapsed"]) == fell and int(row["runs"]) == len(own)
+        for budget in own[0][1]:
+            got = [float(row[f"lead per {budget}{end}"]) for end in ("", " low", " high")]
+            wanted = interval(leads(chosen, row["arm"], "Flow-GRPO", budget))
+            assert got == pytest.approx(wanted, abs=6e-3), (row["arm"], row["task"], budget)
+            checked += 1
+    assert checked > 250
+
+
+def test_verdicts_after_holms_correction(world):
+    name, runs = world
+    asked = [row for row in rows("questions") if row["world"] == name]
+    asked = [row for row in asked if row["verdict"] != "secondary"]
+    tests = []
+    for row in asked:
+        values = leads(runs, row["arm"], row["than"], row["at equal"])
+        assert float(row["lead"]) == pytest.approx(values.mean(), abs=6e-3)
+        error, degrees = values.std(ddof=1) / len(values) ** 0.5, len(values) - 1
+        outer = stats.t.sf((5 - abs(values.mean())) / error, degrees)
+        tests.append((2 * stats.t.sf(abs(values.mean()) / error, degrees), outer))
+    p = np.array(tests).T.ravel()
+    order, adjusted, largest = np.argsort(p), np.empty_like(p), 0.0
+    for rank, place in enumerate(order):
+        adjusted[place] = largest = max(largest, min(1.0, (len(p) - rank) * p[place]))
+    for row, difference, margin in zip(asked, *adjusted.reshape(2, -1), strict=True):
+        assert float(row["p, difference"]) == pytest.approx(difference, abs=6e-5)
+        within, sign = bool(margin < 0.025), "better" if float(row["lead"]) > 0 else "worse"
+        verdict = sign + ", by less than matters" * within
+        if difference >= 0.025:
+            verdict = "no difference that matters" if within else "undecided at this power"
+        assert row["verdict"] == verdict, row
+
+
+def test_the_page_has_the_numbers_of_the_tables():
+    """Its leads, with or without signs."""
+    shown = re.findall(r"([-+]?\d+\.\d) \[([-+]?\d+\.\d), ([-+]?\d+\.\d)\]", PAGE.read_text())
+    known = set()
+    for row in (*rows("arms"), *rows("questions")):
+        for name in [name for name in row if name.startswith("lead") and f"{name} low" in row]:
+            known.add(tuple(float(row[f"{name}{end}"]) for end in ("", " low", " high")))
+    known = np.array(sorted(known))
+    assert len(shown) > 40
+    for lead in shown:
+        assert np.abs(known - [float(number) for number in lead]).max(1).min() <= 0.0501, lead
+
+
+def test_the_controls_on_the_page_are_those_that_the_command_prints(capsys):
+    verdict_controls.main()
+    printed = capsys.readouterr().out
+    shown = re.findall(r"([\d.]+)% \(([\d.]+) to ([\d.]+)\)", PAGE.read_text())
+    assert len(shown) == 5
+    for lead, low, high in shown:
+        assert f"+{lead} [+{low}, +{high}]" in printed
