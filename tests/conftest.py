@@ -22,8 +22,12 @@ settings.register_profile("flowrl", derandomize=True, deadline=None)
 settings.load_profile("flowrl")
 
 
-SATELLITES = ("bench", "benchmarks", "compare", "course", "docs", "reward_models", "serving")
-"""Folders with the tests of what imports the library, which a change of the library rarely breaks.
+SATELLITES = (
+    *("bench", "benchmarks", "compare", "course", "docs", "reward_models", "robustness"),
+    "serving",
+)
+"""Folders with the tests of what imports the library, which a change of the library rarely breaks;
+and the table of bad inputs, which needs all packages.
 """
 
 

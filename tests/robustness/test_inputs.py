@@ -1,0 +1,236 @@
+"""Bad command lines, settings, files, links, targets and objects of users are refused by name.
+
+`inputs.yaml` is the table. Every tenth case is fast; all run in `nox -s slow`.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from robustness.harness import Case, judged, problem
+
+TABLE = yaml.safe_load(Path(__file__).with_name("inputs.yaml").read_text(encoding="utf-8"))
+TINY = ["--preset", "tiny", "--world", "mixture"]
+EVIL = (
+    "open('pwned', 'w').write('x')\n"
+    "class X:\n    def assign(self, values, decisions):\n        return values\n"
+)
+
+
+def expanded(text: str) -> str:
+    """A text of the table: <TEXT * COUNT> is repeated, <NUL> is a zero byte."""
+    for part in text.split("<")[1:]:
+        inside, _, _ = part.partition(">")
+        value, star, count = inside.rpartition(" * ")
+        if star:
+            text = text.replace(f"<{inside}>", value * int(count))
+    return text.replace("<NUL>", "\0")
+
+
+def split(line: str) -> list[str]:
+    """Words of a command line in the table; TINY stands for the smallest run."""
+    import shlex
+
+    words = [expanded(word) for word in shlex.split(line)]
+    return [word for each in words for word in (TINY if each == "TINY" else [each])]
+
+
+def cases():
+    """(id, words, named, preparation, begins) of every row of the table."""
+    for line, named in TABLE["commands"]:
+        yield f"command: {line}", split(line), named, None, False
+    for name, values in TABLE["settings"].items():
+        for value in values:
+            words = ["train", "--out", "new", f"--{name}={expanded(value)}"]
+            yield (
+                f"setting: {name}={value}",
+                words,
+                [name, *TABLE["known as"].get(name, [])],
+                None,
+                False,
+            )
+    for kind, (line, file, named, contents) in TABLE["files"].items():
+        for label, text in contents.items():
+            change = ("write", file, text)
+            yield f"{kind}: {label}", split(line), [*named.split(), file], change, False
+    for setting, values in TABLE["code"]["values"].items():
+        for number, value in enumerate(values):
+            for place, (line, file) in enumerate(TABLE["code"]["openings"].items()):
+                if (place - number) % 2:  # half of the openings for each value
+                    continue
+                words = split(line)
+                yield (
+                    f"code: {' '.join(words[:2])} {setting}={value}",
+                    words,
+                    ["trust", setting],
+                    ("set", file, {setting: value}),
+                    False,
+                )
+    for file, lines in TABLE["read"].items():
+        for line in lines:
+            for how in TABLE["replaced by"]:
+                yield (
+                    f"file: {line}, {file} is {how}",
+                    split(line),
+                    "",
+                    ("replace", file, how),
+                    False,
+                )
+    for line, option in TABLE["outputs"]:
+        for target in TABLE["targets"]:
+            named = [option, target or "empty"]
+            yield (
+                f"output: {line} --{option}={target}",
+                [*split(line), f"--{option}={expanded(target)}"],
+                named,
+                None,
+                False,
+            )
+    for kind in ("credit", "reward"):
+        part = TABLE["objects"][kind]
+        for label, (old, new) in part["faults"].items():
+            assert old in part["text"], label
+            words = ["train", *TINY, f"--{kind}", "my.py:X", "--out", "new"]
+            change = ("write", "my.py", part["text"].replace(old, new, 1))
+            yield f"object: {kind} {label}", words, ["X", "my.py"], change, True
+    for world, options in TABLE["unread"].items():
+        for name, value in options.items():
+            words = [
+                "train",
+                "--preset",
+                "tiny",
+                "--world",
+                world,
+                f"--{name}",
+                value,
+                "--out",
+                "new",
+            ]
+            yield f"unread: {world} --{name}", words, [name], None, False
+
+
+CASES = list(cases())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run, another one and a comparison, made by the commands themselves."""
+    root = tmp_path_factory.mktemp("made")
+    for words in (
+        ["train", *TINY, "--out", str(root / "run")],
+        ["compare", *TINY, "--seeds", "0", "--workers", "1", "--out", str(root / "comparison")],
+    ):
+        # not a fork: that would share the server of its parent's worker processes
+        command = [sys.executable, "-m", "flowrl", *words]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return root
+
+
+def prepared(root, made, change):
+    """A folder with a run, a comparison, prompts, tables, files of other people, and one change."""
+    root.mkdir()
+    for name in ("run", "comparison"):
+        shutil.copytree(made / name, root / name)
+    (root / "foreign").mkdir()
+    texts = {
+        "mine.txt": "a file of the user's own\n",
+        "foreign/thesis.tex": "years of work\n",
+        "foreign/evil.py": EVIL,
+        "p.txt": "a red cube\na dog\n",
+        "prompts.txt": "three red circles\nblue square left of green triangle\n",
+        "table.csv": "value_0,value_1,reward\n0,.5,1\n.1,.2,0\n.3,.4,.6\n",
+        "arms.yaml": "arms:\n  a: {clip_range: 0.1}\n  b: {}\n",
+        "set.yaml": "seed: 3\n",
+    }
+    for name, text in texts.items():
+        (root / name).write_text(text)
+    if change is None:
+        return
+    how, file, value = change
+    path = root / file
+    if how == "write":
+        data = expanded(value)
+        latin = all(ord(letter) < 256 for letter in data)
+        path.write_bytes(data.encode("latin-1" if latin else "utf-8"))
+    elif how == "set":
+        changed(path, value)
+    else:
+        replaced(path, root / "foreign" / "kept", value)
+
+
+def changed(path, values):
+    """Set settings in the group that has them; in a YAML file of settings or arms."""
+    from flowrl.parts.settings import owners
+    from flowrl.training.config import RunConfig
+
+    (name, value), *_ = values.items()
+    group = owners(RunConfig)[name]
+    if path.name == "arms.yaml":
+        path.write_text(yaml.safe_dump({"arms": {"a": values}}))
+    elif path.suffix == ".yaml":
+        path.write_text(yaml.safe_dump({group: values} if group else values))
+    else:
+        config = json.loads(path.read_text())
+        run = config.get("run", config)
+        (run[group] if group else run)[name] = value
+        path.write_text(json.dumps(config))
+
+
+def replaced(path, kept, how):
+    """A file becomes a pipe, a folder, or a link."""
+    shutil.move(path, kept)
+    if how == "pipe":
+        os.mkfifo(path)
+    elif how == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path.name if how == "itself" else how)
+
+
+def some(index):
+    return () if index % 10 == 0 else pytest.mark.slow
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize(
+    ("words", "named", "change", "begins"),
+    [
+        pytest.param(words, named, change, begins, id=f"{index} {label[:70]}", marks=some(index))
+        for index, (label, words, named, change, begins) in enumerate(CASES)
+    ],
+)
+def test_a_bad_input_is_refused_by_name(words, named, change, begins, made, tmp_path):
+    prepared(tmp_path / "work", made, change)
+    named = (named,) if isinstance(named, str) else tuple(named)
+    case = Case(words, named, begins)
+    found = problem(case, tmp_path / "work", tmp_path / "output")
+    assert not found, (tmp_path / "output").read_text(errors="replace")[-2000:]
+    assert not (tmp_path / "work" / "pwned").exists()
+
+
+def test_the_table_has_the_promised_size():
+    assert 300 <= len(CASES) <= 500
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "after", "expected"),
+    [
+        (2, "{clear}", {}, ""),
+        (None, "", {}, "hangs or starts work"),
+        (0, "", {}, "accepted"),
+        (1, "{clear}", {}, "exit code 1"),
+        (2, "{clear}Traceback (most recent call last):", {}, "traceback"),
+        (2, "{clear}", {"new": "-"}, "leaves [('new', '-')]"),
+        (2, "{clear}{clear}", {}, "2 messages"),
+        (2, "flowrl: error: no", {}, "does not name ('count',)"),
+    ],
+)
+def test_the_judge_sees_what_is_wrong(status, output, after, expected):
+    clear = "flowrl: error: count = 0 is not allowed; allowed: a whole number, 1 or more\n"
+    assert judged(Case([], ("count",)), status, output.format(clear=clear), {}, after) == expected
