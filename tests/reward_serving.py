@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 import httpx
-import server_fuzz as fuzzing
+import server_requests as fuzzing
 import torch
 
 from flowrl import Prompt

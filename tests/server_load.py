@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from typing import Any
 import httpx
 import torch
 from safetensors.torch import save
-from server_fuzz import TWO_LENGTHS, Attempt, listed, numbered_image, posted, send_raw
+from server_requests import TWO_LENGTHS, Attempt, listed, numbered_image, posted, send_raw
 
 from flowrl import Prompt
 from flowrl.serving.client import RemoteReward
@@ -84,17 +83,6 @@ class Server:
         self.process.send_signal(number)
         self.process.wait(60)
 
-    def metrics(self) -> dict[str, float]:
-        """Its counters."""
-        text = httpx.get(
-            f"{self.url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False
-        ).text
-        return {
-            line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
-            for line in text.splitlines()
-            if not line.startswith("#")
-        }
-
 
 def one_client(number: int, reward: RemoteReward, end: float, record: dict[str, Any]) -> None:
     """Requests of 1 to 8 numbered images until `end`."""
@@ -103,12 +91,10 @@ def one_client(number: int, reward: RemoteReward, end: float, record: dict[str, 
         size = chance.randint(1, 8)
         numbers = [(number * 2**18 + count + i) % 2**24 for i in range(size)]
         count += size
-        began = time.monotonic()
         scores = reward.score(
             torch.cat([numbered_image(n) for n in numbers]),
             [Prompt("p", {"sample": n}) for n in numbers],
         )
-        record["seconds"].append(time.monotonic() - began)
         record["samples"] += size
         record["wrong"] += sum(
             a != b for a, b in zip(scores.tolist(), map(float, numbers), strict=True)
@@ -118,11 +104,11 @@ def one_client(number: int, reward: RemoteReward, end: float, record: dict[str, 
 def many_clients(first: int, count: int, url: str, seconds: float, folder: str, pipe: Any) -> None:
     """Run `count` clients in threads of this process; send their records through the pipe."""
     torch.set_num_threads(1)
-    record: dict[str, Any] = {"seconds": [], "samples": 0, "wrong": 0, "failed": 0}
+    record: dict[str, Any] = {"samples": 0, "wrong": 0, "failed": 0}
     end = time.monotonic() + seconds
 
     def work(number: int) -> None:
-        mine: dict[str, Any] = {"seconds": [], "samples": 0, "wrong": 0}
+        mine: dict[str, Any] = {"samples": 0, "wrong": 0}
         try:
             one_client(
                 number, RemoteReward(url, token_file=f"{folder}/token", backoff=0.2), end, mine
@@ -168,24 +154,10 @@ def load(server: Server, clients: int, seconds: float, kill_every: float = 0.0) 
     records = [here.recv() for _ in workers]
     for worker in workers:
         worker.join()
-    waits = sorted(second for record in records for second in record["seconds"])
     totals = collections.Counter(
         {name: sum(r[name] for r in records) for name in ("samples", "wrong", "failed")}
     )
-    cuts = statistics.quantiles(waits, n=100)
-    return {
-        "clients": clients,
-        "seconds": seconds,
-        "kills": kills,
-        "requests": len(waits),
-        "samples": totals["samples"],
-        "lost, repeated or swapped scores": totals["wrong"],
-        "clients that gave up": totals["failed"],
-        "requests per second": round(len(waits) / seconds, 1),
-        "milliseconds, median": round(1000 * cuts[49], 1),
-        "milliseconds, 99th percentile": round(1000 * cuts[98], 1),
-        "milliseconds, longest": round(1000 * waits[-1], 1),
-    }
+    return {**totals, "kills": kills}
 
 
 def abuses() -> dict[str, Attempt]:

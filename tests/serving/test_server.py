@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
-import server_fuzz as fuzzing
+import server_requests as fuzzing
 import torch
 from PIL import Image
 from reward_serving import (
@@ -594,7 +594,7 @@ def test_only_failures_that_may_pass_are_to_be_retried(error, retry):
 
 
 def test_fuzzed_requests_do_no_harm(tmp_path):
-    """The generator of benchmarks/reward_server.py, which sends 10,000."""
+    """Good and damaged requests, drawn by Hypothesis."""
     (tmp_path / "echo.py").write_text(REWARD)
     reward = build("reward", f"{tmp_path / 'echo.py'}:Echo", trust=True)
     with served(reward, ServerSettings(token=TOKEN)) as (url, state):
