@@ -1,5 +1,6 @@
 """The site: alternative texts of figures, pages of papers, tables, and the contents."""
 
+import ast
 import re
 
 import pytest
@@ -37,3 +38,29 @@ def test_numbers_of_the_findings_about_trees_are_those_of_the_tables():
                 )
                 checked += 1
     assert checked > 80
+
+
+def printed():
+    """The texts in the code of the packages, except for docstrings; an f-string in pieces."""
+    for folder in ("flowrl", "packages", "benchmarks/package"):
+        for path in (ROOT / folder).rglob("*.py"):
+            nodes = list(ast.walk(ast.parse(path.read_text())))
+            docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+            for node in nodes:
+                if isinstance(node, ast.Constant) and id(node) not in docstrings:
+                    yield " ".join(str(node.value).split())
+
+
+def test_quoted_messages_are_in_the_code():
+    """Everything between the values, which are `...`, numbers, quoted names and settings."""
+    page, texts = TEXTS["start/troubleshooting.md"], "\n".join(printed())
+    quoted = [text.replace("\n> ", " ") for text in re.findall(r"^> (.*(?:\n> .*)*)", page, re.M)]
+    quoted += re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE)
+    assert len(quoted) > 20
+    value = r"\w*\(?\.\.\.\)?|'[^']*'|\bnan\b|\b\d[\d.]*(?:\+cpu)?|[A-Z]+_[A-Z_]+"
+    parts = [
+        part.strip(" .:")
+        for message in quoted
+        for part in re.split(rf"{value}|\w+ = | is not allowed; allowed: |[,;()]", message)
+    ]
+    assert not [part for part in parts if " " in part and part not in texts]
