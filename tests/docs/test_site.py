@@ -64,3 +64,18 @@ def test_quoted_messages_are_in_the_code():
         for part in re.split(rf"{value}|\w+ = | is not allowed; allowed: |[,;()]", message)
     ]
     assert not [part for part in parts if " " in part and part not in texts]
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_a_count_of_code_is_beside_the_command_that_prints_it(name):
+    for paragraph in TEXTS[name].split("\n\n"):
+        counted = re.search(r"(?<![-\w.])\d[\d,]* (functions|files|modules|tests)\b", paragraph)
+        command = re.search(r"`(python|flowrl|nox|pytest|wc) ", paragraph)
+        assert not counted or command, counted[0]
+
+
+def test_the_method_in_one_file_is_as_short_as_the_pages_say():
+    lines = len((ROOT / "tutorials" / "nano_flow_grpo.py").read_text().splitlines())
+    for text in ((ROOT / "README.md").read_text(), TEXTS["index.md"]):
+        (said,) = re.findall(r"nano_flow_grpo.*?(\d+) lines", text)
+        assert lines == pytest.approx(int(said), abs=5)
