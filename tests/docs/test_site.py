@@ -6,6 +6,8 @@ import re
 import pytest
 from loading import ROOT
 
+from flowrl import __version__
+
 DOCS = ROOT / "docs"
 MADE = {"_build", "course", "api"}
 PAGES = [
@@ -79,3 +81,8 @@ def test_the_method_in_one_file_is_as_short_as_the_pages_say():
     for text in ((ROOT / "README.md").read_text(), TEXTS["index.md"]):
         (said,) = re.findall(r"nano_flow_grpo.*?(\d+) lines", text)
         assert lines == pytest.approx(int(said), abs=5)
+
+
+@pytest.mark.parametrize("name", ["guides/moving.md", "versioning.md"])
+def test_pages_about_versions_know_what_the_code_reports(name):
+    assert f"reports version {__version__}" in TEXTS[name]
