@@ -4,6 +4,7 @@ import ast
 import re
 
 import pytest
+from flowrl_bench.command import Rule
 from loading import ROOT
 
 from flowrl import __version__
@@ -86,3 +87,9 @@ def test_the_method_in_one_file_is_as_short_as_the_pages_say():
 @pytest.mark.parametrize("name", ["guides/moving.md", "versioning.md"])
 def test_pages_about_versions_know_what_the_code_reports(name):
     assert f"reports version {__version__}" in TEXTS[name]
+
+
+def test_no_page_or_help_has_a_duration_of_bench_rule():
+    """It depends on the machine, and the command prints the time left."""
+    for text in (*TEXTS.values(), (ROOT / "README.md").read_text(), Rule.__doc__ or ""):
+        assert not re.search(r"bench rule .*#.*\bminutes|^Tune .*\bminutes", text)
