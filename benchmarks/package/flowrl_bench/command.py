@@ -109,8 +109,8 @@ class Tune:
 
 @dataclass(frozen=True)
 class Rule:
-    """Tune a credit rule or another arm of your own and compare it with tuned baselines (30 minutes
-    on 2 cores; --quick: 8).
+    """Tune a credit rule or another arm of your own and compare it with tuned baselines; print the
+    time left after each run.
 
     Examples: flowrl bench rule my_rules.py:MyRule
 
@@ -187,8 +187,7 @@ class Verdict:
     """
 
     run: Literal["", "points", "images"] = ""
-    """Make the missing runs of this world: points (the 2-D world, about 40 hours on two cores) or
-    images (about 20). You can stop with Ctrl-C; the same command continues.
+    """Make the missing runs of this world: points (the 2-D world) or images. You can stop with Ctrl-C; the same command continues.
     """
     points: Path = Path("benchmarks/results/verdict-points.jsonl")
     """Results in the 2-D world; the searches are next to it (-tuning.jsonl)."""
