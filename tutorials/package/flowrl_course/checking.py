@@ -160,13 +160,13 @@ def quiz(
     """
 
     def check_quiz(answer: dict[int, str]) -> None:
-        numbers = range(1, len(questions) + 1)
+        places = range(1, len(questions) + 1)
         expect(
-            isinstance(answer, dict) and list(answer) == list(numbers),
+            isinstance(answer, dict) and set(answer) == set(places),
             f"answer with a dict from the numbers 1 to {len(questions)} to letters",
         )
         wrong = []
-        for number, (right, reasons) in zip(numbers, questions, strict=True):
+        for number, (right, reasons) in zip(places, questions, strict=True):
             letter = choice(
                 answer[number], "".join(sorted([right, *reasons])), f"question {number}"
             )
@@ -234,6 +234,14 @@ def number(value: Any, what: str = "the answer") -> float:
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError):
         raise Unsolved(f"{what} is a {type(value).__name__}; it must be one number") from None
+
+
+def numbers(value: Any, count: int, mistake: str) -> list[float]:
+    """`value`, a sequence or tensor of `count` numbers, as floats, or `Unsolved` with `mistake`."""
+    answered(value)
+    several = isinstance(value, tuple | list) or (isinstance(value, Tensor) and value.ndim == 1)
+    expect(several and len(value) == count, mistake)
+    return [number(part, "each of them") for part in value]
 
 
 def choice(value: Any, letters: str, what: str = "the question") -> str:

@@ -272,6 +272,7 @@ _METHODS: dict[str, tuple[int, int, int, bool, bool]] = {
     "DiffusionNFT": (10, 9, 3, False, False),
     "AWM": (14, 6, 3, False, False),
     "DGPO": (10, 4, 3, True, False),
+    "a method with guidance in training only": (8, 5, 2, False, True),
 }
 
 
