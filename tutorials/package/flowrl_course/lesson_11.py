@@ -15,6 +15,7 @@ from flowrl_course.checking import (
     number,
     quiz,
     same,
+    same_gradient,
     tensor,
 )
 
@@ -115,6 +116,7 @@ def check_guided(answer: Answer) -> None:
     """`answer(prompt, negative, scale)` is the guided velocity."""
     generator = torch.Generator().manual_seed(5)
     towards, away = torch.randn(2, 3, 4, generator=generator)
+    towards.requires_grad_()
     wanted = away + 4.5 * (towards - away)
     mistakes = {
         "the two are swapped: start at the negative velocity and go beyond the prompt's": (
@@ -129,12 +131,14 @@ def check_guided(answer: Answer) -> None:
             (towards + 4.5 * away) / 5.5
         ),
     }
+    velocity = answer(towards, away, 4.5)
     close(
-        tensor(answer(towards, away, 4.5), (3, 4), "the velocity"),
+        tensor(velocity, (3, 4), "the velocity"),
         wanted,
         "this is not v_neg + scale * (v - v_neg)",
         mistakes,
     )
+    same_gradient(velocity, wanted, towards)
     expect(
         same(answer(towards, away, 1.0), towards),
         "scale 1 must be the prompt's velocity: is the 4.5 written into the function?",

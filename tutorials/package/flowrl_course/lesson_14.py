@@ -15,6 +15,7 @@ from flowrl_course.checking import (
     number,
     numbers,
     quiz,
+    same_gradient,
     tensor,
 )
 
@@ -27,6 +28,7 @@ def check_chunks(answer: Answer) -> None:
     step].
     """
     logs = 0.5 * torch.randn(4, 7, generator=torch.Generator().manual_seed(1))
+    logs.requires_grad_()
     chunks, chunk_of = (1, 4, 2), torch.tensor([0, 1, 1, 1, 1, 2, 2])
 
     def pooled(values: Tensor, labels: Tensor) -> Tensor:
@@ -35,7 +37,8 @@ def check_chunks(answer: Answer) -> None:
 
     sizes = torch.tensor(chunks)[chunk_of]
     mean = pooled(logs, chunk_of)
-    got = tensor(answer(logs.clone(), chunks), (4, 7), "the result")
+    ratios = answer(logs.clone(), chunks)
+    got = tensor(ratios, (4, 7), "the result")
     ends = torch.bucketize(torch.arange(7), torch.tensor(chunks).sort().values, right=True)
     mistakes = {
         "these are logarithms: the ratio is exp of the mean": mean,
@@ -56,6 +59,7 @@ def check_chunks(answer: Answer) -> None:
         ),
     }
     close(got, mean.exp(), "this is not exp of the mean log-ratio of the step's chunk", mistakes)
+    same_gradient(ratios, mean.exp(), logs)
 
 
 @check("Exercise 2")
