@@ -90,7 +90,7 @@ def printed(lesson, line, count):
             "15",
             ("after 8 iterations, V* at node 3: states of the first group ",),
             lambda row: row[0][0] > 0.75 and row[0][2] < 0.35,
-            "Elsewhere in the plane the value is as low as before",
+            "Far from the target the value is still low",
         ),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",

@@ -272,7 +272,7 @@ early_values = "c"
 lesson.check_early_values(early_values)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $r^2$ compares members of a group. Once the policy reaches the target from nearly every state, early states have nearly the same value. The differences that remain between rewards come from the last draws, which early states cannot predict.
+# **Why.** $r^2$ compares members of a group. Once the policy reaches the target from nearly every state that it visits, these early states have nearly the same value. The differences that remain between rewards come from the last draws, which early states cannot predict.
 
 # %% [markdown]
 # The next cell trains the 2-D world with credit from a critic (`CalibratedGain`, which a later section explains). After 0, 4, 8 and 12 iterations it draws the same 18 groups with the present policy, and computes the exact values, the one-step estimates and the critic's values of their states.
@@ -475,7 +475,7 @@ def compare_sizes():
 compare_sizes()
 
 # %% [markdown]
-# Before training, the error of every gain is far below break-even. After eight iterations the states that trajectories still visit at node 3 have nearly the same high value (right: $V^*$ over the plane, with the states of a group), so no step can gain much. Elsewhere in the plane the value is as low as before, but the policy no longer goes there. The errors of the early gains are then larger than both $A^*$ and the luck of the other steps. Normalisation makes this worse: Z divides by the standard deviation of the group's gains. Once the group is nearly solved, this is the size of the errors, so errors alone get credit of unit size.
+# Before training, the error of every gain is far below break-even. After eight iterations the states that trajectories still visit at node 3 have nearly the same high value (right: $V^*$ over the plane, with the states of a group), so no step can gain much. Far from the target the value is still low, but the policy no longer goes there. The errors of the early gains are then larger than both $A^*$ and the luck of the other steps. Normalisation makes this worse: Z divides by the standard deviation of the group's gains. Once the group is nearly solved, this is the size of the errors, so errors alone get credit of unit size.
 #
 # The next cell applies the rules of earlier lessons to the four records. It prints the correlation of the credit with $A^*$ over all decisions; "exact" is the same rule with the exact values.
 
