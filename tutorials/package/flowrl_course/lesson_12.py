@@ -155,7 +155,8 @@ def check_shrinkage(answer: Answer) -> None:
         others = (every - estimate) / (count - 1)
         neighbour = _slopes(worth, estimate, estimate.roll(1, 1))[""]
         for leave_one_out, subtracted in ((False, mean), (True, others)):
-            got = number(answer(worth.clone(), estimate.clone(), leave_one_out), "shrinkage")
+            options = {"leave_one_out": True} if leave_one_out else {}
+            got = number(answer(worth.clone(), estimate.clone(), **options), "shrinkage")
             slopes = _slopes(worth, estimate, subtracted)
             wanted = slopes.pop("")
             if leave_one_out:
