@@ -1,5 +1,5 @@
-"""Makes the 2-D numbers of the pages about papers and of the first result again, by the command on
-each page.
+"""Makes the 2-D numbers and settings of the pages about papers, and the numbers of the first result,
+again, by the command on each page.
 
     python benchmarks/documented.py            # a few minutes; rewrites what differs
     python benchmarks/documented.py --check    # changes nothing; exit status 1 if a number differs
@@ -10,6 +10,7 @@ method's numbers do not depend on the methods compared with it. They depend on t
 """
 
 import argparse
+import dataclasses
 import re
 import subprocess
 import sys
@@ -17,8 +18,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from flowrl_compare.command import Compare
 from flowrl_compare.report import result_blocks
 from flowrl_compare.results import ArmSummary, load_comparison, summarise
+from flowrl_compare.tuned import of_method
 
 DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = re.compile(
@@ -28,6 +31,8 @@ SENTENCE = re.compile(
     r"raises the held-out reward from .+? network evaluations per trajectory .+? for the update",
     re.DOTALL,
 )
+SETTINGS = re.compile(r"^# two dimensions.*$", re.MULTILINE)
+"""The comment above the command."""
 ROW = re.compile(r"^\| (?P<method>[\w-]+) \| \d.*\|$", re.MULTILINE)
 FIRST_RESULT = ("final reward", "minus the baseline", "collapsed seeds", "NFE to baseline")
 """Columns of the table in docs/start/first-result.md."""
@@ -45,6 +50,23 @@ def sentence(summary: ArmSummary) -> str:
     )
 
 
+def settings() -> dict[str, str]:
+    """By method, the comment above its command: the settings that the command gives the method."""
+    usual = Compare.defaults(["--world", "mixture"])
+    compared = dataclasses.replace(usual, methods=tuple(methods())).configuration()
+    comments = dict[str, str]()
+    for method, given in compared.arms.items():
+        source = "tuned" if of_method("mixture", method) else "not tuned, as flow-grpo"
+        values = ", ".join(f"{name}={value}" for name, value in given.items() if name != "method")
+        comments[method] = f"# two dimensions, {source}: {values}"
+    return comments
+
+
+def methods() -> list[str]:
+    """The methods of all pages; flow-grpo first."""
+    return [*dict.fromkeys(["flow-grpo", *papers().values()])]
+
+
 def papers() -> dict[Path, str]:
     """The method of every page that has the command: the last one that the command names."""
     commands = {
@@ -55,8 +77,12 @@ def papers() -> dict[Path, str]:
 
 def renewed(summaries: Mapping[str, ArmSummary]) -> dict[Path, str]:
     """Every page with the numbers of `summaries`."""
+    comments = settings()
     pages = {
-        page: SENTENCE.sub(sentence(summaries[method]), page.read_text())
+        page: SETTINGS.sub(
+            lambda _, method=method: comments[method],
+            SENTENCE.sub(sentence(summaries[method]), page.read_text()),
+        )
         for page, method in papers().items()
     }
     first = DOCS / "start" / "first-result.md"
@@ -88,11 +114,10 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true", help="change nothing, print what differs")
     check = parser.parse_args().check
-    methods = dict.fromkeys(["flow-grpo", *papers().values()])
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/comparison"
         seeds = ["--seeds", "0", "1", "2"]
-        command = ["compare", "--world", "mixture", "--methods", *methods, *seeds, "--out", out]
+        command = ["compare", "--world", "mixture", "--methods", *methods(), *seeds, "--out", out]
         subprocess.run([sys.executable, "-m", "flowrl", *command], check=True)
         summaries = {summary.arm: summary for summary in summarise(load_comparison(Path(out)))}
     changed = {page: text for page, text in renewed(summaries).items() if text != page.read_text()}

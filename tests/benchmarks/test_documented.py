@@ -13,3 +13,9 @@ def test_every_method_with_a_page_has_a_command_and_a_result():
     for page, method in methods.items():
         assert page.stem == method
         assert len(documented.SENTENCE.findall(page.read_text())) == 1, page
+
+
+def test_pages_state_the_settings_of_their_commands():
+    comments = documented.settings()
+    for page, method in documented.papers().items():
+        assert documented.SETTINGS.findall(page.read_text()) == [comments[method]], page

@@ -103,6 +103,37 @@ def test_parts_build(kind):
         build(kind, spec, trust=True)
 
 
+ROOMS = [path.name for path in (ROOT / "flowrl").iterdir() if path.is_dir()]
+NAMED = re.compile(
+    r"(?<![\w./-])(?:(?:flowrl|packages|benchmarks|tutorials|tests|docs|\.ci)/[\w./*-]*\w"
+    rf"|(?:{'|'.join(ROOMS)})/\w+\.py(?!:))"
+)
+"""Paths from the root, or of a module from `flowrl`."""
+
+
+def code(page):
+    """The code blocks and the code spans of a page."""
+    made = [text for language in ("bash", "text") for text in blocks(page, language)]
+    return "\n".join([*made, *re.findall(r"`([^`\n]+)`", prose(page))])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_paths_exist(page):
+    """An archive counts for its file without .xz, which commands read from it."""
+    for name in NAMED.findall(code(page)) if page.stem != "moving" else ():  # it lists old names
+        found = any(any(ROOT.glob(path)) for path in (name, f"{name}.xz", f"flowrl/{name}"))
+        assert found or "/NN_" in name or "_NN." in name or "_build" in name, name
+
+
+def test_named_tests_exist():
+    files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    defined = {name for text in files.values() for name in re.findall(r"def (test_\w+)", text)}
+    named = {(page, name) for page in PAGES for name in re.findall(r"\btest_\w+", code(page))}
+    assert len(named) > 10
+    for page, name in named:
+        assert name in defined or f"{name}.py" in files or name.startswith("test_my_"), (page, name)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_python_compiles_and_imports_public_names(page, public):
     for text in blocks(page, "python"):

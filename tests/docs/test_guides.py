@@ -21,8 +21,10 @@ from flowrl_testing import (
 from loading import ROOT
 from small_run import TINY_RUN, rows_of
 
+from flowrl import preset
 from flowrl.cli.main import main
-from flowrl.training.build import make_trainer
+from flowrl.training.build import make_trainer, model_options
+from flowrl.training.plan import known_architecture
 
 GUIDES = ROOT / "docs" / "guides"
 
@@ -102,3 +104,25 @@ def test_the_page_by_hand_computes_what_the_trainer_does():
     assert torch.equal(iteration.experience.values, names["values"].total)
     assert torch.equal(iteration.credit.advantages, names["credit"].advantages)
     assert torch.equal(iteration.weights, names["weights"])
+
+
+def test_sizes_of_embeddings_are_those_of_the_plan():
+    page = (GUIDES / "fine-tune.md").read_text()
+    rows = re.findall(
+        r"^\| `([\w.-]+)` \| (\d+) \| ([\d.]+) MB \| (\d+) GB \|$", page, re.MULTILINE
+    )
+    assert len(rows) == 4
+    for model, tokens, size, stored in rows:
+        config = preset(f"{model},flow-grpo,pickscore").apply(dtype="bfloat16")
+        size_of_one = known_architecture(config).embedding(model_options(config))
+        assert config.policy.max_sequence_length == int(tokens), model
+        assert f"{size_of_one / 1e6:.1f}" == size and f"{25 * size_of_one / 1e6:.0f}" == stored, (
+            model
+        )
+
+
+def test_the_page_of_presets_names_them_all():
+    files = (ROOT / "flowrl" / "presets").glob("*/*.yaml")
+    first = (ROOT / "docs" / "presets.md").read_text().split("\n\n")[1]
+    names = {file.stem for file in files if file.parent.name != "definitions"}
+    assert len(names) > 20 and set(re.findall(r"`([\w.-]+)`", first)) == names | {"exact"}

@@ -245,8 +245,8 @@ class Tune:
 
 @dataclass(frozen=True)
 class Rule:
-    """Tune a credit rule or another arm of your own and compare it with tuned baselines (30 minutes
-    on 2 cores; --quick: 8).
+    """Tune a credit rule or another arm of your own and compare it with tuned baselines; print the
+    time left after each run.
 
     Examples: flowrl bench rule my_rules.py:MyRule
 
@@ -316,8 +316,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class Microscope:
-    """Compare each rule's credit with the true advantage of the step, in both worlds (about 15
-    minutes on one core; --quick: 1).
+    """Compare each rule's credit with the true advantage of the step, in both worlds (43 minutes of
+    one core for the published page).
 
     Example: flowrl bench microscope --rules my_rules.py:MyRule --world mixture
     """
