@@ -39,7 +39,7 @@ from flowrl.flow import sample as draw_from
 from flowrl.core.experience import Credit
 from flowrl.probes import Completion, Probe, Tweedie
 from flowrl_course import lesson_10 as lesson
-from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, animation, clean, panels, plane, target
+from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, animation, clean, panels, plane, target
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
@@ -201,7 +201,7 @@ RULES = {
     "Flow-GRPO": (Uniform(), False, COLOURS["flow-grpo"]),
     "Stepwise": (StepwiseGain(), True, COLOURS["stepwise-flow-grpo"]),
     "TP-GRPO": (TurningPoint(), False, COLOURS["tp-grpo"]),
-    "EstimateGain": (EstimateGain(), True, "#CC79A7"),
+    "EstimateGain": (EstimateGain(), True, OTHERS[0]),
 }
 
 
@@ -239,8 +239,19 @@ clean(axes[4])
 plt.show()
 
 # %% [markdown]
-# Uniform credit has a low correlation, since most of the credit of a decision is due to other decisions. The points of the step-wise rules are close to a line, and those of the one-step estimate are the closest. How can a *cheaper* estimate be better than a completion? $V^*$ is a mean over all continuations. The completion follows the ODE to *one* possible end, and its reward varies with this end. The one-step
-# estimate is the mean of the ends, so its reward is a smoother function of the state, like $V^*$. The blur that harms an image reduces the variance of a value.
+# Uniform credit has a low correlation, since most of the credit of a decision is due to other decisions. The points of the step-wise rules are close to a line, and those of the one-step estimate are the closest. How can a *cheaper* estimate be better than a completion? The next cell compares how much each kind of value varies between the members of a group.
+
+# %%
+print("standard deviation within groups   before decision 0    1    2    3    4    5    6    7    8  finished")
+for name, table in {"V*": truths[True].state_values, **tables}.items():
+    spread = (table - table.mean(1, keepdim=True)).square().mean((0, 1))
+    if name == "V*":
+        spread = (spread - truths[True].state_errors.square().mean((0, 1))).clamp(min=0)  # without the Monte Carlo error
+    print(f"{name:<48}" + " ".join(f"{value:.2f}" for value in spread.sqrt()))
+
+# %% [markdown]
+# $V^*$ is a mean over all continuations, so it varies little at first (the members share their noise) and spreads as the draws accumulate. The completion involves no draw. It is the one end to which the ODE leads from the state, a finished sample, so from decision 1 on its reward varies nearly as much as final rewards do. The one-step
+# estimate is a mean of ends. Its reward is a smoother function of the state and spreads almost as $V^*$ does. The blur that harms an image makes a value more like an expectation.
 #
 # ## The gradient compared with the true gradient
 #
@@ -373,9 +384,9 @@ for cell, stage in zip(axes[:2], (0, 18), strict=True):
     clean(cell)
 axes[0].text(0.3, 0.42, "expected reward V*", color=DATA, fontsize=9)
 axes[0].text(0.3, 0.52, "reward of the one-step estimate", color=ACCENT, fontsize=9)
-for stage, shade in ((0, NOISE), (6, "#E69F00"), (18, ACCENT)):
-    axes[2].plot(range(10), stages[stage][2], color=shade, linewidth=2)
-    axes[2].text(*{0: (0.7, 0.25), 6: (1.3, 3.5), 18: (0.7, 7.6)}[stage], f"after {stage}", color=shade, fontsize=9)
+for stage, dashes, place in ((0, (1, 1), (0.7, 0.25)), (6, (4, 1, 1, 1), (4.2, 2.5)), (18, (4, 1), (0.7, 7.6))):
+    axes[2].plot(range(10), stages[stage][2], color=ACCENT, dashes=dashes, linewidth=2)
+    axes[2].text(*place, f"after {stage}", color=ACCENT, fontsize=9)
 axes[2].axhline(2, color=INK, linewidth=1, linestyle=":")
 axes[2].text(9, 1.4, "target", fontsize=9, ha="right")
 axes[2].set(
@@ -614,7 +625,7 @@ figure, axes = panels(3, width=3.6, height=3.1)
 curves = {
     "Flow-GRPO": (baselines["Flow-GRPO"], COLOURS["flow-grpo"]),
     "Stepwise": (baselines["Stepwise"], COLOURS["stepwise-flow-grpo"]),
-    "EstimateToGo": (togo, "#E69F00"),
+    "EstimateToGo": (togo, OTHERS[1]),
 }
 for cell, price in zip(axes[:2], ("iterations", "work"), strict=True):
     for name, (each, shade) in curves.items():
@@ -820,7 +831,7 @@ conclude(inferences, adjusted)
 #
 # *Kind: quiz · time: 5 minutes*
 #
-# 1. The one-step estimate correlates better with $A^*$ than the reward of an ODE completion does, before training. Why? **a** The completion has errors of discretisation. **b** $V^*$ is a mean over continuations; the completion is one of them. **c** The one-step estimate has been trained on rewards.
+# 1. The one-step estimate correlates better with $A^*$ than the reward of an ODE completion does, before training. Why? **a** The completion has errors of discretisation. **b** $V^*$ is a mean over continuations; a completion is a single end, whose reward varies as much as final rewards. **c** The one-step estimate has been trained on rewards.
 # 2. A rule's mean gradient has a cosine of 0.98 with the true gradient, and a low signal-to-noise ratio. What helps? **a** Larger batches. **b** A different credit rule, since the direction is biased. **c** A smaller learning rate, since the gradient is too long.
 # 3. Why did `EstimateGain` fail after it had the best diagnostics? **a** Its credit is noisy. **b** Training changed the velocity, so its values stopped predicting the reward. **c** The clip range was too small.
 # 4. The mean difference is 0.012, its 95% interval reaches from -0.03 to 0.054, and the corrected p-value is 0.6. What may a report say? **a** The rules are equally good. **b** The rule is slightly better. **c** The experiment could not decide.
@@ -830,7 +841,7 @@ conclude(inferences, adjusted)
 quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The answers are after the first figure of credit, in the section on the gradient, after the figure of a trained policy, in the explanation of the verdict, and in the table of the protocol, in this order.
+# **Hint.** The answers are after the table of standard deviations, in the section on the gradient, after the figure of a trained policy, in the explanation of the verdict, and in the table of the protocol, in this order.
 
 # %% tags=["solution"]
 quiz = {1: "b", 2: "a", 3: "b", 4: "c", 5: "a"}
@@ -839,7 +850,7 @@ quiz = {1: "b", 2: "a", 3: "b", 4: "c", 5: "a"}
 lesson.check_quiz(quiz)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** 1: one continuation has the noise of its end. 2: noise averages out over samples, and the direction is right. 3: the estimate assumes a mean velocity, which training does not preserve. 4: neither end of the interval lies within ± 0.02. 5: the best of several noisy means is above its expectation.
+# **Why.** 1: a single end has the spread of finished samples, already before the first decisions. 2: noise averages out over samples, and the direction is right. 3: the estimate assumes a mean velocity, which training does not preserve. 4: neither end of the interval lies within ± 0.02. 5: the best of several noisy means is above its expectation.
 
 # %% [markdown]
 # ## Summary

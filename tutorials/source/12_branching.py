@@ -26,6 +26,7 @@
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
 
 from flowrl.credit import DepthRelative, SiblingRelative, StepwiseGain, Uniform, group_deviations
@@ -241,28 +242,24 @@ print("their Z:                            " + "  ".join(f"{a:+.2f}|{b:+.2f}" fo
 #
 # *Difficulty: medium · kind: code · importance: useful · time: 8 minutes*
 #
-# Draw `worth` `[family, count]`, the true advantages of `count` siblings in 100,000 families, and noise of what comes afterwards, both standard normal. The estimated value is their sum. Return the slope of the regression (through 0) of the difference *estimate minus mean over the siblings* on `worth`: the mean of their product over the mean square of `worth`. With `leave_one_out` the mean is that of the other
-# siblings only. Before you run the check, guess the slope for two siblings.
+# `worth` `[family, sibling]` are the true advantages of siblings, and `estimate` `[family, sibling]` their estimated values: the parent's value plus `worth` plus the noise of what comes afterwards. Return one number, the slope of the regression (through 0) of the difference *estimate minus mean over the siblings* on `worth`: the mean of their product over the mean square of `worth`. With `leave_one_out` the mean is that of the other
+# siblings only. Before you run the cells, guess the slope for two siblings.
 
 
 # %% tags=["exercise"]
-def shrinkage(count, leave_one_out=False):
+def shrinkage(worth, estimate, leave_one_out=False):
     """The factor by which the sibling difference shrinks the true advantage."""
-    generator = torch.Generator().manual_seed(0)
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The mean over the siblings is `estimate.mean(1, keepdim=True)`. The mean of the others follows from the sum: subtract the value itself and divide by `count - 1`.
+# **Hint.** The mean over the siblings is `estimate.mean(1, keepdim=True)`. The mean of the others follows from the sum: subtract the value itself and divide by the number of the others.
 
 
 # %% tags=["solution"]
-def shrinkage(count, leave_one_out=False):
+def shrinkage(worth, estimate, leave_one_out=False):
     """The factor by which the sibling difference shrinks the true advantage."""
-    generator = torch.Generator().manual_seed(0)
-    worth, noise = torch.randn(2, 100_000, count, generator=generator)
-    estimate = worth + noise
-    total = estimate.sum(1, keepdim=True)
+    count, total = worth.shape[1], estimate.sum(1, keepdim=True)
     mean = (total - estimate) / (count - 1) if leave_one_out else total / count
     return float(((estimate - mean) * worth).mean() / worth.square().mean())
 
@@ -274,12 +271,24 @@ lesson.check_shrinkage(shrinkage)
 # **Why.** If one draw has the true advantage $A^*$, its estimate is $V^*(\text{parent}) + A^*$ on average, and those of the others are $V^*(\text{parent})$. The mean over all $n$ is therefore $V^*(\text{parent}) + A^*/n$, and the expected difference is $(1 - 1/n) A^*$: half of the advantage with two siblings. The mean of the *others* does not contain the draw. So nothing shrinks, and this mean is a proper baseline, independent of the draw's own noise. The two differ only by the factor $n/(n-1)$
 # (`SiblingRelative(leave_one_out=True)`), which matters if decisions have different numbers of children.
 
+# %% [markdown]
+# The next figure shows your slopes for 100,000 families in which the parent's value, the advantages and the noise are standard normal.
+
 # %% tags=["hide-input"]
 sizes = [2, 3, 4, 6, 8, 12]
+
+
+def measured(count, leave_one_out=False):
+    """The slope for families of `count` siblings."""
+    generator = torch.Generator().manual_seed(0)
+    worth, noise = torch.randn(2, 100_000, count, generator=generator)
+    return shrinkage(worth, torch.randn(100_000, 1, generator=generator) + worth + noise, leave_one_out)
+
+
 figure, axes = panels(width=5.2, height=2.8)
 axes.plot(sizes, [1 - 1 / count for count in sizes], color=NOISE, linewidth=1)
-axes.plot(sizes, [shrinkage(count) for count in sizes], "o", color=ACCENT)
-axes.plot(sizes, [shrinkage(count, True) for count in sizes], "s", color=DATA)
+axes.plot(sizes, [measured(count) for count in sizes], "o", color=ACCENT)
+axes.plot(sizes, [measured(count, True) for count in sizes], "s", color=DATA)
 axes.text(6.6, 1.04, "others only (leave-one-out)", color=DATA)
 axes.text(4.4, 0.68, "own value in the mean; line: 1 - 1/n", color=ACCENT)
 axes.set(
@@ -345,6 +354,9 @@ for rule, by_part in sizes.items():
     everything = torch.stack(list(by_part.values())).sum(0)
     shares = (by_part["own"] / everything).nan_to_num()
     print("  own / all: " + " ".join(f"{share:.0%}" for share in shares))
+    others = [(2 if rule == "siblings" else tree.counts[node]) for node in range(1, 6)]  # states in the mean
+    scaled = [float(everything[k]) * (n / (n - 1)) ** 2 for k, n in enumerate(others)]
+    print("  all, with the mean of the others: " + " ".join(f"{number:.3f}" for number in scaled))
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.2, height=3.0, sharey=True)
@@ -364,8 +376,8 @@ plt.show()
 # %% [markdown]
 # Among siblings the part from before is exactly 0, and decisions without siblings get 0 altogether. Under the depth rule the part from before grows with every decision. At decision 4 it is about four fifths of the credit: a state without siblings differs from the others mostly by what its ancestors drew. (The Monte Carlo error of $V^*$ adds a little to "own".)
 #
-# Is this credit wrong? Not for the expected gradient. The part from before is fixed when decision $k$ is drawn, and $\mathbb E[\nabla \log \pi(z_{k+1} \mid z_k) \mid z_k] = 0$. So this part adds variance, but no bias. (As in exercise 3, a state's own share in the mean shrinks its credit, here by about $1 - 1/n$ with $n$ states at the node.) The sibling rule has less variance per credited decision. However, decisions 1, 3 and 4 get no credit at all, so
-# it does not estimate their part of the gradient.
+# Is this credit wrong? Not for the expected gradient. The part from before is fixed when decision $k$ is drawn, and $\mathbb E[\nabla \log \pi(z_{k+1} \mid z_k) \mid z_k] = 0$. So this part adds variance, but no bias. (As in exercise 3, a state's own share in the mean shrinks its credit, here by about $1 - 1/n$ with $n$ states at the node.) The sibling rule's credit has a smaller mean square at decisions 0 and 2, but only because it measures half of the advantage (exercise 3). At equal scale, with the mean of the others, it has the larger one (last line of each table): a difference of two siblings contains what both draw afterwards. And decisions 1, 3 and 4 get no credit at all, so
+# the rule does not estimate their part of the gradient.
 #
 # ## Weights of leaves and edges
 #
@@ -475,7 +487,12 @@ roots, children = 2, {2: 2, 3: 2, 4: 2}
 lesson.check_shape(roots, children)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** This shape has 16 leaves and needs 98 evaluations. A split at decision 0 instead of decision 2 needs 106, because all later steps have more states. The price of late splits is that the initial noise and the first decisions are compared by few roots only. Splits at steps 5 to 9 would produce identical children, because the ODE draws no noise.
+# **Why.** This shape has 16 leaves and needs 98 evaluations. With a split at decision 0 instead of decision 2 the limit is exceeded, because all later steps have more states (next cell). The price of late splits is that the initial noise and the first decisions are compared by few roots only. Splits at steps 5 to 9 would produce identical children, because the ODE draws no noise.
+
+# %%
+for steps in ((2, 3, 4), (0, 3, 4), (0, 1, 2)):
+    needed = evaluations(2, dict.fromkeys(steps, 2), 10)
+    print(f"two roots, splits in two at decisions {', '.join(map(str, steps))}: 16 leaves, {needed} evaluations")
 
 # %% [markdown]
 # The update shares evaluations too: it needs one per *parent*, whose children have the same transition (`flowrl` expands the pairs after the network). The next cell counts both for the published shapes. (A comb is a trunk of ODE steps with draws at some of them, each finished by the ODE. Its decisions are the draws. Every member has one drawn transition: its row of `decisions.drawn` `[member, decision]` has a single True, and the mask leaves out the rest.)
@@ -613,7 +630,7 @@ for name, rule in candidates.items():
 # Let us train with three methods: uniform credit on 12 independent trajectories, and the depth and the sibling rule on 3 trees of 4 leaves. All have the same sampler, learning rate and independent initial noise, ten iterations, seeds 0 to 2. The lesson Side by side showed how much the clip range matters, so each method runs with two.
 
 # %%
-SHARED = {"group_size": MEMBERS, "iterations": 10, "eval_every": 5, "initial_noise": "independent"}
+SHARED = {"group_size": MEMBERS, "iterations": 10, "eval_every": 2, "initial_noise": "independent"}
 methods = {"uniform": None, "depth": RULES["depth"][0], "sibling": RULES["sibling"][0]}
 runs = {
     (name, clip): [learn(rule=rule, seed=seed, clip_range=clip, **SHARED) for seed in range(3)]
@@ -623,6 +640,10 @@ runs = {
 for (name, clip), curves in runs.items():
     ends = " ".join(f"{curve.reward[-1]:.2f}" for curve in curves)
     print(f"clip {clip:.3f}  {name:<8} reward after training, three seeds: {ends}")
+BUDGET = 15_000  # forward passes: about those of the sibling rule's ten iterations
+for name in methods:
+    found = [float(np.interp(BUDGET, curve.work, curve.reward)) for curve in runs[name, 2e-2]]
+    print(f"clip 0.020  {name:<8} reward after {BUDGET:,} forward passes: " + " ".join(f"{reward:.2f}" for reward in found))
 for name in methods:
     curve = runs[name, 2e-2][0]
     print(f"{name:<8} evaluations: {int(curve.sampled[-1]):,} in sampling, {int(curve.trained[-1]):,} in updates")
@@ -634,6 +655,9 @@ for name in methods:
 # clip 0.002  uniform  reward after training, three seeds: 0.24..0.35 0.24..0.35 0.24..0.35
 # clip 0.002  depth    reward after training, three seeds: 0.24..0.35 0.24..0.35 0.24..0.35
 # clip 0.002  sibling  reward after training, three seeds: 0.24..0.35 0.24..0.35 0.24..0.35
+# clip 0.020  uniform  reward after 15,000 forward passes: 0.28..0.48 0.28..0.48 0.28..0.48
+# clip 0.020  depth    reward after 15,000 forward passes: 0.42..0.66 0.42..0.66 0.42..0.66
+# clip 0.020  sibling  reward after 15,000 forward passes: 0.55..0.90 0.55..0.90 0.55..0.90
 # uniform  evaluations: 14,400 in sampling, 7,200 in updates
 # depth    evaluations: 11,880 in sampling, 4,680 in updates
 # sibling  evaluations: 11,880 in sampling, 1,080 in updates
@@ -649,12 +673,12 @@ for cell, clip in zip(axes, (2e-2, 2e-3), strict=True):
     clean(cell)
 for place, name in zip(((0.04, 0.9), (0.04, 0.82), (0.04, 0.74)), methods, strict=True):
     axes[1].text(*place, name, color=RULES[name][1], transform=axes[1].transAxes)
-axes[0].set(ylabel="held-out reward", title="Clip 0.02: uniform and depth ahead")
+axes[0].set(ylabel="held-out reward", title="Clip 0.02: sibling ahead per evaluation")
 axes[1].set_title("Clip 0.002: none of them learns")
 plt.show()
 
 # %% [markdown]
-# With the wide clip range, the depth rule and uniform credit end above the sibling rule, as the signal-to-noise ratios suggest. The trees need fewer evaluations of both kinds. The sibling rule needs the fewest in updates: a decision without a sibling has advantage 0, and such decisions need no evaluation. With the narrow clip range none of the three gets far within these iterations, because the clip limits the runs, and not the credit. So a comparison at this clip range would have shown no difference.
+# With the wide clip range, the depth rule and uniform credit are above the sibling rule after ten iterations, as the signal-to-noise ratios suggest. At equal evaluations, the axis shown, the order is reversed: after 15,000 forward passes the sibling rule has the highest mean of the three seeds, and uniform credit the lowest. The trees need fewer evaluations of both kinds. The sibling rule needs the fewest in updates: a decision without a sibling has advantage 0, and such decisions need no evaluation. With the narrow clip range none of the three gets far within these iterations, because the clip limits the runs, and not the credit. So a comparison at this clip range would have shown no difference.
 #
 # These runs do not decide between the methods: they have three seeds, one tree shape, one world and no tuning. `docs/claims.md` has the project's tuned comparison. The structural results hold in general. Siblings isolate a decision, and two of them measure half its advantage. Depth rules add the ancestors' luck as variance. The number of states determines a tree's evaluations.
 #

@@ -31,7 +31,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl.credit import StepwiseGain, Uniform
-from flowrl.flow import DrawnSteps, PermutedTimes, interpolate, velocity_target
+from flowrl.flow import DrawnSteps, PermutedTimes, interpolate, uniform_schedule, velocity_target
 from flowrl.core.forward import ForwardBatch
 from flowrl.losses import AWM, DGPO, DiffusionNFT
 from flowrl.probes import NoProbe
@@ -41,11 +41,11 @@ from flowrl.samplers import ODE, FlowSDE, Multistep, Windowed
 from flowrl.worlds.mixture import WIDTH, ring
 from flowrl_bench.gradients import Setting, alignment, forward_gradients, pathwise_gradients, policy_gradients
 from flowrl_course import lesson_13 as lesson
-from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, clean, panels, plane, target
+from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, SIGNED, clean, panels, plane, target
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
-SHADES = {"flow-grpo": COLOURS["flow-grpo"], "diffusion-nft": OTHERS[0], "awm": ACCENT, "dgpo": COLOURS["tp-grpo"]}
+SHADES = {"flow-grpo": COLOURS["flow-grpo"], "diffusion-nft": OTHERS[0], "awm": OTHERS[1], "dgpo": COLOURS["tp-grpo"]}
 data, centre = ring(), torch.tensor([2.0, 0.0])  # the eight modes; the target of the prompt "towards 0 degrees"
 
 
@@ -70,7 +70,7 @@ def opening():
     path = setting.rollout(Groups(len(setting.prompts), 8), generator, Uniform().probe).trajectories
     nodes = path.nodes.view(len(setting.prompts), 8, 11, 2)[prompt]
     rewards = torch.exp(-(nodes[:, -1] - torch.tensor(target(setting.prompts[prompt]))).square().sum(-1) / 2)
-    colours = plt.get_cmap("coolwarm_r")((0.5 + (rewards - rewards.mean()) / rewards.std() / 4).clamp(0, 1).numpy())
+    colours = plt.get_cmap(SIGNED)((0.5 + (rewards - rewards.mean()) / rewards.std() / 4).clamp(0, 1).numpy())
     figure, (left, right) = panels(2, width=4.0, height=4.0)
     plane(left, "Flow-GRPO: transitions of the sampler")
     plane(right, "Forward process: finished samples, fresh noise")
@@ -135,7 +135,7 @@ lesson.check_target(transition_target)
 # **Why.** $z_{i+1} = \mu(v_{\text{old}}) + \mathrm{std}\,\xi$ with the step's noise $\xi$, so $v^{\mathrm T} = v_{\text{old}} - (\mathrm{std}/\kappa)\,\xi$: the target is the old velocity plus noise. For $a = 0$ it is the slope $(z_i - z_{i+1})/\Delta$ of the step.
 
 # %% [markdown]
-# Pretraining regresses the same velocity towards another target, $v^* = \varepsilon - x_0$ at $x_t = (1-t)\,x_0 + t\,\varepsilon$. Both targets have the mean $v_{\text{old}}(x_t)$ if the samples are those of $v_{\text{old}}$. However, they differ in their noise. The next cell takes *one* state at $t = 0.7$ and draws 20,000 targets for it, as each method would:
+# Pretraining regresses the same velocity towards another target, $v^* = \varepsilon - x_0$ at $x_t = (1-t)\,x_0 + t\,\varepsilon$. The mean of $v^{\mathrm T}$ is always $v_{\text{old}}$. That of $v^*$ is $v_{\text{old}}(x_t)$ only if $v_{\text{old}}$ is the conditional mean of $v^*$ over its own samples, as before training. In this section it is, so the two targets have one mean, but they differ in their noise. The next cell takes *one* state at $t = 0.7$ and draws 20,000 targets for it, as each method would:
 #
 # - Flow-GRPO continues from it with the SDE. The target is $v^{\mathrm T}$ of the next step, and the reward is that of the finished sample.
 # - In the forward process it is a noised sample. The target is $v^* = (x_t - x_0)/t$, and the reward is that of $x_0$. (We know the data here, so the cell draws $x_0$ from the exact $p(x_0 \mid x_t)$.)
@@ -146,19 +146,27 @@ lesson.check_target(transition_target)
 count, level, now = 20_000, 0.7, 0.7
 state = torch.tensor([0.35, 0.85])
 generator = torch.Generator().manual_seed(1)
-sampler, grid = Windowed(FlowSDE(level), range(9)), start().schedule
-x = state.repeat(count, 1)
-for step in range(3, 10):
-    velocity = data.velocity(x, grid.times[step].expand(count))
-    gaussian = sampler.transition(x, velocity, grid, torch.full((count,), step))
-    x = gaussian.mean + gaussian.std[:, None] * torch.randn(count, 2, generator=generator)
-    if step == 3:
-        first_target = transition_target(state.repeat(count, 1), x, now, 0.6, level)
+
+
+def continued(level, steps, count):
+    """The targets of the next transition and the rewards of SDE continuations of the state, [sample, 2] and [sample]."""
+    sampler, grid, x = Windowed(FlowSDE(level), range(steps - 1)), uniform_schedule(steps), state.repeat(count, 1)
+    begin = round((1 - now) * steps)
+    for step in range(begin, steps):
+        velocity = data.velocity(x, grid.times[step].expand(count))
+        gaussian = sampler.transition(x, velocity, grid, torch.full((count,), step))
+        x = gaussian.mean + gaussian.std[:, None] * torch.randn(count, 2, generator=generator)
+        if step == begin:
+            targets = transition_target(state.repeat(count, 1), x, now, float(grid.times[step + 1]), level)
+    return targets, reward(x)
+
+
+first_target, first_reward = continued(level, 10, count)
 pool = data.sample(1_000_000, generator)
 likelihood = torch.exp(-(state - (1 - now) * pool).square().sum(1) / (2 * now**2))
 clean_points = pool[torch.multinomial(likelihood, count, replacement=True, generator=generator)]
 views = {
-    "transition": (first_target, reward(x)),
+    "transition": (first_target, first_reward),
     "finished sample": ((state - clean_points) / now, reward(clean_points)),
 }
 exact = data.velocity(state[None], torch.tensor([now]))[0]
@@ -177,8 +185,8 @@ figure, axes = panels(2, width=4.2, height=3.6)
 for cell, (name, (values, rewards)) in zip(axes, views.items(), strict=True):
     dots = cell.scatter(*values[:700].T, c=rewards[:700], cmap="viridis", s=5, vmin=0, vmax=1)
     signal, tail = ((rewards - rewards.mean())[:, None] * values).mean(0), values.mean(0)
-    cell.annotate("", tail + 2 * signal / signal.norm(), tail, arrowprops=dict(arrowstyle="-|>", color=ACCENT, linewidth=2.4))
-    cell.set(xlabel="first coordinate of the target", ylabel="second coordinate", aspect="equal", xlim=(-5, 5), ylim=(-4.5, 4.5))
+    cell.annotate("", tail + 4 * signal / signal.norm(), tail, arrowprops=dict(arrowstyle="-|>", color=ACCENT, linewidth=2.4))
+    cell.set(xlabel="first coordinate of the target", ylabel="second coordinate", aspect="equal", xlim=(-11, 11), ylim=(-10, 10))
     cell.set_title(f"Target: {name}")
     clean(cell)
 figure.colorbar(dots, ax=axes[1], label="reward")
@@ -186,7 +194,29 @@ figure.suptitle("One state, 700 of its targets; arrow: direction of the covarian
 plt.show()
 
 # %% [markdown]
-# Both means are the exact velocity, up to the sampling error. The transition's target contains the noise of one step out of six, and the reward depends on all of them. The finished sample determines its reward completely. So its target separates good samples from bad ones, and the signal/noise of a sample is about twice as large. The two covariances are not multiples of each other, because the targets answer different questions: following $v^{\mathrm T}$ makes *this step* more likely, and following $v^*$ makes *this sample* more likely.
+# Both means are the exact velocity, up to the sampling error. The transition's target contains the noise of one step out of six, and the reward depends on all of them. The finished sample determines its reward completely. So its target separates good samples from bad ones, and the signal/noise of a sample is about twice as large.
+#
+# The two covariances are not multiples of each other. To see why, integrate by parts over the Gaussian noise of each target:
+#
+# $$\operatorname{Cov}(R, v^{\mathrm T}) \approx -\frac{a^2}{1 + a^2/2}\,\frac{t}{1-t}\,\nabla V^*(x_t), \qquad \operatorname{Cov}(R, v^*) = -\frac{t}{1-t}\,\nabla\,\mathbb E[R \mid x_t].$$
+#
+# The first holds for fine steps; $V^*$ is the expected reward if the SDE continues from $x_t$, the value in the lesson Test your own rule. For $a = \sqrt 2$ the factor $a^2/(1 + a^2/2)$ is 1, and the SDE is the exact reverse of the forward process, so that $V^*(x_t) = \mathbb E[R \mid x_t]$. The two covariances must then agree. For $a = 0.7$ the factor is 0.39, and the SDE reaches other samples from this state.
+
+# %%
+for noise_level, steps, draws in ((0.7, 70, 100_000), (math.sqrt(2), 70, 200_000)):
+    targets, rewards = continued(noise_level, steps, draws)
+    terms = (rewards - rewards.mean())[:, None] * targets
+    signal, error = terms.mean(0), terms.std(0).max() / math.sqrt(draws)
+    print(
+        f"transition, noise level {noise_level:.2f}, {steps} steps: mean reward {rewards.mean():.3f}, "
+        f"covariance with R ({signal[0]:+.3f}, {signal[1]:+.3f}) ± {error:.3f}"
+    )
+values, rewards = views["finished sample"]
+signal = ((rewards - rewards.mean())[:, None] * values).mean(0)
+print(f"finished sample: mean reward {rewards.mean():.3f}, covariance with R ({signal[0]:+.3f}, {signal[1]:+.3f})")
+
+# %% [markdown]
+# With the noise level $\sqrt 2$ and small steps both targets have the same covariance with $R$, up to the Monte Carlo error and the size of the steps. So the targets answer the same question, and the difference above comes from the noise level of 0.7.
 #
 # We can now answer two questions.
 #
@@ -233,9 +263,10 @@ print(f"weighted mean of the targets      ({regressed[0]:+.2f}, {regressed[1]:+.
 #
 # $$\alpha\,(v_+ - v_{\text{old}}) = (1-\alpha)\,(v_{\text{old}} - v_-) = \operatorname{Cov}(r, v^* \mid x_t) =: \delta(x_t).$$
 #
-# So all information of the rewards about the velocity at $x_t$ is in this covariance $\delta$. The three methods differ in how far they go along it, and in what stops them.
+# So all information of the rewards about the velocity at $x_t$ is in this covariance $\delta$, as long as $v_{\text{old}}$ is the conditional mean of $v^*$. This section and the next ones assume it, as before training. The three methods differ in how far they go along $\delta$, and in what stops them.
 
 # %% tags=["hide-input"]
+NEGATIVE, POSITIVE = plt.get_cmap(SIGNED)((0.1, 0.9))
 axis = torch.linspace(-3, 3, 11)
 points = torch.cartesian_prod(axis, axis)
 time = torch.full((len(points),), 0.5)
@@ -244,8 +275,8 @@ alpha = expected_reward(points, time)[:, None]
 minus = (old - alpha * plus) / (1 - alpha)
 figure, axes = panels(3, width=3.5, height=3.7)
 shown = (
-    ("Old velocity, and samples", old, DATA),
-    ("Positive (blue), negative (orange)", plus, DATA),
+    ("Old velocity, and samples", old, NOISE),
+    ("Positive (blue), negative (red)", plus, POSITIVE),
     (r"Their direction $\delta$", delta, INK),
 )
 for cell, (name, field, shade) in zip(axes, shown, strict=True):
@@ -253,7 +284,7 @@ for cell, (name, field, shade) in zip(axes, shown, strict=True):
     cell.scatter(*data.sample(500, torch.Generator().manual_seed(0)).T, s=3, color="#d5d8dd")
     cell.quiver(*points.T, *-field.T, color=shade, scale=12 if field is delta else 60, width=0.005)
     cell.scatter(*centre, marker="x", s=90, color=INK, zorder=4)
-axes[1].quiver(*points.T, *-minus.T, color=ACCENT, scale=60, width=0.005)
+axes[1].quiver(*points.T, *-minus.T, color=NEGATIVE, scale=60, width=0.005)
 figure.suptitle("Velocities at t = 0.5 with r = R (arrows: towards data, the direction of sampling)", fontsize=11)
 plt.show()
 
@@ -304,7 +335,7 @@ lesson.check_branches(nft_loss)
 # $$|v_{\text{old}} - v^*|^2 + 2\beta_\text{NFT}\,(2r-1)\,\langle v_{\text{old}} - v^*, d\rangle + \beta_\text{NFT}^2\, |d|^2 .$$
 #
 # - The **value** at $d = 0$ is $|v_{\text{old}} - v^*|^2$. It does not contain $r$.
-# - The **gradient** at $d = 0$ is $2\beta_\text{NFT}\,(2r-1)\,(v_{\text{old}} - v^*)$, with $2r - 1 = A/A_{\max}$ inside the clip. Its mean given $x_t$ is $-4\beta_\text{NFT}\,\delta$.
+# - The **gradient** at $d = 0$ is $2\beta_\text{NFT}\,(2r-1)\,(v_{\text{old}} - v^*)$, with $2r - 1 = A/A_{\max}$ inside the clip. Its mean given $x_t$ is $-4\beta_\text{NFT}\,\delta$ (before training, when $v_{\text{old}}$ is the mean of $v^*$).
 # - The **curvature** $2\beta_\text{NFT}^2$ is positive for every reward. The minimum is at $d = \tfrac{2}{\beta_\text{NFT}}\,\delta(x_t)$.
 #
 # The released code multiplies by $A_{\max}/\beta_\text{NFT}$, measures clean estimates (factor $t^2$) and divides by $\eta = t \cdot \operatorname{mean}|v_{\text{old}} - v^*|$ (at $d = 0$ the same for both branches, without gradient).
@@ -509,13 +540,13 @@ for cell, (name, place) in zip(axes, sites.items(), strict=True):
     slope = covariance(place, moment).norm() / std_reward / 5
     lines = {
         "AWM, no penalty": (curve, "#a9adb5"),
-        r"AWM, $\lambda = 0.5$": (curve + 0.5, ACCENT),
-        r"NFT, $\beta_{NFT} = 1$": (torch.tensor(1.0), OTHERS[0]),
+        r"AWM, $\lambda = 0.5$": (curve + 0.5, SHADES["awm"]),
+        r"NFT, $\beta_{NFT} = 1$": (torch.tensor(1.0), SHADES["diffusion-nft"]),
         r"NFT, $\beta_{NFT} = 0.1$": (torch.tensor(0.1), COLOURS["dance-grpo"]),
     }
     for label, (bend, shade) in lines.items():
         cell.plot(steps, bend * steps**2 - 2 * slope * steps, color=shade, label=label)
-    cell.set(xlabel=r"step $|v - v_{old}|$ along $\delta$ (units of velocity)", ylim=(-1.6, 1.6))
+    cell.set(xlabel=r"component of $v - v_{old}$ along $\delta$ (units of velocity)", ylim=(-1.6, 1.6))
     cell.set_title(f"{name}: E[A | x] = {float(5 * curve):+.2f}", fontsize=10)
     clean(cell)
 axes[0].set_ylabel("objective, minus its value at 0")
@@ -614,11 +645,12 @@ lesson.check_wrong_line(wrong_line)
 # %% [markdown]
 # ## How noisy, and how close to the true gradient?
 #
-# AWM's paper argues that matching towards the clean $x_0$ has less variance than the policy gradient, whose target is a noisy transition. The next cell measures both, at *equal evaluations*. All rows have 18 prompts with 12 trajectories of 10 steps and 9 trained pairs, so 19 evaluations per trajectory. (With the window `:5` there are 15.) The second row has the *same states and advantages* as the first, and only another target: $v^*$ of the trajectory's own finished sample (`noise="path"`).
+# AWM's paper argues that matching towards the clean $x_0$ has less variance than the policy gradient, whose target is a noisy transition. The next cell measures both, at *equal evaluations*. All rows have 18 prompts with 12 trajectories of 10 steps and 9 trained pairs, so 19 evaluations per trajectory. (With the window `:5` there are 15.) The second row has the *same states and advantages* as the first, and only another target: $v^*$ of the trajectory's own finished sample (`noise="path"`). Each gradient is measured with 288 batches, because the signal-to-noise ratio of a noisy gradient varies by a quarter between sets of 24.
 # The truth is $\nabla\,\mathbb E[R]$ of ODE samples (pathwise, the lesson Test your own rule). `one batch` is the mean cosine of a single batch's gradient with the truth, which combines bias and noise.
 
 # %%
 NINE = PermutedTimes()  # 9 of the 10 times
+BATCHES = 288
 MATCHING = dict(weight="t2", kl_weight=0.0, average_weight=0.0)
 LOSSES = {
     "Flow-GRPO": ("sde", None),
@@ -632,14 +664,16 @@ LOSSES = {
 }
 
 
-def compared(trainer, rule, names, truth):
+def compared(trainer, rule, names, truth, batches=24):
     """The gradients of the losses by name; prints one row each."""
     settings, gradients = settings_of(trainer), {}
     for name in names:
         kind, loss = LOSSES[name]
         given = (settings[kind], rule)
         gradients[name] = (
-            policy_gradients(*given, 24, 12, seed=2) if loss is None else forward_gradients(*given, loss, 24, 12, seed=2)
+            policy_gradients(*given, batches, 12, seed=2)
+            if loss is None
+            else forward_gradients(*given, loss, batches, 12, seed=2)
         )
         result = alignment(gradients[name], truth)
         one = torch.nn.functional.cosine_similarity(gradients[name], truth.mean(0)[None]).mean()
@@ -652,17 +686,19 @@ HEAD = f"{'':<20}{'cosine with the truth':>21}{'signal/noise':>14}{'one batch':>
 print("before training\n" + HEAD)
 beginning = start()
 truth = pathwise_gradients(settings_of(beginning)["euler"], 30, 100, seed=1)
-early = compared(beginning, Uniform(), tuple(LOSSES), truth)
-same = alignment(early["AWM, Euler"], early["AWM, DPM++"])
+early = compared(beginning, Uniform(), tuple(LOSSES), truth, BATCHES)
+same = alignment(early["AWM, Euler"][:24], early["AWM, DPM++"][:24])
 print(f"cosine of AWM's mean gradients with Euler and with DPM++: {same.cosine:.2f}")
+ratio = alignment(early["AWM, same states"], truth).signal_to_noise / alignment(early["Flow-GRPO"], truth).signal_to_noise
+print(f"signal/noise on the same states, AWM over Flow-GRPO: {ratio:.1f}, squared {ratio**2:.0f}")
 
 # %% [markdown]
-# On the same states with the same advantages, the target $v^*$ has about five times the signal-to-noise ratio of the transition's target. To reach it, Flow-GRPO would need about 25 times as many trajectories. This confirms the paper's claim in this world, at this point of training. (The mean of $v^*$ over the SDE's own continuations is not exactly $v_{\text{old}}$: the states and finished samples of an SDE trajectory have the joint distribution of the forward process only for $a = \sqrt 2$. With fresh noise they always have it.) Two further observations:
+# On the same states with the same advantages, the target $v^*$ has almost four times the signal-to-noise ratio of the transition's target. The ratio grows with the square root of the number of trajectories, so Flow-GRPO would need about 15 times as many to reach it (last line). This confirms the paper's claim in this world, at this point of training. (The mean of $v^*$ over the SDE's own continuations is not exactly $v_{\text{old}}$: the states and finished samples of an SDE trajectory have the joint distribution of the forward process only for $a = \sqrt 2$. With fresh noise they always have it.) Two further observations:
 #
 # - A large part of Flow-GRPO's disadvantage comes from the late steps, decisions that hardly influence the reward. With the window `:5` (last row) it has half of the forward process's ratio, for 15 evaluations.
 # - SDE, Euler and DPM++ give the same gradient within the error, as expected. AWM, NFT and DGPO differ little, because before training all three are covariances of the advantage with $v^*$.
 #
-# The direction of the surrogate is close to $\nabla\,\mathbb E[R]$, but not the same: the intervals of AWM and NFT exclude 1. (An interval may exceed 1, see the lesson Test your own rule.)
+# The direction of the surrogate is close to $\nabla\,\mathbb E[R]$, but not the same: the intervals of AWM, NFT and DGPO exclude 1. (An interval may exceed 1, see the lesson Test your own rule.)
 #
 # Does this hold during training? The derivation above used that $v_{\text{old}}(x_t)$ is the mean of $v^*$ given $x_t$. Before training this is exact, because the policy has the velocity of its own samples.
 #
@@ -670,9 +706,9 @@ print(f"cosine of AWM's mean gradients with Euler and with DPM++: {same.cosine:.
 #
 # *Difficulty: medium · kind: prediction · importance: useful · time: 3 minutes*
 #
-# We train a policy with Flow-GRPO for 12 iterations, and then measure the gradients again. What happens to the cosine of AWM's and NFT's gradients with $\nabla\,\mathbb E[R]$, 0.94 before training?
+# We train a policy with Flow-GRPO for 12 iterations, and then measure the gradients again. What happens to the cosine of AWM's and NFT's gradients with $\nabla\,\mathbb E[R]$, about 0.95 before training?
 #
-# - **a** It stays near 0.94, since no step of the derivation depends on the policy.
+# - **a** It stays near 0.95, since no step of the derivation depends on the policy.
 # - **b** It falls well below, since $v_{\text{old}}$ is no longer the mean velocity of its own samples.
 # - **c** It rises to 1, since the samples are better.
 
@@ -897,13 +933,13 @@ weights = by_decision[0, 4, credited(drawn[0, 4], decisions.time)]
 print("times of one sample: " + " ".join(f"{time:5.1f}" for time in drawn[0, 4]))
 print("weights by gain:     " + " ".join(f"{value:+5.1f}" for value in weights))
 print("\nstepwise credit, before training\n" + HEAD)
-stepwise = compared(beginning, gains, ("Flow-GRPO", "AWM, same states", "AWM, fresh noise"), truth)
+stepwise = compared(beginning, gains, ("Flow-GRPO", "AWM, same states", "AWM, fresh noise"), truth, BATCHES)
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=3.0)
 final = Uniform().assign(values, decisions)
 edges = torch.cat([decisions.time, torch.zeros(1)]).flip(0)  # the last decision's credit holds until t = 0
-for member, shade in ((int(final[0, :, 0].argmax()), ACCENT), (4, DATA)):
+for member, shade in ((int(final[0, :, 0].argmax()), INK), (4, DATA)):
     axes[0].stairs(by_decision[0, member].flip(0), edges, baseline=None, color=shade, linewidth=2)
     axes[0].axhline(float(final[0, member, 0]), color=shade, linestyle=":", linewidth=1)
 axes[0].set(
@@ -935,7 +971,7 @@ plt.show()
 # 2. NFT's loss is constant over the first updates of an iteration. What follows? **a** The learning rate is too small. **b** The rewards do not reach the loss. **c** Nothing; look at the gradient or at the reward.
 # 3. A smaller $\beta_\text{NFT}$ **a** makes the first gradient smaller, **b** moves the inner optimum further away from $v_{\text{old}}$, **c** weakens the KL penalty.
 # 4. At a state that leads to bad samples, AWM without a penalty **a** has no minimum, **b** has its minimum at $v_{\text{old}}$, **c** has the same minimum as NFT.
-# 5. Before training AWM's gradient has five times the signal-to-noise ratio of Flow-GRPO's, on the same states. Why does this not make it the faster method here? **a** Its evaluations are not counted correctly. **b** Its direction turns away from $\nabla\,\mathbb E[R]$ during training, and each trajectory costs more evaluations. **c** It cannot use an SDE.
+# 5. Before training AWM's gradient has almost four times the signal-to-noise ratio of Flow-GRPO's, on the same states. Why does this not make it the faster method here? **a** Its evaluations are not counted correctly. **b** Its direction turns away from $\nabla\,\mathbb E[R]$ during training, and each trajectory costs more evaluations. **c** It cannot use an SDE.
 
 # %% tags=["exercise"]
 quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
@@ -958,7 +994,7 @@ lesson.check_quiz(quiz)
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
 # | $v^* = \varepsilon - x_0$, $\ell$ | target, matching error | `ForwardBatch.target`; the metric `matching` |
-# | $\delta = \operatorname{Cov}(r, v^* \mid x_t)$ | all information of the rewards about $v(x_t)$ | the mean gradient at $v = v_{\text{old}}$ |
+# | $\delta = \operatorname{Cov}(r, v^* \mid x_t)$ | all information of the rewards about $v(x_t)$, while $v_{\text{old}}$ is the mean of $v^*$ | the mean gradient at the first update |
 # | $v_\pm = v_{\text{old}} \pm \beta_\text{NFT}\,(v - v_{\text{old}})$, $r$ | NFT's branches, optimality; the step is proportional to $1/\beta_\text{NFT}$ | `losses.DiffusionNFT(beta=...)` |
 # | $A\,\nabla\ell$, $\lambda$ | AWM; what stops it | `losses.AWM(kl_weight=..., average_weight=...)` |
 # | $\operatorname{sigmoid}(S)\,A_m$, $\sum_m A_m = 0$ | DGPO; complete groups | `losses.DGPO`, `Uniform(clamp=None)` |

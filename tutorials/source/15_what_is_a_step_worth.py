@@ -162,7 +162,7 @@ lesson.check_backward(backward_step)
 # **Why.** The value after the step depends on the draw, and the value before it is the average over the draws. $V^*_{j+1}$ at the mean place would be the value of a step without noise. It is higher near the target, because $V^*$ is curved there. `flowrl_bench.exact` does the same with a finer expectation, and follows deterministic steps without interpolation. The probe `Exact` uses it for the states of a rollout.
 
 # %% [markdown]
-# Ten of your steps give the value of the noise. The next cell compares it with the table of the animation, and with the mean reward of trajectories.
+# Ten of your steps give the value of the noise. The next cell compares the table with that of the animation, and its mean over the noise of 2,000 trajectories with their mean reward.
 
 # %%
 numbers, masses = (torch.tensor(part) for part in np.polynomial.hermite_e.hermegauss(9))
@@ -174,10 +174,14 @@ for step in reversed(range(10)):
     means, std = transitions(beginning, PROMPT, GRID.places, step)
     after = ours
     ours = backward_step(lambda places, after=after: read(after, places), means, std, draws, weights).view_as(after)
-print(f"value of the noise at the origin, 10 steps backwards: {float(read(ours, torch.zeros(2))):.3f}")
-print(f"mean reward of the group: {float(heights[:, -1].mean()):.3f}, of all 18 groups:", end=" ")
-truth = exact_advantages(beginning, rollout, grid=GRID)[0]
-print(f"{float(truth.state_values[..., -1].mean()):.3f}")
+alone = replace(beginning, prompts=[PROMPT])
+sampled = alone.rollout(Groups(1, 2000), torch.Generator().manual_seed(3), NoProbe(), max_batch=8192)
+starts, rewards = sampled.trajectories.nodes[:, 0].flatten(1), alone.experience(sampled).values[0, :, -1]
+error = float(rewards.std()) / len(rewards) ** 0.5
+print(f"mean value of the noise of 2,000 trajectories, 10 steps backwards: {float(read(ours, starts).mean()):.3f}")
+print(f"their mean reward: {float(rewards.mean()):.3f} ± {error:.3f}")
+lowest, highest = (float(read(ours, starts).quantile(q)) for q in (0.05, 0.95))
+print(f"the values of 90% of the noise lie between {lowest:.2f} and {highest:.2f}")
 print(f"largest difference from the animation's tables: {float((ours - tables[0]).abs().max()):.4f}")
 
 # %% [markdown]
@@ -268,7 +272,7 @@ early_values = "c"
 lesson.check_early_values(early_values)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $r^2$ compares members of a group. Once the policy reaches the target from nearly every state, early states have nearly the same value. The differences that remain between rewards come from the last draws, which early states cannot predict.
+# **Why.** $r^2$ compares members of a group. Once the policy reaches the target from nearly every state that it visits, these early states have nearly the same value. The differences that remain between rewards come from the last draws, which early states cannot predict.
 
 # %% [markdown]
 # The next cell trains the 2-D world with credit from a critic (`CalibratedGain`, which a later section explains). After 0, 4, 8 and 12 iterations it draws the same 18 groups with the present policy, and computes the exact values, the one-step estimates and the critic's values of their states.
@@ -286,7 +290,7 @@ for stage in (0, 4, 8, 12):
         found[kind] = predicted(probe, rewarded)  # the value table [prompt, member, decision+1]
     found["truth"] = exact_advantages(present, result, grid=GRID)[0]
     found["exact"] = found["truth"].state_values
-    found["record"] = present.experience(result)
+    found["record"], found["paths"] = present.experience(result), result.trajectories.nodes.flatten(2)
     found["map"] = value_tables(present, PROMPT)
     stages[stage] = found
     print(f"after {stage:2d} iterations: mean reward {float(found['exact'][..., -1].mean()):.2f}")
@@ -341,7 +345,7 @@ SHADES = {"exact": INK, "one-step": DATA, "critic": ACCENT}
 
 def compare_values():
     """Cheap values against exact ones at node 5, and r2 by decision."""
-    figure, axes = panels(4, width=2.9, height=3.0)
+    figure, axes = panels(4, width=2.9, height=3.4)
     for cell, stage in zip(axes, (4, 8), strict=False):
         found = stages[stage]
         cell.plot([0, 1], [0, 1], color="#a9adb5", linewidth=1)
@@ -352,11 +356,9 @@ def compare_values():
     for cell, stage in zip(axes[2:], (4, 8), strict=True):
         for kind in KINDS:
             cell.plot(range(9), quality(stage, kind), "o-", color=SHADES[kind], markersize=3, linewidth=1.4, label=kind)
-        cell.set(
-            xlabel="decision k", ylabel="r² of the final reward on V_k", ylim=(-0.03, 1.03), title=f"after {stage} iterations"
-        )
+        cell.set(xlabel="decision k", ylabel="r² of the reward on $V_k$", ylim=(-0.03, 1.03), title=f"after {stage} iterations")
         clean(cell)
-    axes[2].legend(frameon=False)
+    figure.legend(*axes[2].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle("Values of early states stop predicting the reward", fontsize=11)
     plt.show()
 
@@ -431,10 +433,30 @@ for stage in (0, 8):
 #   break-even    0.05..0.09 0.05..0.09 0.05..0.09 0.05..0.09 0.05..0.09 0.05..0.09 0.04..0.08 0.05..0.09 0.05..0.09
 
 
+# %%
+def visited(stage):
+    """The states of the first group at node 3 [member, 2], and their exact values [member]."""
+    states = stages[stage]["paths"][:12, 3]
+    return states, read(stages[stage]["map"][3], states)
+
+
+square = torch.cartesian_prod(*2 * [torch.linspace(-3.4, 3.4, 69)])  # the part of the plane that the figure shows
+for stage in (0, 8):
+    values, everywhere = visited(stage)[1], read(stages[stage]["map"][3], square)
+    print(
+        f"after {stage} iterations, V* at node 3: states of the first group {values.min():.2f} to {values.max():.2f}, "
+        f"square of the figure {everywhere.min():.2f} to {everywhere.max():.2f}"
+    )
+
+# %% [markdown] tags=["expected"]
+# after 0 iterations, V* at node 3: states of the first group 0.01 to 0.63, square of the figure 0.00 to 0.80
+# after 8 iterations, V* at node 3: states of the first group 0.75..0.93 to 0.87..0.99, square of the figure 0.00..0.35 to 0.87..0.99
+
+
 # %% tags=["hide-input"]
 def compare_sizes():
     """The three standard deviations before training and after 8 iterations, and exact values over the plane."""
-    figure, axes = panels(4, width=2.9, height=3.0)
+    figure, axes = panels(4, width=2.9, height=3.4)
     for cell, stage in zip(axes, (0, 8), strict=False):
         for numbers, shade, label in zip(sizes(stage), (INK, DATA, OTHERS[3]), ("true gain", "error", "break-even"), strict=True):
             cell.plot(range(9), numbers, "o-", color=shade, markersize=3, linewidth=1.4, label=label)
@@ -442,9 +464,10 @@ def compare_sizes():
         clean(cell)
     axes[0].set_title("before training: gains win")
     axes[1].set_title("after 8: early gains lose")
-    axes[0].legend(frameon=False, loc="upper right", ncols=3, fontsize=7.5, columnspacing=0.8, handlelength=1.2)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False)
     for cell, stage in zip(axes[2:], (0, 8), strict=True):
         shown = show_values(cell, stages[stage]["map"][3], PROMPT, f"V* at node 3, after {stage}")
+        cell.scatter(*visited(stage)[0].T, s=10, color="white", edgecolor=INK, linewidth=0.5, zorder=4)
     figure.colorbar(shown, ax=axes[3], shrink=0.8)
     plt.show()
 
@@ -452,7 +475,7 @@ def compare_sizes():
 compare_sizes()
 
 # %% [markdown]
-# Before training, the error of every gain is far below break-even. After eight iterations the value of early states is high nearly everywhere (right: $V^*$ over the plane at node 3), so no step can gain much. The errors of the early gains are then larger than both $A^*$ and the luck of the other steps. Normalisation makes this worse: Z divides by the standard deviation of the group's gains. Once the group is nearly solved, this is the size of the errors, so errors alone get credit of unit size.
+# Before training, the error of every gain is far below break-even. After eight iterations the states that trajectories still visit at node 3 have nearly the same high value (right: $V^*$ over the plane, with the states of a group), so no step can gain much. Far from the target the value is still low, but the policy no longer goes there. The errors of the early gains are then larger than both $A^*$ and the luck of the other steps. Normalisation makes this worse: Z divides by the standard deviation of the group's gains. Once the group is nearly solved, this is the size of the errors, so errors alone get credit of unit size.
 #
 # The next cell applies the rules of earlier lessons to the four records. It prints the correlation of the credit with $A^*$ over all decisions; "exact" is the same rule with the exact values.
 
@@ -723,7 +746,7 @@ for name in COMPARED:
 # %% tags=["hide-input"]
 def compare_runs():
     """Held-out reward against evaluations."""
-    figure, axes = panels(2, width=4.6, height=3.3, sharey=True)
+    figure, axes = panels(2, width=4.6, height=3.6, sharey=True)
     for cell, clip in zip(axes, (0.06, 0.18), strict=True):
         for name, (_, shade) in COMPARED.items():
             for number, curve in enumerate(runs[name, clip]):
@@ -733,11 +756,11 @@ def compare_runs():
             xscale="log", xlabel="evaluations in thousands (update: three each)", ylim=(0.05, 1.02), title=f"clip {clip:.2f}"
         )
         cell.set_xticks([20, 50, 100, 200, 500, 1000], ["20", "50", "100", "200", "500", "1000"])
-        cell.set_xlim(9, 9000)
+        cell.set_xlim(9, 1500)
         cell.minorticks_off()
         clean(cell)
     axes[0].set_ylabel("held-out reward")
-    axes[1].legend(frameon=False, fontsize=8, loc="lower right")
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     figure.suptitle("Raw gains rise and fall; calibrated gains stay high; the oracle needs 18 times the evaluations", fontsize=11)
     plt.show()
 

@@ -181,13 +181,13 @@ def quiz(
     """
 
     def check_quiz(answer: dict[int, str]) -> None:
-        numbers = range(1, len(questions) + 1)
+        places = range(1, len(questions) + 1)
         expect(
-            isinstance(answer, dict) and list(answer) == list(numbers),
+            isinstance(answer, dict) and set(answer) == set(places),
             f"answer with a dict from the numbers 1 to {len(questions)} to letters",
         )
         wrong = []
-        for number, (right, reasons) in zip(numbers, questions, strict=True):
+        for number, (right, reasons) in zip(places, questions, strict=True):
             letter = choice(
                 answer[number], "".join(sorted([right, *reasons])), f"question {number}"
             )
@@ -257,6 +257,14 @@ def number(value: Any, what: str = "the answer") -> float:
         raise Unsolved(f"{what} is a {type(value).__name__}; it must be one number") from None
 
 
+def numbers(value: Any, count: int, mistake: str) -> list[float]:
+    """`value`, a sequence or tensor of `count` numbers, as floats, or `Unsolved` with `mistake`."""
+    answered(value)
+    several = isinstance(value, tuple | list) or (isinstance(value, Tensor) and value.ndim == 1)
+    expect(several and len(value) == count, mistake)
+    return [number(part, "each of them") for part in value]
+
+
 def choice(value: Any, letters: str, what: str = "the question") -> str:
     """`value` as one of `letters`, or `Unsolved`."""
     answered(None if value == "..." else value, what)
@@ -303,6 +311,23 @@ def close(
         if same(got, value, tolerance):
             raise Unsolved(message, symptom)
     raise Unsolved(otherwise, symptom)
+
+
+def same_gradient(got: Tensor, wanted: Tensor, leaf: Tensor) -> None:
+    """Raise `Unsolved` unless `got`, whose value is right, has the gradient of `wanted` by
+    `leaf`.
+    """
+    expect(
+        got.requires_grad,
+        "the value is right, but carries no gradient: leave out detach, no_grad and item",
+    )
+    found, right = (
+        torch.autograd.grad(result.sum(), leaf, allow_unused=True)[0] for result in (got, wanted)
+    )
+    expect(
+        found is not None and same(found, right),
+        "the value is right, but not its gradient: is a part detached?",
+    )
 
 
 def _symptom(got: Tensor, wanted: Tensor, tolerance: float) -> str:

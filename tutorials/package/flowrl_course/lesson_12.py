@@ -30,7 +30,7 @@ def _uneven() -> Tree:
 
 def _rewards(tree: Tree) -> Tensor:
     """2 prompts, [prompt, leaf]."""
-    return torch.rand(2, tree.members, generator=torch.Generator().manual_seed(10))
+    return torch.randn(2, tree.members, generator=torch.Generator().manual_seed(10))
 
 
 @check("Exercise 1")
@@ -111,44 +111,67 @@ def check_siblings(answer: Answer) -> None:
     )
 
 
+def _slopes(worth: Tensor, estimate: Tensor, mean: Tensor) -> dict[str, float]:
+    """The slope of `estimate - mean` on `worth`, and what mistakes give instead."""
+    difference = estimate - mean
+    product, square = (difference * worth).mean(), worth.square().mean()
+    wrong = {
+        "": product / square,
+        "the mean is not subtracted, so the parent's value is still there": (
+            (estimate * worth).mean() / square
+        ),
+        "the mean is that of all families: siblings have their own, over dimension 1": (
+            ((estimate - estimate.mean()) * worth).mean() / square
+        ),
+        "this is the slope of the mean, the share that is lost: subtract the mean first": (
+            (mean * worth).mean() / square
+        ),
+        "this is the correlation: the slope divides by the mean square of the true advantage": (
+            product / (square * difference.square().mean()).sqrt()
+        ),
+        "this is the slope of the advantage on the difference: regress the other way around": (
+            product / difference.square().mean()
+        ),
+        "the divisor is that of the estimates: regress on `worth`": (
+            product / estimate.square().mean()
+        ),
+        "this is the mean of the products: divide by the mean square of `worth`": product,
+        "the slope is that of the mean minus the estimate: the sign is wrong": -product / square,
+    }
+    return {message: float(value) for message, value in wrong.items()}
+
+
 @check("Exercise 3")
 def check_shrinkage(answer: Answer) -> None:
-    """`answer(count, leave_one_out)` is the measured slope of the sibling difference on the true
+    """`answer(worth, estimate, leave_one_out)` is the slope of the sibling difference on the true
     advantage.
     """
-    for k in (3, 6, 2):
-        got = number(answer(k, False), "shrinkage")
-        wanted = 1 - 1 / k
-        tables = {
-            "this is 1/n, the share that is lost: the slope is what remains": 1 / k,
-            "the slope is 1, so the mean does not contain the draw itself: it does unless "
-            "`leave_one_out`": (1.0),
-            "this is the correlation: the slope divides by the mean square of the true advantage": (
-                (wanted / 2) ** 0.5
-            ),
-            "this is n/(n - 1), the slope of the advantage on the difference: regress the "
-            "other way around": (k / (k - 1)),
-            "this is the leave-one-out factor of an estimate without noise: regress on "
-            "`worth`, not on the estimate": (wanted / 2),
-        }
-        for message, value in tables.items():
-            if abs(got - value) < 0.02 and abs(got - wanted) > 0.02:
-                expect(False, f"{k} siblings: {message}")
-        expect(
-            abs(got - wanted) < 0.02,
-            f"with {k} siblings the slope is {wanted:.2f}; you get {got:.2f}",
-        )
-    for k in (3, 6, 2):
-        got = number(answer(k, True), "shrinkage")
-        expect(
-            abs(got - (1 - 1 / k)) > 0.02,
-            "right with the mean over all siblings, but `leave_one_out` changes nothing: subtract"
-            " the mean of the other siblings",
-        )
-        expect(
-            abs(got - 1) < 0.02,
-            f"left out of its own mean, a draw's slope is 1: with {k} siblings you get {got:.2f}",
-        )
+    for count in (3, 6, 2):
+        generator = torch.Generator().manual_seed(count)
+        worth = 2 * torch.randn(40, count, generator=generator)
+        parent = 1 + torch.randn(40, 1, generator=generator)
+        estimate = parent + worth + 0.5 * torch.randn(40, count, generator=generator)
+        every, mean = estimate.sum(1, keepdim=True), estimate.mean(1, keepdim=True)
+        others = (every - estimate) / (count - 1)
+        neighbour = _slopes(worth, estimate, estimate.roll(1, 1))[""]
+        for leave_one_out, subtracted in ((False, mean), (True, others)):
+            options = {"leave_one_out": True} if leave_one_out else {}
+            got = number(answer(worth.clone(), estimate.clone(), **options), "shrinkage")
+            slopes = _slopes(worth, estimate, subtracted)
+            wanted = slopes.pop("")
+            if leave_one_out:
+                message = (
+                    "right with the mean over all siblings, but `leave_one_out` changes nothing:"
+                    " subtract the mean of the other siblings"
+                )
+                slopes[message] = _slopes(worth, estimate, mean)[""]
+                slopes["the sum of the others is divided by the number of all siblings"] = _slopes(
+                    worth, estimate, (every - estimate) / count
+                )[""]
+            if count > 2:
+                slopes["one sibling is subtracted: take the mean of all that count"] = neighbour
+            otherwise = f"with {count} siblings the slope is {wanted:.3f}; you get {got:.3f}"
+            close(got, wanted, otherwise, slopes, 1e-3)
 
 
 @check("Exercise 4")

@@ -10,7 +10,17 @@ from flowrl.core.forward import ForwardBatch
 from flowrl.flow import uniform_schedule
 from flowrl.losses import DGPO, DiffusionNFT
 from flowrl.samplers import FlowSDE
-from flowrl_course.checking import answered, check, choice, close, expect, number, quiz, tensor
+from flowrl_course.checking import (
+    answered,
+    check,
+    choice,
+    close,
+    expect,
+    number,
+    quiz,
+    same_gradient,
+    tensor,
+)
 
 Answer = Callable[..., Any]
 
@@ -70,6 +80,7 @@ def check_branches(answer: Answer) -> None:
     [sample].
     """
     velocity, old, target = (_normal(seed, 4, 3) for seed in (3, 4, 5))
+    velocity.requires_grad_()
     r, beta = torch.tensor([0.1, 0.5, 0.8, 1.0]), 0.3
     got = answered(
         answer(velocity.clone(), old.clone(), target.clone(), r.clone(), beta), "nft_loss"
@@ -106,6 +117,7 @@ def check_branches(answer: Answer) -> None:
         "this is not r |v+ - v*|^2 + (1 - r) |v- - v*|^2",
         mistakes,
     )
+    same_gradient(got, wanted, velocity)
 
 
 @check("Exercise 3")
@@ -272,6 +284,7 @@ _METHODS: dict[str, tuple[int, int, int, bool, bool]] = {
     "DiffusionNFT": (10, 9, 3, False, False),
     "AWM": (14, 6, 3, False, False),
     "DGPO": (10, 4, 3, True, False),
+    "a method with guidance in training only": (8, 5, 2, False, True),
 }
 
 

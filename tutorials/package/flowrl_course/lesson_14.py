@@ -6,7 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl_course.checking import answered, check, choice, close, expect, number, quiz, tensor
+from flowrl_course.checking import (
+    answered,
+    check,
+    choice,
+    close,
+    expect,
+    number,
+    numbers,
+    quiz,
+    same_gradient,
+    tensor,
+)
 
 Answer = Callable[..., Any]
 
@@ -17,6 +28,7 @@ def check_chunks(answer: Answer) -> None:
     step].
     """
     logs = 0.5 * torch.randn(4, 7, generator=torch.Generator().manual_seed(1))
+    logs.requires_grad_()
     chunks, chunk_of = (1, 4, 2), torch.tensor([0, 1, 1, 1, 1, 2, 2])
 
     def pooled(values: Tensor, labels: Tensor) -> Tensor:
@@ -25,7 +37,8 @@ def check_chunks(answer: Answer) -> None:
 
     sizes = torch.tensor(chunks)[chunk_of]
     mean = pooled(logs, chunk_of)
-    got = tensor(answer(logs.clone(), chunks), (4, 7), "the result")
+    ratios = answer(logs.clone(), chunks)
+    got = tensor(ratios, (4, 7), "the result")
     ends = torch.bucketize(torch.arange(7), torch.tensor(chunks).sort().values, right=True)
     mistakes = {
         "these are logarithms: the ratio is exp of the mean": mean,
@@ -46,6 +59,7 @@ def check_chunks(answer: Answer) -> None:
         ),
     }
     close(got, mean.exp(), "this is not exp of the mean log-ratio of the step's chunk", mistakes)
+    same_gradient(ratios, mean.exp(), logs)
 
 
 @check("Exercise 2")
@@ -57,6 +71,28 @@ def check_before_and_after(answer: str) -> None:
         "the ratio is a mean over nine steps, but it is in nine losses: add up what each step gets",
     )
     expect(letter == "a", "a mean of nine numbers has a smaller spread: which ratio leaves 1 ± c?")
+
+
+def _check_independent(times: Tensor, noise: Tensor) -> None:
+    """Whether no two of the draws of a group, [group, draw], are correlated, nor those of
+    neighbouring groups and of both halves of the groups.
+    """
+    draws = torch.cat([times, noise], 1)
+    half = len(draws) // 2
+    for one, other, what in (
+        (draws, draws, "the draws of a group depend on each other"),
+        (draws[::2], draws[1::2], "the draws of different groups depend on each other"),
+        (draws[:half], draws[half:], "the draws of different groups depend on each other"),
+    ):
+        size = one.shape[1]
+        table = torch.corrcoef(torch.cat([one, other], 1).T)[:size, size:]
+        if one is other:
+            table = table - torch.eye(size)
+        limit = 5 / len(one) ** 0.5  # five standard errors
+        expect(
+            float(table.abs().max()) < limit,
+            f"{what}: every time and both elements of every noise need a number of their own",
+        )
 
 
 @check("Exercise 3")
@@ -73,8 +109,8 @@ def check_pairs(answer: Answer) -> None:
         equal = bool((part == part[:, :1]).all())
         expect(equal, f"the members of a group have different {name}: they share them")
         expect(
-            not bool((part == part[:1]).all()),
-            f"all groups have the same {name}; each group has its own",
+            len(part[:, 0].flatten(1).unique(dim=0)) == groups,
+            f"groups have the same {name}: each group has its own",
         )
     inside = (count * times).floor().clamp(max=count - 1) == torch.arange(count)
     expect(bool(inside.all()), "time q of a group is not in [q/K, (q+1)/K]: stratify the times")
@@ -88,11 +124,19 @@ def check_pairs(answer: Answer) -> None:
         "the pairs of a group have the same noise: it is independent for each pair",
     )
     normal = abs(float(noise.mean())) < 0.1 and abs(float(noise.std()) - 1) < 0.1
-    expect(normal, "the noise is not standard normal: use torch.randn")
-    again = answer(groups, members, count, torch.Generator().manual_seed(2))
+    far = float((noise[:, 0].abs() > 2).float().mean())
+    expect(normal and 0.02 < far < 0.08, "the noise is not standard normal: use torch.randn")
+    _check_independent(within, noise[:, 0].flatten(1))
+    again, other = (
+        answer(groups, members, count, torch.Generator().manual_seed(seed)) for seed in (2, 3)
+    )
     expect(
         torch.equal(again[0], times) and torch.equal(again[1], noise),
         "the same generator gives different pairs: draw with `generator`",
+    )
+    expect(
+        not torch.equal(other[0], times) and not torch.equal(other[1], noise),
+        "another generator gives the same pairs: draw with `generator`",
     )
 
 
@@ -104,8 +148,7 @@ def check_variances(answer: Answer) -> None:
     gradients = torch.randn(40, 5, 6, generator=generator)
     gradients = gradients + 2 * torch.randn(40, 1, 6, generator=generator)
     got = answered(answer(advantages.clone(), gradients.clone()), "pair_variances")
-    expect(isinstance(got, tuple | list) and len(got) == 2, "return two numbers: own, shared")
-    pair = torch.tensor([number(part) for part in got])
+    pair = torch.tensor(numbers(got, 2, "return two numbers: own, shared"))
     terms = advantages[:, None] * gradients / 5
     own = terms.var(0, unbiased=False).sum()
     shared = terms.sum(1).var(0, unbiased=False).sum()
@@ -214,13 +257,15 @@ def check_design(answer: tuple[int, ...]) -> None:
     expect(len(counts) <= 9, "the last of 10 steps draws nothing: at most 9 steps branch")
     expect(sum(counts) >= 20, f"the comb has {sum(counts)} images of 20: draw more branches")
     expect(
-        all(count == 0 or count >= 4 for count in counts),
+        all(count >= 1 for count in counts),
+        "Comb takes numbers of 1 or more: leave out the steps after the last branch",
+    )
+    expect(
+        all(count >= 4 for count in counts),
         "a step has fewer than four siblings: branch at fewer steps, or draw more there",
     )
     variances = [effect**2 for effect in _EFFECTS]
-    held = sum(variance for variance, count in zip(variances, counts, strict=False) if count) / sum(
-        variances
-    )
+    held = sum(variances[: len(counts)]) / sum(variances)
     expect(held >= 0.8, f"the steps hold {held:.0%} of the variance, not 80%: branch at others")
     cost = len(counts) + sum(count * (9 - step) for step, count in enumerate(counts))
     expect(cost <= 150, f"the comb needs {cost} evaluations of 150: early branches cost most")
