@@ -135,7 +135,7 @@ def ratio_noise(rows: Sequence[Row], limits: Limits) -> str:
     return (
         f"before any update the ratio, which should be 1, is off by up to {noise:.1e}, more"
         f" than the clip of {limits.clip:.1e}, so rounding decides which pairs are clipped. Use"
-        " max_batch auto (calls of one shape), a finer dtype (docs/reading-the-ratio.md), or"
+        " max_batch auto (calls of one shape), a finer dtype (docs/guides/tuning.md), or"
         f" clip_range {3 * noise:.1e} or more"
     )
 
@@ -154,7 +154,7 @@ def step_share(rows: Sequence[Row], limits: Limits) -> str:
         f"step {step} (the first is 0) has {100 * means[step]:.4g}% of the policy term's squared"
         f" gradient, so the other steps hardly train. Exclude it from trained_steps, or use loss"
         " grpo-guard or, with cps, clipped(log_prob=released_cps), each with its own clip_range"
-        " (docs/reading-the-ratio.md)"
+        " (docs/guides/tuning.md)"
     )
 
 

@@ -23,7 +23,7 @@ ARM = "exact values (oracle)"
 CREDIT = "stepwise-gain(normalise=step, probe=exact)"
 """Z per decision, the scale of uniform credit: with joint Z most of an update is at the last drawn
 step, next to steps without credit. In a window that leaves such steps the oracle can collapse with
-either (`benchmarks/exact.py`).
+either.
 """
 WITHOUT_EFFECT = (
     *(

@@ -477,7 +477,7 @@ lesson.check_mean_reward(mean_reward)
 # %% [markdown]
 # The measure gives one number per run. We subtract the numbers of two rules *seed by seed*, which gives one paired difference per seed. The mean of these differences has a t interval and a p-value for the null hypothesis of no difference (`flowrl_compare.statistics.mean`).
 #
-# A p-value is the probability of a difference at least as large as the observed one if the true difference is 0. It does not say whether the difference matters, and a large p-value is not evidence of equality. The verdict rules of `docs/verdicts.md` separate the two questions:
+# A p-value is the probability of a difference at least as large as the observed one if the true difference is 0. It does not say whether the difference matters, and a large p-value is not evidence of equality. The verdicts of `docs/guides/benchmarks.md` separate the two questions:
 #
 # 1. **no difference that matters**: the *whole* 95% interval lies between -0.02 and 0.02, even if it excludes 0;
 # 2. **better** or **worse**: otherwise, if the p-value is below 0.05 after a correction for the number of comparisons;
@@ -655,7 +655,7 @@ plt.show()
 # %% [markdown]
 # On the machine that built this page, `EstimateToGo` is *better* than tuned uniform credit at both budgets. Compared with Stepwise it is *undecided* at equal updates and *better* at equal forward passes, because Stepwise spends more than four times the evaluations on sampling.
 #
-# This answer holds for its protocol only: 12 updates, three clip ranges, one learning rate, one small world. The project's own comparison has 40 updates, a larger search and more seeds; its results, in `docs/claims.md`, may differ. A short budget favours the rule that rises fastest. A long one also counts what happens afterwards.
+# This answer holds for its protocol only: 12 updates, three clip ranges, one learning rate, one small world. The project's own comparison has a search for every method and more seeds; its results, in `docs/verdict.md`, may differ. A short budget favours the rule that rises fastest. A long one also counts what happens afterwards.
 #
 # ## How small a difference could have been found?
 #
@@ -860,7 +860,7 @@ lesson.check_quiz(quiz)
 # | is the credit close to $A^*$? *For which policy?* | correlation, corrected for noise | `flowrl_bench.true_advantage` |
 # | is the gradient unbiased, and how noisy is it? | cosine, signal-to-noise ratio | `flowrl_bench.gradients` |
 # | does the rule stay good? | the same diagnostics for a trained policy | `Look`, `true_advantages` |
-# | is it better than tuned baselines? | mean reward over training, paired seeds, Holm's correction, four verdicts | `flowrl bench rule`, `docs/verdicts.md` |
+# | is it better than tuned baselines? | mean reward over training, paired seeds, Holm's correction, four verdicts | `flowrl bench rule`, `docs/guides/benchmarks.md` |
 # | how small a difference could have been found? | simulation, or the noncentral t distribution | `flowrl_bench.statistics.detectable` |
 #
 # ## Further reading

@@ -680,7 +680,7 @@ plt.show()
 # %% [markdown]
 # With the wide clip range, the depth rule and uniform credit are above the sibling rule after ten iterations, as the signal-to-noise ratios suggest. At equal evaluations, the axis shown, the order is reversed: after 15,000 forward passes the sibling rule has the highest mean of the three seeds, and uniform credit the lowest. The trees need fewer evaluations of both kinds. The sibling rule needs the fewest in updates: a decision without a sibling has advantage 0, and such decisions need no evaluation. With the narrow clip range none of the three gets far within these iterations, because the clip limits the runs, and not the credit. So a comparison at this clip range would have shown no difference.
 #
-# These runs do not decide between the methods: they have three seeds, one tree shape, one world and no tuning. `docs/claims.md` has the project's tuned comparison. The structural results hold in general. Siblings isolate a decision, and two of them measure half its advantage. Depth rules add the ancestors' luck as variance. The number of states determines a tree's evaluations.
+# These runs do not decide between the methods: they have three seeds, one tree shape, one world and no tuning. `docs/verdict.md` has the project's tuned comparison. The structural results hold in general. Siblings isolate a decision, and two of them measure half its advantage. Depth rules add the ancestors' luck as variance. The number of states determines a tree's evaluations.
 #
 # ## Quiz
 #

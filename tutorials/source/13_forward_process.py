@@ -902,7 +902,7 @@ axes[0].set_ylabel("held-out reward")
 plt.show()
 
 # %% [markdown]
-# In this world tuned Flow-GRPO has the highest mean reward at both budgets, with four seeds, although its gradients are noisier before training. (`docs/claims.md` has the project's comparison with more seeds.) Three findings of this lesson contribute to it. With the window a trajectory costs 15 evaluations, about half as many as with NFT and AWM and their copies, so Flow-GRPO makes more iterations. The window also leaves out the steps that make its gradient noisy. And later in training the gradients of the forward process point away from $\nabla\,\mathbb E[R]$, as measured above, while its penalties and proximal terms limit the steps.
+# In this world tuned Flow-GRPO has the highest mean reward at both budgets, with four seeds, although its gradients are noisier before training. (`docs/verdict.md` has the project's comparison with more seeds.) Three findings of this lesson contribute to it. With the window a trajectory costs 15 evaluations, about half as many as with NFT and AWM and their copies, so Flow-GRPO makes more iterations. The window also leaves out the steps that make its gradient noisy. And later in training the gradients of the forward process point away from $\nabla\,\mathbb E[R]$, as measured above, while its penalties and proximal terms limit the steps.
 #
 # The papers report the opposite, training faster than Flow-GRPO's by factors of 3 to 25 (NFT), 24 (AWM) and about 20 (DGPO). Their models have tens of thousands of latent elements instead of two, a base model that needs guidance, hundreds of iterations, and a Flow-GRPO without a window. So this lesson does not contradict them. It shows that the advantage does not follow from the loss alone.
 #

@@ -773,7 +773,7 @@ compare_runs()
 # - **The even weight** trains no better than r², although its credit correlates better with $A^*$ at every stage.
 # - **The clip range** matters as much as the rule: it changes the mean of uniform credit by about 0.1, as much as some of the leads here.
 #
-# These runs do not decide between the rules: three seeds, one world, one learning rate, nothing tuned. Each rule has its own best clip range, so a comparison has to tune all of them. `docs/headroom.md` does so for the oracle and uniform credit in several tasks. `docs/guides/cheap-values.md` has the rule's options, the algebra of its weight, a tuned comparison with the even weight, and commands for comparisons of your own.
+# These runs do not decide between the rules: three seeds, one world, one learning rate, nothing tuned. Each rule has its own best clip range, so a comparison has to tune all of them. `docs/verdict.md` does so for exact values and uniform credit in several tasks. `docs/guides/cheap-values.md` has the rule's options, the algebra of its weight, a tuned comparison with the even weight, and commands for comparisons of your own.
 #
 # ## Quiz
 #
@@ -811,7 +811,7 @@ lesson.check_quiz(quiz)
 # | $V_{k+1} - V_k$ | raw gain; worse than $R$ if its error exceeds the other steps' luck | `credit.StepwiseGain` |
 # | $s_k$, $r^2_k$ | regression of the reward on the value, within groups | `credit.calibration`; the metrics `value_slope`, `value_r2` |
 # | $r^2_{k+1}\hat R_{k+1} + (1 - r^2_{k+1})\tilde R - \hat R_k$ | calibrated gain; uniform credit if values predict nothing | `credit.CalibratedGain`, the method `value-grpo` |
-# | oracle − uniform | headroom: what credit can gain | `flowrl bench headroom` |
+# | oracle − uniform | headroom: what credit can gain | `flowrl bench verdict` |
 #
 # On the command line: `flowrl compare --world mixture --methods flow-grpo value-grpo`. `docs/guides/cheap-values.md` shows how to replace the critic by a value of your own.
 #
