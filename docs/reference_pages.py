@@ -247,7 +247,7 @@ def existing() -> dict[str, str]:
 
 API = """\
 The public interface, made from the code. Import a name from the module under which it is listed, as in
-`from flowrl.policies import load_policy`. [Versions](../../versioning.md) defines what is public, and what a change of a public
+`from flowrl.policies import load_policy`. CONTRIBUTING.md defines what is public, and what a change of a public
 name requires. The top-level package exports the names that most programs need: `from flowrl import RunConfig,
 make_trainer, preset`."""
 TOCTREE = "```{toctree}\n:hidden:\n:maxdepth: 1\n"
