@@ -25,7 +25,7 @@ DATA = "#0072B2"
 ACCENT = "#D55E00"
 """The colour that draws attention."""
 SIGNED = "RdBu"
-"""The colour map of signed values, with limits symmetric about 0: blue is positive, red negative."""
+"""Colour map of signed values, with limits symmetric about 0: blue is positive, red negative."""
 
 __all__ = [
     "ACCENT",
