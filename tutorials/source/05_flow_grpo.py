@@ -751,7 +751,8 @@ lesson.check_changed_setting(changed_setting)
 # %% [markdown] tags=["explanation"]
 # **Why.** The members start from different noise, so their rewards differ, and the advantages are not 0. However, these differences come from the initial noise and the early ODE steps. The trained decisions are steps 7 and 8 (window `7:9`), whose noise has nearly no effect on the image, as the figure of exercise 2 shows. So the gradient
 # correlates rewards with noise that did not cause them, and its expectation is nearly 0. A useful test is to start the group from the same noise and look at `group_std`: here it would be near 0.
-#
+
+# %% [markdown]
 # ## The paper's figures, reproduced
 #
 # The training above is short. The repository also has recorded runs with settings from a search of equal size for every rule: 15 seeds in the 2-D world, and at least 11 seeds with images. The next cells read them from `benchmarks/results` of a clone. In an installation without these files, for example on Colab, they print a notice and show nothing else.
