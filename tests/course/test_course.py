@@ -221,3 +221,14 @@ def test_a_failed_check_raises_where_lessons_are_built(monkeypatch):
             "return (1 - t) * clean + t * noise",
             "return (1 - t) * noise + t * clean",
         )
+
+
+def test_an_answer_may_not_change_its_input():
+    """The check refuses a right result that was written over the argument."""
+    problem = verdict(
+        "lesson_06",
+        "check_gains",
+        "return values[..., 1:] - values[..., :-1]",
+        "values[..., 1:] -= values[..., :-1].clone()\n    return values[..., 1:]",
+    ).problem
+    assert "changes a tensor that it was given" in str(problem)

@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def check(name: str) -> Callable[[Callable[..., None]], Callable[..., Verdict]]:
                 answer = _own[key]
             _own[key] = answer
             try:
-                function(*answer)
+                function(*(_guarded(part) for part in answer))
                 return Verdict(name, None)
             except Unsolved as error:
                 problem, cause = error, error
@@ -127,6 +128,26 @@ def check(name: str) -> Callable[[Callable[..., None]], Callable[..., Verdict]]:
         return run
 
     return decorate
+
+
+def _guarded(answer: Any) -> Any:
+    """`answer`; a function fails the check if it changes a tensor that it was given."""
+    if not isinstance(answer, FunctionType):
+        return answer
+
+    @functools.wraps(answer)
+    def run(*given: Any, **named: Any) -> Any:
+        tensors = [value for value in (*given, *named.values()) if isinstance(value, Tensor)]
+        before = [value._version for value in tensors]
+        result = answer(*given, **named)
+        expect(
+            [value._version for value in tensors] == before,
+            f"{answer.__name__} changes a tensor that it was given: use x = x + 1, not x += 1, and"
+            " functions without a final underscore",
+        )
+        return result
+
+    return run
 
 
 @functools.cache

@@ -124,8 +124,7 @@ def check_substeps(answer: Answer) -> None:
         calls.append(float(time))
         return _field(state, time)
 
-    given = x.clone()
-    got = tensor(answer(velocity, given, t, v, count), (4, 3), "the estimate")
+    got = tensor(answer(velocity, x, t, v, count), (4, 3), "the estimate")
     mistakes = {
         "the first velocity is used for every substep: this is the Tweedie estimate; "
         "evaluate `velocity` after each substep": (x - t * v),
@@ -147,10 +146,6 @@ def check_substeps(answer: Answer) -> None:
         _euler(x, t, count),
         "this is not `count` Euler steps of length t / count from x",
         mistakes,
-    )
-    expect(
-        torch.equal(given, x),
-        "the estimate is right, but `x` itself was changed: write x = x - ..., not x -= ...",
     )
     expect(
         len(calls) == count - 1,
@@ -227,8 +222,7 @@ def check_generalised(answer: Answer) -> None:
     values = _values()
     gained = gains(values)
     lam = 0.6
-    given = gained.clone()
-    got = tensor(answer(given, lam), (2, 3, 4), "the result")
+    got = tensor(answer(gained, lam), (2, 3, 4), "the result")
     wanted = generalised_gains(values, lam)
     past = generalised_gains(_from_gains(gained.flip(-1)), lam).flip(-1)
     after = torch.cat([wanted[..., 1:], torch.zeros_like(wanted[..., :1])], dim=-1)
@@ -252,10 +246,6 @@ def check_generalised(answer: Answer) -> None:
         ),
     }
     close(got, wanted, "this is not the sum over j of lam^j g_{k+j}", mistakes)
-    expect(
-        torch.equal(given, gained),
-        "the result is right, but `gained` itself was changed: write the sums into a new tensor",
-    )
     close(
         answer(gained.clone(), 0.0), gained, "with lam = 0 the result must be the gains themselves"
     )

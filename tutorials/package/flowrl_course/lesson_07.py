@@ -40,14 +40,13 @@ def check_complete(answer: Answer) -> None:
     """`answer(velocity, x, node, times)` is the ODE's end point."""
     times = torch.tensor([1.0, 0.85, 0.6, 0.3, 0.1, 0.0])
     x, node, steps = torch.randn(4, 3, generator=torch.Generator().manual_seed(6)), 2, 5
-    given = x.clone()
 
     def velocity(state: Tensor, time: Any) -> Tensor:
         one = torch.as_tensor(time).numel() == 1
         expect(one, "`velocity` takes the time as one number here, not one per sample")
         return _field(state, time)
 
-    got = tensor(answer(velocity, given, node, times), (4, 3), "the end point")
+    got = tensor(answer(velocity, x, node, times), (4, 3), "the end point")
     even = x
     for k in range(steps - node):
         t = float(times[node]) * (1 - k / (steps - node))
@@ -75,10 +74,6 @@ def check_complete(answer: Answer) -> None:
         _walk(x, times, node, steps),
         "this is not the Euler path over times[node:], from x",
         mistakes,
-    )
-    expect(
-        torch.equal(given, x),
-        "the end point is right, but `x` itself was changed: write x = x - ..., not x -= ...",
     )
 
 

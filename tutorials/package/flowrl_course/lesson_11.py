@@ -86,14 +86,9 @@ def check_folded(answer: Answer) -> None:
     """`answer(A, B, alpha)` gives matrices for a reader that adds B A and knows no alpha."""
     generator = torch.Generator().manual_seed(4)
     a, b = torch.randn(4, 6, generator=generator), torch.randn(5, 4, generator=generator)
-    kept = (a.clone(), b.clone())
     alpha = 8.0 * 1.5
     pair = answered(answer(a, b, alpha), "folded")
     expect(isinstance(pair, tuple | list) and len(pair) == 2, "return two matrices, A' and B'")
-    expect(
-        torch.equal(a, kept[0]) and torch.equal(b, kept[1]),
-        "the given matrices were changed in place: return new ones, which training does not use",
-    )
     new_a, new_b = tensor(pair[0], (4, 6), "A'"), tensor(pair[1], (5, 4), "B'")
     delta = b @ a
     mistakes = {
