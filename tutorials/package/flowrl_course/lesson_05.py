@@ -27,11 +27,11 @@ Answer = Callable[..., Any]
 
 
 def _finals() -> Tensor:
-    """Rewards of 3 prompts of different difficulty with 4 members each."""
+    """Rewards of 3 prompts of different difficulty with 4 members each, of both signs."""
     generator = torch.Generator().manual_seed(4)
     return torch.rand(3, 4, generator=generator) * torch.tensor(
         [[0.1], [0.4], [0.2]]
-    ) + torch.tensor([[0.1], [0.3], [0.7]])
+    ) + torch.tensor([[-0.05], [-0.4], [0.7]])
 
 
 def _scores(
@@ -252,7 +252,7 @@ def check_kl_from_velocities(answer: Answer) -> None:
 @check("Exercise 7")
 def check_kl_estimates(answer: Answer) -> None:
     """`answer(log_ratio)` is k1, k2, k3 of KL(pi || pi_ref)."""
-    ell = torch.tensor([-0.8, -0.1, 0.0, 0.3, 1.4])
+    ell = torch.tensor([0.3, -0.8, 1.4, 0.0, -0.1])
     got = answer(ell)
     expect(isinstance(got, tuple | list) and len(got) == 3, "return three tensors: k1, k2, k3")
     k1, k2, k3 = (
@@ -326,8 +326,11 @@ def check_path_kl(answer: Answer) -> None:
 @check("Exercise 9")
 def check_pushing(answer: Answer) -> None:
     """`answer(ratio, advantage, clip)` says which pairs have a gradient."""
-    ratio = torch.tensor([0.7, 0.7, 0.95, 0.95, 1.0, 1.0, 1.05, 1.05, 1.4, 1.4])
-    advantage = torch.tensor([1.0, -1.0] * 5) * torch.linspace(0.3, 2.0, 10)
+    pairs = torch.cartesian_prod(
+        torch.tensor([0.7, 0.95, 1.0, 1.05, 1.4]), torch.tensor([0.3, -0.3, 2.0, -2.0])
+    )
+    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(1))
+    ratio, advantage = pairs[order].unbind(1)
     clip = 0.1
     leaf = ratio.clone().requires_grad_(True)
     torch.maximum(-advantage * leaf, -advantage * leaf.clamp(1 - clip, 1 + clip)).sum().backward()
@@ -345,7 +348,7 @@ def check_pushing(answer: Answer) -> None:
         "pushed down": (ratio <= 1 + clip),
         "pairs with negative advantages push too, down": wanted & positive,
         "not all of them: where the clipped term is the larger loss, it is constant in the ratio": (
-            torch.ones(10, dtype=torch.bool)
+            torch.ones_like(wanted)
         ),
     }
     got = _bools(answer(ratio, advantage, clip), len(ratio))
