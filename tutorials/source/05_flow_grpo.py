@@ -138,7 +138,7 @@ plt.show()
 #
 # ## Which steps are decisions?
 #
-# The loss contains only the decisions, the stochastic steps, in which the policy is a Gaussian with a log-probability. In Flow-GRPO every step but the last is stochastic. However, the noise of a
+# The loss contains only the decisions, the stochastic steps, in which the policy is a Gaussian with a log-probability. The effect of the ODE steps on the reward is not part of the gradient (the lesson on GRPO). In Flow-GRPO every step but the last is stochastic. However, the noise of a
 # step may have no visible effect on the image. To measure the effect, we let the members of a group start from the *same* noise and make *one* step stochastic. Then we compute the spread of
 # the final rewards within the group. Before we run this experiment, predict its result.
 #

@@ -312,6 +312,35 @@ def check_improvement(answer: Answer) -> None:
     close(result, right, "these are not the means of sums of ratio times A*", mistakes)
 
 
+CHOICES = {
+    "A": ("equal", "A: this is R - V_k itself"),
+    "B": ("equal", "B: the coin knows nothing of what follows, so that F_k keeps its mean of 0"),
+    "C": ("equal", "C: this is known before decision k, and F_k has mean 0 for every z_{k+1}"),
+    "D": ("equal", "D: this is known with z_{k+1}, and F_k has mean 0 for every z_{k+1}"),
+    "E": ("larger", "E: of F_k, only values with the sign of the gain remain; is their mean 0?"),
+    "F": ("smaller", "F: of F_k, only values against the gain remain; in which direction?"),
+    "G": ("equal", "G: after the last decision nothing is drawn: what is F_k?"),
+}
+"""How E[psi_k A_k] of each rule compares with that of the gain, and the reason."""
+
+
+@check("Exercise 9")
+def check_choosing(answer: Mapping[str, str]) -> None:
+    """`answer` maps the letters A to G to "equal", "larger" or "smaller"."""
+    expect(
+        isinstance(answer, Mapping) and set(answer) == set(CHOICES),
+        f"give a dict with the keys {', '.join(CHOICES)}",
+    )
+    answered(None if any(value is ... for value in answer.values()) else answer, "all rules")
+    for letter, (right, reason) in CHOICES.items():
+        given = str(answer[letter]).strip().lower()
+        expect(
+            given in ("equal", "larger", "smaller"),
+            f'{letter}: answer "equal", "larger" or "smaller"',
+        )
+        expect(given == right, f"look again at {reason}")
+
+
 check_quiz = quiz(
     __name__,
     (
