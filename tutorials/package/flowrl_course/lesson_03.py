@@ -18,25 +18,11 @@ from flowrl_course.checking import (
     number,
     quiz,
     same,
+    same_gradient,
     tensor,
 )
 
 Answer = Callable[..., Any]
-
-
-def _same_gradient(got: Tensor, wanted: Tensor, leaf: Tensor) -> None:
-    """Both results, summed, have the same derivative by `leaf`."""
-    expect(
-        got.requires_grad,
-        "the value is right, but carries no gradient: leave out detach, no_grad and item",
-    )
-    grown, right = (
-        torch.autograd.grad(result.sum(), leaf, allow_unused=True)[0] for result in (got, wanted)
-    )
-    expect(
-        grown is not None and same(grown, right, 1e-5),
-        "the value is right, but not its gradient: is a part detached?",
-    )
 
 
 @check("Exercise 1")
@@ -76,7 +62,7 @@ def check_log_prob(answer: Answer) -> None:
         "this is not the log-density of a Gaussian, averaged over elements",
         mistakes,
     )
-    _same_gradient(got, truth, mean)
+    same_gradient(got, truth, mean)
 
 
 @check("Exercise 2")
@@ -220,7 +206,7 @@ def check_clipped_loss(answer: Answer) -> None:
         mistakes,
         1e-5,
     )
-    _same_gradient(got, torch.maximum(plain, held).mean(), new)
+    same_gradient(got, torch.maximum(plain, held).mean(), new)
 
 
 @check("Exercise 5")
@@ -249,7 +235,7 @@ def check_kl(answer: Answer) -> None:
         "this is not ||mu - mu_ref||^2 / (2 std^2), averaged over elements",
         mistakes,
     )
-    _same_gradient(got, truth, mean)
+    same_gradient(got, truth, mean)
 
 
 @check("Exercise 8")

@@ -20,6 +20,7 @@ from flowrl_course.checking import (
     number,
     quiz,
     same,
+    same_gradient,
     tensor,
 )
 
@@ -195,7 +196,9 @@ def check_kl_from_velocities(answer: Answer) -> None:
     """
     t, s, a = 0.7, 0.55, 0.8
     schedule, index = Schedule(torch.tensor([0.9, t, s, 0.0])), torch.ones(6, dtype=torch.long)
-    x, velocity, reference = torch.randn(3, 6, 5, generator=torch.Generator().manual_seed(8))
+    generator = torch.Generator().manual_seed(8)
+    x, velocity, reference = (torch.randn(6, 5, generator=generator) for _ in range(3))
+    velocity.requires_grad_()
     new, old = (FlowSDE(a).transition(x, v, schedule, index) for v in (velocity, reference))
     wanted, delta, sigma = kl(new, old), t - s, a * (t / (1 - t)) ** 0.5
     squares = (velocity - reference).square().mean(1)
@@ -247,12 +250,13 @@ def check_kl_from_velocities(answer: Answer) -> None:
         "this is not the KL of the two Flow-SDE transitions (flow.kl)",
         mistakes,
     )
+    same_gradient(got, wanted, velocity)
 
 
 @check("Exercise 7")
 def check_kl_estimates(answer: Answer) -> None:
     """`answer(log_ratio)` is k1, k2, k3 of KL(pi || pi_ref)."""
-    ell = torch.tensor([0.3, -0.8, 1.4, 0.0, -0.1])
+    ell = torch.tensor([0.3, -0.8, 1.4, 0.0, -0.1], requires_grad=True)
     got = answer(ell)
     expect(isinstance(got, tuple | list) and len(got) == 3, "return three tensors: k1, k2, k3")
     k1, k2, k3 = (
@@ -283,6 +287,8 @@ def check_kl_estimates(answer: Answer) -> None:
         "this is r - 1 alone, whose mean is 0: add log_ratio": (-ell).exp() - 1,
     }
     close(k3, (-ell).exp() - 1 + ell, "k3 is exp(-log_ratio) - 1 + log_ratio", others)
+    for value, wanted in zip(got, (ell, ell.square() / 2, (-ell).exp() - 1 + ell), strict=True):
+        same_gradient(value, wanted, ell)
 
 
 @check("Exercise 8")
