@@ -124,6 +124,27 @@ def test_likely_mistakes_are_named(lesson, check, find, replace, message):
     assert message in str(problem), "a wrong answer is accepted"
 
 
+@pytest.mark.parametrize(
+    ("lesson", "check", "find", "replace"),
+    [
+        (
+            "lesson_03",
+            "check_iteration",
+            "reward_of(nodes[-1], direction)",
+            "(-(nodes[-1] - 2 * direction).square().sum(1) / 2).exp()",
+        ),
+        (
+            "lesson_04",
+            "check_repaired",
+            "credit.mean(dim=0, keepdim=True)",
+            "(credit.sum(dim=0) - credit) / (len(credit) - 1)",
+        ),
+    ],
+)
+def test_right_answers_of_another_form_are_accepted(lesson, check, find, replace):
+    assert verdict(lesson, check, find, replace).passed
+
+
 @pytest.mark.parametrize("lesson", SOURCES)
 def test_lessons_have_their_parts(lesson):
     """Symbols, a quiz, and exercises, three or more of which ask for a design, a prediction or the
