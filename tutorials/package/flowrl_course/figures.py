@@ -24,6 +24,8 @@ DATA = "#0072B2"
 """The colour of data (t = 0), and of a policy's samples."""
 ACCENT = "#D55E00"
 """The colour that draws attention."""
+SIGNED = "RdBu"
+"""Colour map of signed values, with limits symmetric about 0: blue is positive, red negative."""
 
 __all__ = [
     "ACCENT",
@@ -32,6 +34,7 @@ __all__ = [
     "INK",
     "NOISE",
     "OTHERS",
+    "SIGNED",
     "ImageRow",
     "animation",
     "clean",

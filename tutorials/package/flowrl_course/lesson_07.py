@@ -164,8 +164,11 @@ def check_by_hand(plain: Any, consistent: Any) -> None:
 
 
 def _table() -> Tensor:
-    """Many short trajectories with repeated values, so that zero differences occur."""
-    return torch.randint(0, 6, (2, 60, 6), generator=torch.Generator().manual_seed(8)).float() / 5
+    """Many short trajectories with repeated values of both signs, so that zero differences
+    occur.
+    """
+    drawn = torch.randint(0, 6, (2, 60, 6), generator=torch.Generator().manual_seed(8))
+    return (drawn.float() - 2) / 5
 
 
 def _bools(value: Any, shape: tuple[int, ...], what: str) -> Tensor:
@@ -193,7 +196,8 @@ def check_plain(answer: Answer) -> None:
     step, trend = _signs(values)
     along = step * trend
     before, here = along[..., :-1], along[..., 1:]
-    got = _bools(answer(values), (2, 60, 5), "plain_turns")
+    given = values.clone()
+    got = _bools(answer(given), (2, 60, 5), "plain_turns")
     turns = (before < 0) & (here > 0)
     mistakes = {
         "every change of direction is marked; a turning point turns towards the trend R - V_0": (
@@ -224,13 +228,15 @@ def check_plain(answer: Answer) -> None:
         "compare the signs of g_{k-1}, g_k and R - V_0 decision by decision",
         mistakes,
     )
+    expect(torch.equal(given, values), "the marks are right, but `values` itself was changed")
 
 
 @check("Exercise 4")
 def check_consistent(answer: Answer) -> None:
     """`answer(values)` marks the consistent turning points, the first decision included."""
     values = _table()
-    got = _bools(answer(values), (2, 60, 5), "consistent_turns")
+    given = values.clone()
+    got = _bools(answer(given), (2, 60, 5), "consistent_turns")
     step, trend = _signs(values)
     plain = turning_points(values, consistent=False, first_step=False)
     after = (values[..., -1:] - values[..., 1:]).sign()
@@ -265,6 +271,7 @@ def check_consistent(answer: Answer) -> None:
         " that alone",
         mistakes,
     )
+    expect(torch.equal(given, values), "the marks are right, but `values` itself was changed")
 
 
 def _ranked(turns: Tensor, size: Tensor, plus: int, minus: int, largest: bool = True) -> Tensor:
@@ -354,7 +361,8 @@ def check_balance(answer: Answer) -> None:
     turns = torch.rand(2, 3, 4, generator=generator) < 0.7
     plus, minus = int((turns & (size > 0)).sum()), int((turns & (size < 0)).sum())
     k = min(plus, minus)
-    got = _bools(answer(turns.clone(), size.clone()), (2, 3, 4), "balance")
+    given = turns.clone(), size.clone()
+    got = _bools(answer(*given), (2, 3, 4), "balance")
     scope = torch.stack(
         [balanced(size_to_values(s)[None], t[None])[0] for t, s in zip(turns, size, strict=True)]
     )
@@ -374,6 +382,10 @@ def check_balance(answer: Answer) -> None:
         ),
     }
     close(got, wanted, "keep the min(n+, n-) largest of each sign", mistakes)
+    expect(
+        torch.equal(given[0], turns) and torch.equal(given[1], size),
+        "the result is right, but `turns` or `size` itself was changed",
+    )
     single = answer(turns.clone(), size.abs())
     one_sign = (
         "if all turning points have the same sign, all of them remain; here some or all are dropped"
@@ -460,14 +472,18 @@ def check_against_chance(answer: str) -> None:
 
 @check("Exercise 10")
 def check_random_marks(answer: Answer) -> None:
-    """`answer(turns, generator)` has as many marks per trajectory, at random decisions."""
+    """`answer(turns, generator)` has as many marks per trajectory, at random decisions, none at the
+    last.
+    """
     turns = torch.rand(40, 50, 6, generator=torch.Generator().manual_seed(3)) < torch.tensor(
         [0.8, 0.5, 0.3, 0.2, 0.1, 0.0]
     )
+    given = turns.clone()
     first, second, again = (
-        _bools(answer(turns.clone(), torch.Generator().manual_seed(seed)), turns.shape, "the marks")
+        _bools(answer(given, torch.Generator().manual_seed(seed)), turns.shape, "the marks")
         for seed in (1, 2, 1)
     )
+    expect(torch.equal(given, turns), "`turns` itself was changed: return new marks")
     expect(torch.equal(first, again), "the same generator gives other marks: pass `generator`")
     expect(
         int((first.sum() - turns.sum()).abs()) < 300,
@@ -480,6 +496,12 @@ def check_random_marks(answer: Answer) -> None:
     expect(not torch.equal(first, second), "the marks are not random: use `generator`")
     rates = first.float().mean((0, 1))
     expect(
+        rates[-1] == 0,
+        "the last decision is marked, where a mark changes nothing: R - V_k is its gain there;"
+        " permute the other decisions",
+    )
+    rates = rates[:-1]
+    expect(
         float(rates.max() - rates.min()) < 0.06,
         "some decisions are marked more often: permute every trajectory by itself",
     )
@@ -491,7 +513,7 @@ check_quiz = quiz(
         "a",
         {
             "b": "R also depends on the noise of decision k and of those after it",
-            "c": "the gain compares with the next completion, which may differ",
+            "c": "the gain compares with the next completion, which depends on the noise",
         },
     ),
     (
