@@ -162,7 +162,7 @@ def quiz(
     def check_quiz(answer: dict[int, str]) -> None:
         numbers = range(1, len(questions) + 1)
         expect(
-            isinstance(answer, dict) and list(answer) == list(numbers),
+            isinstance(answer, dict) and set(answer) == set(numbers),
             f"answer with a dict from the numbers 1 to {len(questions)} to letters",
         )
         wrong = []

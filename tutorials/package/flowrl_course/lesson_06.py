@@ -283,31 +283,23 @@ def check_worth(answer: Answer) -> None:
     """`answer(weak, strong)` is how many batches of the weak rule are as clear as one of the
     strong.
     """
-    weak, strong = 0.2, 0.65
-    mistakes = {
-        "this is the ratio of the cosines; a batch's signal-to-noise is cos / (1 - cos)": (
-            strong / weak
-        ),
-        "this is the ratio of the squared cosines; solve cos = q / (q + 1) for q": (
-            (strong / weak) ** 2
-        ),
-        "this is the inverse: one batch of the clearer rule is worth more than one of the other": (
-            (1 - strong) / strong * weak / (1 - weak)
-        ),
-        "this compares the noise only; divide signal by noise, cos / (1 - cos)": (
-            (1 - weak) / (1 - strong)
-        ),
-        "q is a ratio of squared lengths already: no root": (
-            (strong / (1 - strong) * (1 - weak) / weak) ** 0.5
-        ),
-    }
-    got = number(answer(weak, strong), "batches_worth")
-    close(
-        got,
-        strong / (1 - strong) * (1 - weak) / weak,
-        "this is not the ratio of the two cos / (1 - cos)",
-        mistakes,
-    )
+    for weak, strong in ((0.2, 0.65), (0.5, 0.3)):
+        worth = strong / (1 - strong) * (1 - weak) / weak
+        mistakes = {
+            "this is the ratio of the cosines; a batch's signal-to-noise is cos / (1 - cos)": (
+                strong / weak
+            ),
+            "this is the ratio of the squared cosines; solve cos = q / (q + 1) for q": (
+                (strong / weak) ** 2
+            ),
+            "this is the inverse: how many batches of `weak` are worth one of `strong`": 1 / worth,
+            "this compares the noise only; divide signal by noise, cos / (1 - cos)": (
+                (1 - weak) / (1 - strong)
+            ),
+            "q is a ratio of squared lengths already: no root": worth**0.5,
+        }
+        got = number(answer(weak, strong), "batches_worth")
+        close(got, worth, "this is not the ratio of the two cos / (1 - cos)", mistakes)
 
 
 @check("Exercise 4")
