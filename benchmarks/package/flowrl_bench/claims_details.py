@@ -47,7 +47,7 @@ FRONTIERS = {
 }
 """The questions of the frontier, by the arm whose KL they vary."""
 NOTES = {
-    POSITION: " The random steps change the credit less than turning points do ([by how"
+    POSITION: "The random steps change the credit less than turning points do ([by how"
     " much](../verdict.md#the-questions))."
 }
 """What a claim's section says besides, by claim."""
@@ -224,8 +224,9 @@ def _claim(page: Document, judged: Sequence[Judged]) -> None:
     more = f" Secondary: {secondary}." if secondary else ""
     page.text(
         f"{claim.says}{source}{expects} Primary: {claim.primary.words()}.{more} {_arms(claim)}"
-        f"{NOTES.get(claim.id, '')}"
     )
+    if claim.id in NOTES:
+        page.text(NOTES[claim.id])
     for case in judged:
         world = _capital(WORLD_NAMES[case.world])
         if case.primary is None:
