@@ -12,7 +12,7 @@ from flowrl_bench.claims import KL_WEIGHTS, MADE, Claim, made_values
 from flowrl_bench.claims import Arm as Changes
 from flowrl_bench.claims_figures import curves, frontier, survival_levels, survivals
 from flowrl_bench.claims_page import Inputs
-from flowrl_bench.main_comparison import Arm, arms_of
+from flowrl_bench.main_comparison import POSITION, Arm, arms_of
 from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.statistics import interquartile_mean, median, rate
 from flowrl_bench.tables import (
@@ -46,6 +46,11 @@ FRONTIERS = {
     "turning points": "kl-frontier-points",
 }
 """The questions of the frontier, by the arm whose KL they vary."""
+NOTES = {
+    POSITION: "The random steps change the credit less than turning points do ([by how"
+    " much](../verdict.md#the-questions))."
+}
+"""What a claim's section says besides, by claim."""
 FRONTIER_TEXT = (
     "Each line joins the runs of one method without KL (smallest marker) and with the weights"
     f" {', '.join(f'{weight:g}' for weight in KL_WEIGHTS)} of the KL to the base model. Higher and"
@@ -220,6 +225,8 @@ def _claim(page: Document, judged: Sequence[Judged]) -> None:
     page.text(
         f"{claim.says}{source}{expects} Primary: {claim.primary.words()}.{more} {_arms(claim)}"
     )
+    if claim.id in NOTES:
+        page.text(NOTES[claim.id])
     for case in judged:
         world = _capital(WORLD_NAMES[case.world])
         if case.primary is None:

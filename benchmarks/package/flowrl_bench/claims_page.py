@@ -17,7 +17,7 @@ from flowrl_bench.default_settings import FILE, survival_table
 from flowrl_bench.digest import rules_digest
 from flowrl_bench.evidence import BUDGET, MEASURES
 from flowrl_bench.leads import LEADS
-from flowrl_bench.main_comparison import answers, arms_of, lead_table
+from flowrl_bench.main_comparison import POSITION, answers, arms_of, lead_table
 from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.results_file import Lines, ResultsFile
 from flowrl_bench.statistics import SMALLEST
@@ -69,7 +69,8 @@ CLAIMS_TEXT = (
     " to the rules, the arms, every comparison and the reported number."
 )
 QUESTIONS_TEXT = (
-    "No paper reports these. A number is that of the first comparison that the details name."
+    "No paper reports these. A number is that of the first comparison that the details name. The"
+    f" control of *{POSITION}* changes the credit less than turning points do."
 )
 MARGIN_TEXT = (
     "A difference matters from 5% of the gain on: the mean final reward of the best arm in the"

@@ -195,7 +195,8 @@ def _place(judged: Sequence[Judged], world: str) -> str:
     question = next((j for j in judged if j.claim.id == POSITION and j.world == world), None)
     if question is None or question.primary is None:
         return MISSING
-    return f"turning points at random steps minus real ones: {_said(question.primary.verdict)}"
+    control = "turning points at random steps, which change the credit less, minus real ones"
+    return f"{control}: {_said(question.primary.verdict)}"
 
 
 def choice(arms: Mapping[str, Arm]) -> Arm | None:

@@ -60,7 +60,8 @@ def microscope_page(
     page.blocks.append(correlation_table(lines))
     page.text(
         "Each cell: correlation on independent trajectories [95% interval] / ceiling. NFE: sampling"
-        " and probe, per trajectory."
+        " and probe, per trajectory. Turning points at random steps, a control, also change the"
+        " credit less."
     )
     if any(
         lines.of(world, "after", method=method) for world in lines.worlds() for method in METHODS

@@ -241,6 +241,8 @@ def details(worlds: Mapping[str, tuple[Verdicts, HeadroomStudy]], command: str) 
         " that of Flow-GRPO. What exact values cost counts in their row and not in their question."
         " With noise on the score, exact values are those of scores without noise, so their lead"
         " includes what the noise costs. A run that diverged has rewards of 0 from there on."
+        f" *{named('turning points at random steps')}* changes the credit less than TP-GRPO"
+        " ([by how much](../verdict.md#the-questions))."
     )
     page.text(f"Made by `{command}`.")
     return page

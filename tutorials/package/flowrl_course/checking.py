@@ -328,23 +328,6 @@ def close(
     raise Unsolved(otherwise, symptom)
 
 
-def same_gradient(got: Tensor, wanted: Tensor, leaf: Tensor) -> None:
-    """Raise `Unsolved` unless `got`, whose value is right, has the gradient of `wanted` by
-    `leaf`.
-    """
-    expect(
-        got.requires_grad,
-        "the value is right, but carries no gradient: leave out detach, no_grad and item",
-    )
-    found, right = (
-        torch.autograd.grad(result.sum(), leaf, allow_unused=True)[0] for result in (got, wanted)
-    )
-    expect(
-        found is not None and same(found, right),
-        "the value is right, but not its gradient: is a part detached?",
-    )
-
-
 def _symptom(got: Tensor, wanted: Tensor, tolerance: float) -> str:
     """How two tensors differ, in words: the number of wrong values, and the worst of them."""
     if got.shape != wanted.shape:
