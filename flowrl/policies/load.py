@@ -1,7 +1,5 @@
 """Loading a policy from a model's folder, or from its name on the Hugging Face Hub."""
 
-import hashlib
-import inspect
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,7 +9,7 @@ from typing import Any
 import torch
 
 from flowrl.core.errors import ConfigError, require
-from flowrl.io import cache_folder
+from flowrl.policies.embedded import TextFiles
 from flowrl.policies.families import Family, family_of
 from flowrl.policies.pipeline import DTYPES, ModelOptions, PipelinePolicy
 from flowrl.reading import reading
@@ -53,8 +51,9 @@ def load_policy(
     settings = {"use_safetensors": True, "dtype": dtypes}
     with reading(subject):
         folder = model if Path(model).is_dir() else kind.download(model, use_safetensors=True)
-        others = set(index) - {"transformer", "vae", "scheduler"}
-        embeddings = _embeddings(Path(folder), sorted(others), kind, family, options)
+        tokens = options.max_sequence_length or family.text_tokens
+        files = TextFiles(Path(folder), index, kind, family, options.dtype, tokens)
+        place = files.place
         networks = {"vae": _complete(folder, "vae", index["vae"], dtypes["vae"])}
         part, given = index["transformer"], (dtypes["transformer"], _quantization(options))
         networks["transformer"] = (
@@ -73,47 +72,12 @@ def load_policy(
             loaded = kind.from_pretrained(folder, **settings, **parts).components
         return {part: loaded[part] for part in absent}
 
+    def embeddings() -> Path | None:
+        return place if files.place == place else None
+
     if not lazy:
         return PipelinePolicy(pipe, family, options)
     return PipelinePolicy(pipe, family, options, load_encoders, embeddings)
-
-
-SAMPLED, BLOCK = 256, 2**16
-"""Blocks of a file that its digest reads, if it has more, and bytes of a block."""
-
-
-def _embeddings(
-    folder: Path, parts: Sequence[str], kind: Any, family: Family, options: ModelOptions
-) -> Path | None:
-    """The folder of the embeddings of a pipeline's prompts, named by a digest of all that
-    determines them: text encoders and tokenizers (`parts`), versions, code, precision and length.
-
-    Of a file above 16 MB the digest has the size and 256 blocks of 64 KiB at equal distances, which
-    takes milliseconds and differs for any other training of the weights. None for a family whose
-    code has no file.
-    """
-    tokens = options.max_sequence_length or family.text_tokens
-    try:
-        code = inspect.getsource(type(family).encode)
-    except OSError:
-        return None
-    libraries = [import_module(name).__version__ for name in ("diffusers", "transformers")]
-    known = [*libraries, kind.__name__, code, sorted(vars(family).items()), options.dtype, tokens]
-    digest = hashlib.sha256(repr(known).encode())
-    for part in parts:
-        files = sorted(path for path in (folder / part).glob("**/*") if path.is_file())
-        if part in family.encoders and files:
-            weights = any(path.suffix == ".safetensors" for path in files)
-            require(weights, f"model: {part}", [path.name for path in files], "safetensors")
-        for path in files:
-            size = path.stat().st_size
-            digest.update(f"{path.relative_to(folder)} {size}\n".encode())
-            with open(path, "rb") as file:
-                for start in range(0, size, max(BLOCK, size // SAMPLED)):
-                    file.seek(start)
-                    digest.update(file.read(BLOCK))
-    name = f"{kind.__name__}-{options.dtype}-{tokens}-{digest.hexdigest()[:16]}"
-    return cache_folder() / "prompts" / name
 
 
 def _quantization(options: ModelOptions) -> Any:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, get_args
 
 import torch
@@ -23,6 +22,7 @@ from flowrl.core.options import Count, Whole
 from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.distributed import Distributed, full_tensors, is_sharded_network
 from flowrl.parts.settings import settings_group
+from flowrl.policies.embedded import EmbeddingsFolder
 from flowrl.policies.families import Family, linear_guidance, shape_of, size_of
 from flowrl.policies.lora import Adapters, load_frozen_adapters
 from flowrl.policies.prompt_cache import PromptCache
@@ -181,8 +181,9 @@ class PipelinePolicy:
         family: the model family.
         options: sizes, device, dtype, guidance, adapter and memory settings.
         load_encoders: loads the text encoders of a `pipe` without them, by name.
-        embeddings: the folder of the prompts' embeddings, which other processes and runs use too;
-            None for a temporary folder (`TMPDIR`) that is deleted with the policy.
+        embeddings: returns the folder of the prompts' embeddings, which other processes and runs
+            use too. If it returns None, or a text encoder, a tokenizer or a method of `pipe` was
+            replaced before the first prompt: a temporary folder that is deleted with the policy.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class PipelinePolicy:
         family: Family,
         options: ModelOptions = ModelOptions(),
         load_encoders: Callable[[], Mapping[str, nn.Module]] | None = None,
-        embeddings: Path | None = None,
+        embeddings: Callable[[], Path | None] = lambda: None,
     ) -> None:
         kind = type(pipe).__name__
         require(kind == family.pipeline, "pipeline", kind, family.pipeline)
@@ -219,11 +220,8 @@ class PipelinePolicy:
         require(channels == 3, "channels of the image decoder", channels, "3, red, green and blue")
         self._scheduler = _euler_scheduler(pipe)
         self._load_encoders = load_encoders
-        if embeddings is None:
-            made = TemporaryDirectory(prefix="flowrl-prompts-", ignore_cleanup_errors=True)
-            self._temporary, embeddings = made, Path(made.name)
-        limit = options.prompt_cache
-        self.prompts = PromptCache(self._embed, self.device, limit, self.dtype, embeddings)
+        limit, self._place = options.prompt_cache, EmbeddingsFolder(pipe, family, embeddings)
+        self.prompts = PromptCache(self._embed, self.device, limit, self.dtype, self._place)
         self.guidance_scale = options.guidance_scale
         self.adapters: Adapters | None = None
         self._active = self.reference_network = self.transformer
@@ -313,8 +311,11 @@ class PipelinePolicy:
     @contextmanager
     def _text_encoders(self) -> Iterator[None]:
         """Within this context the text encoders are on the device."""
-        for name, encoder in (self._load_encoders or dict)().items():
-            setattr(self.pipe, name, encoder)
+        absent = [name for name in self.family.encoders if getattr(self.pipe, name, None) is None]
+        loaded = self._load_encoders() if self._load_encoders and absent else {}
+        for name in loaded.keys() & absent:
+            setattr(self.pipe, name, loaded[name])
+        self._place.require_same()
         given = {name: self.pipe.components.get(name) for name in self.family.encoders}
         encoders = {name: part for name, part in given.items() if part}  # SD3 may have no T5
         try:
@@ -323,7 +324,7 @@ class PipelinePolicy:
             yield
         finally:
             for name, encoder in encoders.items():
-                if self._load_encoders:
+                if name in loaded.keys() & absent:
                     setattr(self.pipe, name, None)
                 else:
                     encoder.to("cpu")

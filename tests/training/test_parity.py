@@ -52,3 +52,11 @@ def test_the_trainer_agrees_with_formulas_in_plain_torch():
     assert [row for row in rows if not row.passed] == []
     assert {row.state for row in rows} == {"grpo", "nft", "nft at the floor"}
     assert {row.quantity for row in rows} == SHARED | CLIPPED | {"advantages", "latents"}
+
+
+def test_a_replay_stores_no_embeddings(tmp_path, monkeypatch):
+    """Other recordings have other embeddings of the same prompts."""
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path))
+    rows = list(parity.parity(methods=["fg"], cases=[PLAIN], updates=["on_policy"]))
+    assert rows and all(row.passed for row in rows)
+    assert list(tmp_path.iterdir()) == []
