@@ -296,7 +296,7 @@ class PipelinePolicy:
         those that are cut at the encoders' numbers of tokens.
         """
         texts = [self.options.negative_prompt, *(prompt.text for prompt in prompts)]
-        new = [text for text in dict.fromkeys(texts) if text not in self._counted]
+        new = [text for text in dict.fromkeys(texts) if text and text not in self._counted]
         self._counted.update(new)
         if distributed.is_main:
             for line in cut_prompts(self.pipe, self.family, new, self._tokens):
