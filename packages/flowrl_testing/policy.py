@@ -201,6 +201,7 @@ class PolicyContract(Pure, Separate):
         policy, scheduler = self.part, self.part.pipe.scheduler
         steps, images = own_call(policy, self.asked, self.inputs["latents"], self.call)
         condition, what = policy.encode(self.asked), "in the pipeline's own call,"
+        expect(steps, "the pipeline's own call made no step of its scheduler")
         for number, (latent, time, theirs) in enumerate(steps):
             ours = policy.velocity(latent, time.expand(len(latent)), condition)
             self.same(ours, theirs, f"{what} step {number}:")
@@ -209,6 +210,7 @@ class PolicyContract(Pure, Separate):
             same(grid.times, scheduler.sigmas, f"{what} a time", 1e-6)
             same(grid.network_timesteps, scheduler.timesteps, f"{what} 1000 t", 1e-6)
             if images is not None:
+                latent, _, theirs = steps[-1]
                 last = latent + (grid.times[-1] - grid.times[-2]) * theirs
                 same(policy.decode(last), images, f"{what} a pixel", self.tolerance)
         return None
