@@ -37,21 +37,22 @@ class PromptCache:
     """Embeddings by integer number, so that a `Condition` carries a number per sample instead of
     megabytes.
 
-    `encode` embeds new texts. Embeddings are in `folder`, one file per text, where other processes
-    and later runs find them; a damaged or deleted file is made again. At most `limit` of them are
-    also in main memory, and those of the latest call on `device`, padded with zeros at the end of
-    their first axis to a common length. Floating-point tensors have `dtype`. Raises `DiskError` if
-    the disk is full, `ConfigError` if the folder cannot be written.
+    `encode` embeds new texts. Embeddings are in the folder that `place` returns, one file per text,
+    where other processes and later runs find them; a damaged or deleted file is made again. At most
+    `limit` of them are also in main memory, and those of the latest call on `device`, padded with
+    zeros at the end of their first axis to a common length. Floating-point tensors have `dtype`.
+    Raises `DiskError` if the disk is full, `ConfigError` if the folder cannot be written.
     """
 
     encode: Encode
     device: torch.device
     limit: int
     dtype: torch.dtype
-    folder: Path
+    place: Callable[[], Path]
     _numbers: dict[str, int] = field(default_factory=dict)
     _memory: dict[str, Row] = field(default_factory=dict)
     _on_device: frozenset[int] = frozenset()
+    folder: Path = field(init=False)
 
     def numbers(self, texts: Sequence[str]) -> list[int]:
         """The numbers of `texts`; new texts are embedded."""
@@ -71,6 +72,7 @@ class PromptCache:
 
         `report` is called with {"phase": "prompts", "prompts": a line of progress}.
         """
+        self.folder = self.place()
         new = [text for text in dict.fromkeys(texts) if text not in self._numbers]
         missing = self._missing(new)
         # again if processes do not see each other's files

@@ -52,7 +52,7 @@ def shown(line, capsys):
         ("train --model m --prompts text[0:2]", "a model has none of its own"),
         (
             "train --model nowhere/at-all --prompts text[0:2] --reward jpeg-compressibility",
-            "neither a folder with a model_index",
+            "neither a folder nor among the downloaded models",
         ),
     ],
 )

@@ -274,7 +274,7 @@ def embedded(distributed, folder):
         policy.prompts.encode = lambda texts, add=done.extend, embed=embed: (
             add(texts) or embed(texts)
         )
-        policy.prompts.folder = folder / name
+        policy.prompts.place = lambda: folder / name  # noqa: B023
         policy.warm([Prompt(f"number {n}") for n in range(10)], distributed)
         assert len(list(policy.prompts.folder.iterdir())) == 11
         counts.append(len(done))
