@@ -77,7 +77,7 @@ def part_call(call: str, error: type[FlowrlError], *inputs: Tensor) -> Iterator[
     counted = [tensor for tensor in inputs if not tensor.is_inference()]
     before = [tensor._version for tensor in counted]
     process, modes = os.getpid(), (torch.get_default_dtype(), torch.is_grad_enabled())
-    with part_errors(), _named_if_slow(call):
+    with part_errors(), named_call(call):
         yield
     if os.getpid() != process:
         _forked[:] = f"{process} {call}".encode()[:256].ljust(256)
@@ -115,13 +115,19 @@ _calls: dict[object, tuple[str, float]] = {}
 
 
 @contextmanager
-def _named_if_slow(call: str) -> Iterator[None]:
+def named_call(call: str) -> Iterator[None]:
+    """The context of a call of a part, for `watched_calls` and `call_in_progress`."""
     key = object()
     _calls[key] = (call, time.monotonic())
     try:
         yield
     finally:
         del _calls[key]
+
+
+def call_in_progress() -> str:
+    """The innermost call of a part that has not returned, or ""."""
+    return next(reversed(_calls.copy().values()), ("", 0.0))[0]
 
 
 @contextmanager
