@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -131,16 +131,19 @@ def call_in_progress() -> str:
 
 
 @contextmanager
-def watched_calls() -> Iterator[None]:
+def watched_calls(publish: Callable[[str], None] = lambda call: None) -> Iterator[None]:
     """A context in which a line on standard error names each call of a part that takes more than
-    `SLOW` seconds.
+    `SLOW` seconds. `publish` gets the name of the call in progress, or "", about once a second.
     """
     ended = threading.Event()
 
     def watch() -> None:
-        named = None
-        while not ended.wait(SLOW / 10):
+        named = published = None
+        while not ended.wait(min(1.0, SLOW / 10)):
             current = next(iter(_calls.copy().values()), None)
+            if current != published:
+                published = current
+                publish(current[0] if current else "")
             if current and current != named and time.monotonic() - current[1] > SLOW:
                 named = current
                 print(f"{current[0]} has not returned for {SLOW:g} s", file=sys.stderr, flush=True)

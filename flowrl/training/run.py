@@ -124,15 +124,16 @@ class Run:
         """
         self.config.allowed()
         full = disk_errors(self.folder, partial(to_resume, self.folder))
-        with part_errors(), watched_calls(), full, out_of_memory(), ExitStack() as stack:
+        watched = watched_calls(self.distributed.publish)
+        with part_errors(), watched, full, out_of_memory(), ExitStack() as stack:
             if self.distributed.in_main(lambda: self._enter(stack, resume)) and not start:
                 return True
             self._open(resume, start)
             while not self._ended:
                 with self._saved_after_failure():
                     self._iterate()
-                self._remember()
-                paused = self.distributed.any(not self._ended and self.stop())
+                    self._remember()
+                    paused = self.distributed.any(not self._ended and self.stop())
                 due = self._trainer.done % self.config.logging.checkpoint_every == 0
                 if paused or due or self._ended or "kept" in self._rows[-1]:
                     self.save_last()
