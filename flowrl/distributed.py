@@ -219,9 +219,11 @@ class Distributed:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            calls = self.calls_of_others()
+            slow = f" ({calls})" if calls else ""
             raise OtherProcessError(
                 f"{self._name} lost another process, whose own message gives the reason. If it was"
-                f" only slow{self._calls()}, raise {TIMEOUT} (now {_timeout_minutes():g} minutes):"
+                f" only slow{slow}, raise {TIMEOUT} (now {_timeout_minutes():g} minutes):"
                 f" {str(error).splitlines()[0]}"
             ) from error
 
@@ -233,15 +235,15 @@ class Distributed:
             with suppress(RuntimeError):  # the process with the store may have ended
                 _store().set(f"call {self.rank}", call)
 
-    def _calls(self) -> str:
-        """The calls of parts in progress elsewhere, as in " (process 1: MyReward.score)"."""
+    def calls_of_others(self) -> str:
+        """The calls of parts in progress in other processes, as in "process 1: MyReward.score"."""
         calls = list[str]()
         with suppress(RuntimeError, ValueError):
             for rank in range(self.world_size):
                 key = f"call {rank}"
                 if rank != self.rank and _store().check([key]) and (call := _store().get(key)):
                     calls.append(f"process {rank}: {call.decode()}")
-        return f" ({', '.join(calls)})" if calls else ""
+        return ", ".join(calls)
 
     @property
     def _name(self) -> str:

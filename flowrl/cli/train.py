@@ -91,22 +91,22 @@ def asked_to_stop(runs: Sequence["Run"] = ()) -> Iterator[threading.Event]:
             process.kill()  # a hanging one may not notice the end of this process
         for run in runs:
             if run.distributed.is_main:
-                print(_left(run.folder), flush=True)
+                print(_left(run), flush=True)
         os._exit(130)
 
     with on_stop(ask), on_repeated_stop(save, leave):
         yield asked
 
 
-def _left(out: Path) -> str:
-    """What to print when a second signal ends the run in `out`."""
+def _left(run: "Run") -> str:
+    """What to print when a second signal ends `run`."""
     from flowrl.core.types import call_in_progress
     from flowrl.training.checkpoint import Checkpoints, to_resume
 
-    call = call_in_progress()
+    call = call_in_progress() or run.distributed.calls_of_others()
     reason = f"{call} did not return. " if call else ""
-    newest = Checkpoints(out).newest
-    kept = f"Checkpoint {newest} is kept. Continue with: {to_resume(out)}"
+    newest = Checkpoints(run.folder).newest
+    kept = f"Checkpoint {newest} is kept. Continue with: {to_resume(run.folder)}"
     return f"Stopped. {reason}{kept if newest else 'There is no checkpoint yet.'}"
 
 
