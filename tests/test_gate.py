@@ -165,9 +165,10 @@ def test_a_link_in_a_run_folder_is_neither_written_nor_deleted(tmp_path, capsys)
     os.mkfifo(run / "metrics.jsonl")
     assert "metrics.jsonl is a pipe or a device" in error_of(f"train --resume {run}", capsys)
     (run / "metrics.jsonl").unlink()
-    (run / "metrics.jsonl.tmp").symlink_to(other / "untouched")
+    (run / "metrics.jsonl.tmp").symlink_to(tmp_path / "untouched")
     with pytest.raises(OSError, match="symbolic links"):
         write_file(run / "metrics.jsonl.tmp", b"1")
+    assert not (tmp_path / "untouched").exists()
     (tmp_path / "linked").symlink_to(run)  # the folder itself may be one
     with folder_lock(tmp_path / "linked"):
         pass

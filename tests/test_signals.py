@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tomllib
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -297,7 +299,10 @@ def test_a_second_signal_ends_a_part_that_hangs(place, way, tmp_path):
         saved, started = Checkpoints(out).newest, time.monotonic()
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
-        shown = process.communicate(timeout=20)[0]
+        killer = threading.Timer(20, process.kill)
+        killer.start()
+        shown = process.communicate()[0]
+        killer.cancel()
         assert (process.returncode, time.monotonic() - started < 5) == (130, True)
     assert not psutil.wait_procs(children, timeout=5)[1]
     if place == "load":
@@ -311,7 +316,8 @@ def test_a_second_signal_ends_a_part_that_hangs(place, way, tmp_path):
 
 def test_signals_that_a_launcher_repeats_count_once():
     counts = list[str]()
-    with on_stop(lambda _: None), on_repeated_stop(lambda: counts.append("save"), sys.exit):
+    actions = [partial(counts.append, name) for name in ("save", "leave")]
+    with on_stop(lambda _: None), on_repeated_stop(*actions):
         for _ in range(3):
             signal.raise_signal(signal.SIGTERM)
             time.sleep(0.05)
