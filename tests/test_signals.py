@@ -293,6 +293,7 @@ def test_a_second_signal_ends_a_part_that_hangs(place, way, tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert "HANGS\n" in iter(process.stdout.readline, "")
+        time.sleep(0.2)  # until the part waits
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline().startswith("Stopping after this iteration")
         time.sleep(APART + 0.2)

@@ -69,23 +69,31 @@ def asked_to_stop(runs: Sequence["Run"] = ()) -> Iterator[threading.Event]:
     """
     asked, since = threading.Event(), [0.0]
 
+    def say() -> None:
+        # the signal may have come while something was printed
+        with suppress(RuntimeError, OSError):
+            print("Stopping after this iteration (again: stop at once) ...", flush=True)
+
     def ask(_: int) -> None:
         if not asked.is_set():
             asked.set()
             since[0] = time.monotonic()
-            # the signal may have come while something was printed
-            with suppress(RuntimeError, OSError):
-                print("Stopping after this iteration (again: stop at once) ...", flush=True)
+            say()
         # a part may be in code that gives the other threads no time
         time.sleep(GRACE if time.monotonic() - since[0] >= APART else 0.05)
 
-    def save() -> None:
+    def keep() -> None:
         with suppress(OSError):  # a full disk is reported at the end of the iteration
             for run in runs:
                 run.save_last()
 
+    def save() -> None:
+        keep()
+        if not asked.wait(0.5):  # the main thread is outside Python
+            say()
+
     def leave() -> None:
-        save()
+        keep()
         threading.Timer(GRACE / 4, os._exit, [130]).start()  # the output may be blocked
         for process in multiprocessing.active_children():
             process.kill()  # a hanging one may not notice the end of this process
