@@ -174,8 +174,9 @@ def test_a_link_in_a_run_folder_is_neither_written_nor_deleted(tmp_path, capsys)
         pass
 
 
-def test_other_links_block_nothing(tmp_path):
+def test_other_links_block_nothing(tmp_path, monkeypatch):
     """As those that W&B makes, also in the folder of weights that are not a run's."""
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
     run, data = interrupted_run(tmp_path / "run"), tmp_path / "data"
     (data / "checkpoints").mkdir(parents=True)
     (data / "mine").write_text("mine")

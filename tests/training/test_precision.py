@@ -62,8 +62,11 @@ BROKEN = {
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 @pytest.mark.parametrize("part", BROKEN)
-def test_the_first_part_with_values_that_are_not_finite_is_named(command, part, tmp_path, capsys):
+def test_the_first_part_with_values_that_are_not_finite_is_named(
+    command, part, tmp_path, capsys, monkeypatch
+):
     """Not the reward, which sees images of 8 bits."""
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
     pipe = tiny_sd3()
     torch.nn.init.constant_(BROKEN[part](pipe), INFINITE - INFINITE)
     files = model_files(tmp_path, pipe=pipe) | {"reward": "jpeg-compressibility"}
