@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -17,14 +18,15 @@ from typing import Any, Protocol, get_type_hints
 import pytest
 import torch
 from flowrl_compare.comparison import CompareConfig
+from flowrl_testing.tiny import tiny_sd3_policy
 from pydantic import BaseModel
-from small_run import MIXTURE, TINY_RUN, error_of, flowrl_
+from small_run import MIXTURE, TINY_RUN, error_of, flowrl_, model_files, words
 
 import flowrl.core.types as types
 from flowrl.core.calls import CHECKS_ON
 from flowrl.core.errors import OWN_PACKAGES, ConfigError, CreditError, FlowrlError, PartError
 from flowrl.core.types import Prompt, part_call, state_of, watched_calls
-from flowrl.io import folder_lock, write_json
+from flowrl.io import folder_lock, write_file, write_json
 from flowrl.parts.registry import KINDS, build, check_part, find_maker
 from flowrl.parts.specs import Spec
 from flowrl.probes import Completion, NoProbe
@@ -163,9 +165,38 @@ def test_a_link_in_a_run_folder_is_neither_written_nor_deleted(tmp_path, capsys)
     os.mkfifo(run / "metrics.jsonl")
     assert "metrics.jsonl is a pipe or a device" in error_of(f"train --resume {run}", capsys)
     (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl.tmp").symlink_to(tmp_path / "untouched")
+    with pytest.raises(OSError, match="symbolic links"):
+        write_file(run / "metrics.jsonl.tmp", b"1")
+    assert not (tmp_path / "untouched").exists()
     (tmp_path / "linked").symlink_to(run)  # the folder itself may be one
     with folder_lock(tmp_path / "linked"):
         pass
+
+
+def test_other_links_block_nothing(tmp_path, monkeypatch):
+    """As those that W&B makes, also in the folder of weights that are not a run's."""
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
+    run, data = interrupted_run(tmp_path / "run"), tmp_path / "data"
+    (data / "checkpoints").mkdir(parents=True)
+    (data / "mine").write_text("mine")
+    (run / "wandb").mkdir()
+    for place in (run / "wandb" / "latest-run", run / "mine", run / "checkpoints" / "mine"):
+        place.symlink_to(data)
+    (run / "config.yaml").unlink()
+    (run / "config.yaml").symlink_to(data / "mine")  # written anew: the link is replaced
+    assert flowrl_(f"train --resume {run}") == 0
+    command = f"evaluate --weights {run} --limit 1 --num-steps 1"
+    assert flowrl_(command) == 0 and (data / "mine").read_text() == "mine"
+    assert (run / "mine").is_symlink() and (run / "config.yaml").is_file()
+    files = model_files(tmp_path) | {"reward": "jpeg-compressibility"}
+    del files["max_sequence_length"]
+    tiny_sd3_policy().save(tmp_path / "mine")
+    weights = next((tmp_path / "mine").glob("*.safetensors"))
+    for name in ("checkpoints", "lora", "latest"):
+        (weights.parent / name).symlink_to(data)
+    assert flowrl_(f"evaluate --weights {weights} --num-steps 1 {shlex.join(words(**files))}") == 0
+    assert sorted(path.name for path in data.iterdir()) == ["checkpoints", "mine"]
 
 
 class Rule:

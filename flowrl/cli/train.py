@@ -1,6 +1,8 @@
 """`flowrl train`."""
 
 import json
+import multiprocessing
+import os
 import shlex
 import threading
 import time
@@ -33,12 +35,13 @@ from flowrl.core.options import Count
 from flowrl.parts.registry import shadowed
 from flowrl.parts.trust import own_text, trust_option
 from flowrl.reading import read_text
-from flowrl.signals import ignore_stops, on_stop
+from flowrl.signals import APART, ignore_stops, on_repeated_stop, on_stop
 from flowrl.training.config import RunConfig, load_config
 from flowrl.workers import launch_rank
 
 if TYPE_CHECKING:
     from flowrl.distributed import Distributed
+    from flowrl.training.run import Run
 
 
 FROM = "With --resume: the checkpoint to continue from, such as 000010; later ones are deleted."
@@ -49,27 +52,70 @@ files, such as the model's card, and return lines to print.
 PLANNED = ("trust", "trial", "plan", "card", "processes", "launch")
 READ = {"resume": ("start", "changed_code", *PLANNED), "config": ("out", *PLANNED)}
 """Options that are read together with one that names a run."""
+GRACE = 4.0
+"""Seconds in which a second signal ends the process."""
 PLAN_INDENT = 21
 """Columns of the labels of a plan."""
 TrainOptions = options_class("TrainOptions")
 
 
 @contextmanager
-def asked_to_stop() -> Iterator[threading.Event]:
+def asked_to_stop(runs: Sequence["Run"] = ()) -> Iterator[threading.Event]:
     """An event that Ctrl-C, SIGTERM and SIGHUP set instead of ending the process
     (`flowrl.signals.on_stop`).
+
+    The last complete iteration of `runs` is saved at once, in case that the process is killed. A
+    second signal, at least `APART` seconds later, ends the process without the current iteration.
     """
-    asked = threading.Event()
+    asked, since = threading.Event(), [0.0]
+
+    def say() -> None:
+        # the signal may have come while something was printed
+        with suppress(RuntimeError, OSError):
+            print("Stopping after this iteration (again: stop at once) ...", flush=True)
 
     def ask(_: int) -> None:
         if not asked.is_set():
             asked.set()
-            # the signal may have come while something was printed
-            with suppress(RuntimeError, OSError):
-                print("Stopping after this iteration ...", flush=True)
+            since[0] = time.monotonic()
+            say()
+        # a part may be in code that gives the other threads no time
+        time.sleep(GRACE if time.monotonic() - since[0] >= APART else 0.05)
 
-    with on_stop(ask):
+    def keep() -> None:
+        with suppress(OSError):  # a full disk is reported at the end of the iteration
+            for run in runs:
+                run.save_last()
+
+    def save() -> None:
+        keep()
+        if not asked.wait(0.5):  # the main thread is outside Python
+            say()
+
+    def leave() -> None:
+        keep()
+        threading.Timer(GRACE / 4, os._exit, [130]).start()  # the output may be blocked
+        for process in multiprocessing.active_children():
+            process.kill()  # a hanging one may not notice the end of this process
+        for run in runs:
+            if run.distributed.is_main:
+                print(_left(run), flush=True)
+        os._exit(130)
+
+    with on_stop(ask), on_repeated_stop(save, leave):
         yield asked
+
+
+def _left(run: "Run") -> str:
+    """What to print when a second signal ends `run`."""
+    from flowrl.core.types import call_in_progress
+    from flowrl.training.checkpoint import Checkpoints, to_resume
+
+    call = call_in_progress() or run.distributed.calls_of_others()
+    reason = f"{call} did not return. " if call else ""
+    newest = Checkpoints(run.folder).newest
+    kept = f"Checkpoint {newest} is kept. Continue with: {to_resume(run.folder)}"
+    return f"Stopped. {reason}{kept if newest else 'There is no checkpoint yet.'}"
 
 
 @contextmanager
@@ -243,7 +289,8 @@ class Train:
         from flowrl.training.checkpoint import to_resume
         from flowrl.training.run import Run
 
-        with asked_to_stop() as asked:
+        runs = list[Run]()
+        with asked_to_stop(runs) as asked:
             with Distributed.join() as distributed:
                 config, out = distributed.in_main(self._start)
                 device_of(config.policy.device)
@@ -270,6 +317,7 @@ class Train:
                     changed_code=self.changed_code,
                     trial=self.trial,
                 )
+                runs.append(run)
                 with _resume_hint(out, distributed):
                     execute = record(run.execute) if size > 1 else run.execute
                     finished = bool(execute(self.resume is not None, self.start))

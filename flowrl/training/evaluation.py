@@ -38,6 +38,7 @@ from flowrl.rollout import (
     score,
     score_rollout,
 )
+from flowrl.rollout.sampling import decoded
 from flowrl.rollout.values import Inspect
 from flowrl.training.config import RunConfig
 from flowrl.training.trainer import Trainer
@@ -331,5 +332,5 @@ def write_trajectory(folder: Path, trainer: Trainer, world: World, members: int 
     }
     write_json(folder / "trajectory.json", record)
     row = slice(chosen, chosen + 1)
-    images = torch.cat([stills(policy.decode(node[row])) for node in (*latents, final)])
+    images = torch.cat([stills(decoded(policy, node[row], [prompt])) for node in (*latents, final)])
     write_bytes(folder / "trajectory.safetensors", save({"images": images.cpu().contiguous()}))

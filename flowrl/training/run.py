@@ -5,8 +5,9 @@ trajectory.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import entry_points
@@ -109,6 +110,8 @@ class Run:
         self._metrics = self.folder / "metrics.jsonl"
         self._digest, self._length = hashlib.sha256(), 0
         self._checkpoints = Checkpoints(self.folder, self.config.logging.keep_checkpoints)
+        self._last: Checkpoint | None = None
+        self._kept, self._saving = set[int](), threading.Lock()
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
         """Train to the end; with `resume`, from the last checkpoint or from the checkpoint `start`,
@@ -121,16 +124,19 @@ class Run:
         """
         self.config.allowed()
         full = disk_errors(self.folder, partial(to_resume, self.folder))
-        with part_errors(), watched_calls(), full, out_of_memory(), ExitStack() as stack:
+        watched = watched_calls(self.distributed.publish)
+        with part_errors(), watched, full, out_of_memory(), ExitStack() as stack:
             if self.distributed.in_main(lambda: self._enter(stack, resume)) and not start:
                 return True
             self._open(resume, start)
             while not self._ended:
-                self._iterate()
-                paused = self.distributed.any(not self._ended and self.stop())
+                with self._saved_after_failure():
+                    self._iterate()
+                    self._remember()
+                    paused = self.distributed.any(not self._ended and self.stop())
                 due = self._trainer.done % self.config.logging.checkpoint_every == 0
                 if paused or due or self._ended or "kept" in self._rows[-1]:
-                    self._save(self._trainer.state(copied=False))
+                    self.save_last()
                 if paused:
                     break
             if self._ended:
@@ -295,14 +301,10 @@ class Run:
         the row.
         """
         trainer, rows = self._trainer, self._rows
-        before = trainer.small_state()
         try:
             iteration = trainer.iteration()
         except NonFiniteError as error:
             raise error.saved(self.folder / "failure") from error
-        except (Exception, SystemExit):
-            self._save_before(before)
-            raise
         row: Row = dict(iteration)
         row |= {
             f"{name}_total": rows[-1][f"{name}_total"] + row[name]
@@ -376,28 +378,42 @@ class Run:
     def _warn_of_trial(self, text: str) -> None:
         self._warn([{"kind": "trial", "text": text}])
 
-    def _save(self, state: Checkpoint) -> None:
-        """Write `state` and the observers' state as the checkpoint of this iteration, after the
-        rows, of which it has the length and a hash.
-        """
-        if self.distributed.is_main:
-            with open(self._metrics, "rb") as file:
-                os.fsync(file.fileno())
+    def _remember(self) -> None:
+        """Copy the state after this iteration to main memory, for `save_last`."""
+        observed = self._observers.state() if self.distributed.is_main else {}
+        with self._saving:
+            self._last = None  # two copies need twice the memory
+            state = self._trainer.state()
             metrics = asdict(_Written(self._length, self._digest.hexdigest()))
-            tensors = {**state.tensors, **self._observers.state()}
-            kept = {row["iteration"] for row in self._rows if "kept" in row}
-            checkpoint = Checkpoint(tensors, {**state.values, "metrics": metrics})
-            self._checkpoints.save(checkpoint, self._trainer.done, kept)
+            if self.distributed.is_main:
+                self._kept = {row["iteration"] for row in self._rows if "kept" in row}
+                tensors = {**state.tensors, **observed}
+                self._last = Checkpoint(tensors, {**state.values, "metrics": metrics})
 
-    def _save_before(self, before: Checkpoint) -> None:
-        """After a failure before the first update of an iteration, save a checkpoint of its
-        beginning, so that no result is lost.
+    def save_last(self) -> None:
+        """Write the checkpoint of the last complete iteration, after the rows, of which it has the
+        length and a hash, unless the disk has it. Another thread may call this while a part hangs.
         """
-        trainer = self._trainer
-        if trainer.done > 0 and not trainer.updated and self.distributed.world_size == 1:
-            state = trainer.state(copied=False)
-            tensors = {**state.tensors, **before.tensors}
-            self._save(Checkpoint(tensors, {**state.values, **before.values}))
+        with self._saving:
+            last, newest = self._last, self._checkpoints.newest
+            if last is not None and int(newest or 0) < last.values["done"]:
+                with open(self._metrics, "rb") as file:
+                    os.fsync(file.fileno())
+                self._checkpoints.save(last, last.values["done"], self._kept)
+
+    @contextmanager
+    def _saved_after_failure(self) -> Iterator[None]:
+        """After a failure, save the last complete iteration, so that no result is lost; in a run
+        of several processes the main one does, whichever failed.
+        """
+        try:
+            yield
+        except NonFiniteError:  # earlier checkpoints may be better to continue from
+            raise
+        except BaseException:
+            with suppress(OSError):  # the first error counts
+                self.save_last()
+            raise
 
     # ----- End
 

@@ -160,13 +160,13 @@ class Trainer:
         )
         self.profile = ""
         """What `training.memory.find_sizes` found, in words."""
-        self.done, self.updated = 0, False
+        self.done = 0
         self.recorded: Collection[str] = ()
         self.on_phase: Callable[[str], None] = lambda phase: None
 
     def iteration(self) -> Iteration:
         """One pass from prompts to updated weights; returns its metrics and its record."""
-        usage, clock, self.updated = Usage(), Clock(self.on_phase, "rollout"), False
+        usage, clock = Usage(), Clock(self.on_phase, "rollout")
 
         # Rollout: this process's trajectories [sample, node, *latent], values of all groups
         # [prompt, member, decision+1].
@@ -414,7 +414,7 @@ class Trainer:
         scaled = self.scaler.is_enabled()
         if not scaled:
             check.gradient(norm, minibatch)
-        taken, self.updated = self.scaler.take(self.optimizer), True
+        taken = self.scaler.take(self.optimizer)
         if scaled:
             scale = self.scaler.get_scale()
             metrics.means |= {"loss_scale": scale, "skipped_steps": self.scaler.skipped}
@@ -429,20 +429,17 @@ class Trainer:
         with weights_replaced(self.policy, self.parameters, self.average):
             yield
 
-    def state(self, copied: bool = True) -> Checkpoint:
-        """Weights, averages, optimizer, generators, the prompt order, and the credit rule's memory
-        if it has one, in main memory.
+    def state(self) -> Checkpoint:
+        """A copy of weights, averages, optimizer, generators, the prompt order, and the credit
+        rule's memory if it has one, in main memory.
 
-        With `copied` False, tensors that are in main memory already are not copied, and updates
-        change them: for a caller that writes them at once. Other processes than the main one get
-        an empty checkpoint; with sharded weights all must call this.
+        Other processes than the main one get an empty checkpoint; with sharded weights all must
+        call this.
         """
-        state = training_state(self.named, self.average, self.optimizer, copied)
-        copies = self.copies.state(copied)
-        return state | copies | self.small_state() if self.distributed.is_main else state
-
-    def small_state(self) -> Checkpoint:
-        """The part of `state` whose size does not depend on the model."""
+        state = training_state(self.named, self.average, self.optimizer)
+        copies = self.copies.state()
+        if not self.distributed.is_main:
+            return state
         tensors = {
             "generator": self.generator.get_state(),
             "prompts.generator": self.prompts.generator.get_state(),
@@ -455,7 +452,7 @@ class Trainer:
             "order": list(self.prompts.order),
             "loss_scale": self.scaler.state_dict(),
         }
-        return Checkpoint(tensors, values)
+        return state | copies | Checkpoint(tensors, values)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from `state()`, on any number of processes. All processes call this; only the

@@ -148,8 +148,10 @@ class Evaluate:
         }
         beside = self.weights if self.weights.is_dir() else self.weights.parent
         out = self.out or beside / "evaluation"
-        if beside in (out, *out.parents):
-            require_no_links(beside)
+        of_run = not self.model and out == self.weights / "evaluation"
+        if beside in out.parents:
+            card = ("lora", "full") if of_run else ()
+            require_no_links(beside, (out.relative_to(beside).parts[0], *card))
         with (
             new_folder(out, "evaluation", made_evaluation, lambda: False),
             Progress(transient=True) as bars,
@@ -161,7 +163,6 @@ class Evaluate:
 
             evaluation = compare_weights(policy, load, prompts, rewards, how, facts, show)
             write_evaluation(evaluation, out, self.html)
-        of_run = not self.model and out == self.weights / "evaluation"
         if of_run and (self.weights / "README.md").exists():
             write_card(self.weights)
         page = f" and {out}/report.html" if self.html else ""
