@@ -14,13 +14,14 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, cast, get_args, get_origin
 
 import tyro
 
-from flowrl.core.errors import require
+from flowrl.core.errors import ConfigError, require
+from flowrl.core.options import split
 from flowrl.parts.settings import fields_of, flat, groups_of, owners
 from flowrl.training.config import RunConfig, preset
 
@@ -63,6 +64,30 @@ def _inside(hint: Any) -> Iterator[type]:
         if isinstance(part, type) and dataclasses.is_dataclass(part):
             yield part
         yield from _inside(part)
+
+
+def require_once(command: Any, arguments: Sequence[str]) -> None:
+    """Raise `ConfigError` for an option that the `arguments` of a parsed `command` contain twice,
+    also as --NAME and --no-NAME, unless its values are given by repeating it.
+    """
+    hints, given = dict(reversed([*_types(command)])), set[str]()  # the command's own come first
+    for word in takewhile(lambda word: word != "--", arguments):
+        option = word.partition("=")[0].replace("_", "-")
+        name = re.sub("^--(no-)?", "", option).replace("-", "_")
+        kind = hints.get(name)
+        if option.startswith("--") and tyro.conf.UseAppendAction not in get_args(kind):
+            several = f", as in {option} A B" * (get_origin(split(kind)[0]) is tuple)
+            if name in given:
+                raise ConfigError(f"{option} is given twice; allowed: once{several}")
+            given.add(name)
+
+
+def _types(command: Any) -> Iterator[tuple[str, Any]]:
+    """The types of the options of a parsed command, of its groups and of its subcommand."""
+    for item in dataclasses.fields(command):
+        yield item.name, item.type
+        value = getattr(command, item.name)
+        yield from _types(value) if dataclasses.is_dataclass(value) else ()
 
 
 def options_class(name: str, without: Sequence[str] = ()) -> type[Any]:

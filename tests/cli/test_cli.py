@@ -49,6 +49,12 @@ def shown(line, capsys):
         (f"evaluate --weights {'y' * 999}", "weights = "),
         ("compare --arm 'a: reward=weighted-sum(x=6)'", "weighted-sum has no option x"),
         ("compare --out=a\0b", "out = '--out=a"),
+        ("evaluate --weights A --weights B", "--weights is given twice; allowed: once\n"),
+        ("train --lora-targets a --lora_targets=b", "once, as in --lora-targets A B"),
+        ("train --offload --no-offload", "--no-offload is given twice"),
+        ("compare --credit uniform --credit A", "once, as in --credit A B"),
+        ("bench rule --arm a: --arm b:", "--arm is given twice"),
+        ("bench tune --arm a: --arm b: --world mars", "unknown world 'mars'"),
         ("train --model m --prompts text[0:2]", "a model has none of its own"),
         (
             "train --model nowhere/at-all --prompts text[0:2] --reward jpeg-compressibility",
