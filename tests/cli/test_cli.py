@@ -15,6 +15,8 @@ from flowrl.cli.train import TrainOptions
 from flowrl.methods import METHODS
 from flowrl.training.config import RunConfig
 
+MODEL = "train --model m --prompts text[0:2] --reward jpeg-compressibility"
+
 
 def shown(line, capsys):
     """The output of a command that is complete, or of its help."""
@@ -55,6 +57,10 @@ def shown(line, capsys):
         ("compare --credit uniform --credit A", "once, as in --credit A B"),
         ("bench rule --arm a: --arm b:", "--arm is given twice"),
         ("bench tune --arm a: --arm b: --world mars", "unknown world 'mars'"),
+        (f"{MODEL} --tuning full --adapter a/", "adapter = 'a/' is not allowed; allowed: left out"),
+        (f"{MODEL} --tuning full --lora-targets typo", "left out without tuning lora"),
+        (f"{MODEL} --negative-prompt x", "left out without a guidance_scale above 1"),
+        (f"{MODEL} --guidance-scale 2 --num-steps 5 --trained-steps 0:8", "schedule's 5 steps"),
         ("train --model m --prompts text[0:2]", "a model has none of its own"),
         (
             "train --model nowhere/at-all --prompts text[0:2] --reward jpeg-compressibility",
