@@ -337,6 +337,13 @@ def test_settings_of_a_model_without_effect_are_found(settings, names):
     assert unread(run, settings) == (list(settings) if names is None else names)
 
 
+def test_an_adapter_in_a_file_that_nothing_reads_is_refused(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("policy: {model: m, tuning: full, adapter: a}\n")
+    files = "--prompts text[0:2] --reward jpeg-compressibility"
+    error = error_of(f"train --preset tiny,{tmp_path}/mine.yaml {files}", capsys)
+    assert "adapter = 'a' is not allowed; allowed: left out without tuning lora" in error
+
+
 def test_an_option_that_nothing_reads_is_refused(tmp_path, capsys):
     out = f"--out {tmp_path}/new"
     for command in ("train", "compare --seeds 0"):

@@ -168,7 +168,7 @@ class Train:
         """The settings of the run to resume or repeat, or else the preset's with the given ones on
         top.
         """
-        from flowrl.training.build import require_read
+        from flowrl.training.build import NAMED, require_read
         from flowrl.training.memory import profile_of
 
         if self.resume or self.config:
@@ -181,7 +181,7 @@ class Train:
         if self.profile:
             chosen |= profile_of(self.profile)
         config = with_options(self.preset, self.base, chosen, self.trust)
-        require_read(config, chosen)
+        require_read(config, dict.fromkeys((*chosen, *NAMED)))
         return config
 
     def main(self) -> int:

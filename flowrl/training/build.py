@@ -287,7 +287,7 @@ NEEDS = {
 }
 """Settings by what they need so that something reads them."""
 NAMED = ("adapter", "frozen_adapters", "negative_prompt")
-"""Settings that no preset has: those of a user's file need a reader, too."""
+"""Settings without a value in presets: those of a user's file need a reader, too."""
 
 
 def unread(config: RunConfig, chosen: Iterable[str]) -> list[str]:
@@ -304,7 +304,7 @@ def unread(config: RunConfig, chosen: Iterable[str]) -> list[str]:
             return value <= 0 or parts(config) != parts(config.replace(**{name: value / 2}))
         if name == "window" and value:
             return bool((trial_stds(config) > 0).any())  # else no step is drawn in any window
-        if name in NAMED and not value:
+        if name in NAMED and not value.strip():  # Qwen-Image's negative prompt is a space
             return True
         if NEEDS.get(name) == "tuning lora" and config.policy.model:
             return config.policy.tuning == "lora"
@@ -326,10 +326,8 @@ def unread(config: RunConfig, chosen: Iterable[str]) -> list[str]:
 
 
 def require_read(config: RunConfig, chosen: Iterable[str]) -> None:
-    """Raise `ConfigError` for one of the settings `chosen`, or of `NAMED`, without effect on this
-    run.
-    """
-    for name in unread(config, dict.fromkeys((*chosen, *NAMED))):
+    """Raise `ConfigError` for one of the settings `chosen` without effect on this run."""
+    for name in unread(config, chosen):
         without = f" without {NEEDS[name]}" if name in NEEDS else ""
         require(False, name, config.flat()[name], f"left out{without}: nothing in this run uses it")
 
