@@ -24,6 +24,7 @@ from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import split
 from flowrl.parts.settings import fields_of, flat, groups_of, owners
 from flowrl.training.config import RunConfig, preset
+from flowrl.training.presets import combine, is_of_task, require_method
 
 Base = tyro.conf.Suppress[tyro.conf.Fixed[RunConfig]]
 """The settings that the options of a command start from: no option."""
@@ -151,13 +152,19 @@ def early(arguments: Sequence[str], *names: str) -> dict[str, str]:
 def base_of(arguments: Sequence[str]) -> RunConfig:
     """The run that the options start from: that of `--preset`, `--settings`, `--world`, `--model`
     and `--method`, read before all other options. With `--plan`, it is that of a machine with a
-    GPU.
+    GPU; with `--prompts`, without the held-out prompts of a task of the preset.
     """
-    given = early(arguments, "preset", "settings", "world", "model", "method")
-    start = preset(given.pop("preset", "default"), "--trust" in arguments)
+    given = early(arguments, "preset", "settings", "world", "model", "method", "prompts", "credit")
+    name, prompts = given.pop("preset", "default"), given.pop("prompts", "")
+    start = preset(name, "--trust" in arguments)
     published = given.pop("settings", "") == "published"
+    if not given.pop("credit", "") and given.get("method"):
+        require_method(name, given["method"])
     chosen = {name: value for name, value in given.items() if value}
-    return start.apply(planned="--plan" in arguments, published=published, **chosen)
+    run = start.apply(planned="--plan" in arguments, published=published, **chosen)
+    if prompts and is_of_task("heldout_prompts", combine(name, RunConfig).origins):
+        run = run.replace(heldout_prompts="")
+    return run
 
 
 def named_file(arguments: Sequence[str]) -> Path | None:

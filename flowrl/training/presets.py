@@ -5,6 +5,7 @@ Clips, KL weights and rules of the method files are the published ones, with the
 released code. ``sd3.5-medium,tp-grpo,ocr,exact`` has flowrl's definitions and translated numbers.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -259,7 +260,27 @@ def combine(name: str, schema: type) -> Combined:
     for origin, changes in layers:
         settings |= changes
         origins |= dict.fromkeys(changes, origin)
+    if is_of_task("heldout_prompts", origins) and not is_of_task("prompts", origins):
+        del settings["heldout_prompts"], origins["heldout_prompts"]
     return Combined((*files, *others), settings, origins)
+
+
+def is_of_task(setting: str, origins: Mapping[str, str]) -> bool:
+    """Whether a setting comes from a shipped task. Held-out prompts of a task belong to its
+    training prompts: with other ones, a run evaluates on these.
+    """
+    return origins.get(setting) in shipped()["tasks"]
+
+
+def require_method(preset: str, method: str) -> None:
+    """Raise `ConfigError` if the `preset` has the file of another method than `method`: the run
+    would have the credit, sampler and loss of one method and the name of the other.
+    """
+    for name in preset.split(","):
+        if name.strip() in shipped()["methods"]:
+            others = f"for another method, name it in --preset, or leave {name.strip()} out there"
+            own = f"{name.strip()}, whose credit, sampler and loss the preset sets; {others}"
+            require(method == name.strip(), "method", method, own)
 
 
 def _piece(name: str, schema: type) -> Piece:

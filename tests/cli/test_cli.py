@@ -57,6 +57,11 @@ def shown(line, capsys):
         ("compare --credit uniform --credit A", "once, as in --credit A B"),
         ("bench rule --arm a: --arm b:", "--arm is given twice"),
         ("bench tune --arm a: --arm b: --world mars", "unknown world 'mars'"),
+        (f"{MODEL} --preset tp-grpo --method flow-grpo", "'flow-grpo' is not allowed; allowed: tp"),
+        (
+            "compare --preset tp-grpo",
+            "method = 'flow-grpo' is not allowed; allowed: tp-grpo, whose",
+        ),
         (f"{MODEL} --tuning full --adapter a/", "adapter = 'a/' is not allowed; allowed: left out"),
         (f"{MODEL} --tuning full --lora-targets typo", "left out without tuning lora"),
         (f"{MODEL} --negative-prompt x", "left out without a guidance_scale above 1"),
