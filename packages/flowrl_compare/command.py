@@ -177,7 +177,7 @@ class Compare:
                 print(f"Note: not tuned here, with the settings of flow-grpo: {', '.join(untuned)}")
         for arm, settings in given.items():
             if isinstance(method := settings.get("method"), str):
-                if "credit" in settings:
+                if "credit" not in settings:
                     require_method(self.preset, method)
                 # what the preset needs for this method, unless an option gives another value
                 needed = method_overrides(
