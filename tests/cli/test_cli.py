@@ -59,7 +59,7 @@ def shown(line, capsys):
         ("bench tune --arm a: --arm b: --world mars", "unknown world 'mars'"),
         (f"{MODEL} --preset tp-grpo --method flow-grpo", "'flow-grpo' is not allowed; allowed: tp"),
         (
-            "compare --preset tp-grpo",
+            "compare --preset tp-grpo --seeds none",
             "method = 'flow-grpo' is not allowed; allowed: tp-grpo, whose",
         ),
         (f"{MODEL} --tuning full --adapter a/", "adapter = 'a/' is not allowed; allowed: left out"),
