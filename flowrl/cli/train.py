@@ -126,8 +126,11 @@ class Train:
     """Print what one iteration needs (trajectories, pairs, batches, network evaluations, memory)
     without training. A model is planned in the precision that it would have on a GPU.
     """
-    card: Literal["H100", "H200", "A100", "RTX 4090", "L40S", "L4"] = "H100"
-    """The GPU for which `plan` estimates time and memory."""
+    card: str = "H100"
+    """The GPU for which `plan` estimates time and memory: H100, H200, A100, A40, A10, L40S, L40,
+    L4, RTX 6000 Ada, RTX A6000, RTX 5090, RTX 4090, RTX 4080 or RTX 3090; another by its memory, as
+    in 16GB.
+    """
     processes: Count | None = None
     """Number of processes that `plan` assumes [default: 1]; training takes it from `accelerate
     launch`.
@@ -187,14 +190,16 @@ class Train:
     def main(self) -> int:
         """Train, printing every evaluation."""
         from flowrl.training.build import check
-        from flowrl.training.plan import memory_text, plan, plan_text, sized, times_text
+        from flowrl.training.plan import card_of, memory_text, plan, plan_text, sized, times_text
 
         require(not self.start or bool(self.resume), "from", self.start, "only with --resume")
         allowed = "only with --plan; `accelerate launch` sets it in training"
         require(self.plan or not self.processes, "processes", self.processes, allowed)
         require(self.plan or self.launch == "ddp", "launch", self.launch, allowed)
+        require(self.plan or self.card == Train.card, "card", self.card, "only with --plan")
         if not self.plan:
             return self._train()
+        card_of(self.card)
         config = self.configuration()
         check(config)
         processes = self.processes or 1

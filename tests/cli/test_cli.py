@@ -34,6 +34,8 @@ def shown(line, capsys):
         ("compare --credit none.py:Rule", "none.py does not exist"),
         ("train --resume '' --iterations 9", "resume = '.' is not allowed"),
         ("train --processes 2", "only with --plan"),
+        ("train --card L4", "card = 'L4' is not allowed; allowed: only with --plan"),
+        ("train --plan --card RTX", "card = 'RTX' is not allowed; allowed: one of H100"),
         ("train --device cuda:99", "device = 'cuda:99' is not allowed"),
         ("train --learning-rate inf", "learning_rate = inf is not allowed; allowed: a number"),
         ("sample --prompts 'a green dog'", "allowed: 1 to 5 words"),
