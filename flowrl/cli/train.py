@@ -35,6 +35,7 @@ from flowrl.parts.trust import own_text, trust_option
 from flowrl.reading import read_text
 from flowrl.signals import ignore_stops, on_stop
 from flowrl.training.config import RunConfig, load_config
+from flowrl.training.presets import tuned_text
 from flowrl.workers import launch_rank
 
 if TYPE_CHECKING:
@@ -236,6 +237,13 @@ class Train:
         new = Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")
         return config, self.resume or self.out or new
 
+    def _settings_text(self, config: RunConfig) -> str:
+        """Which settings a new run in a built-in world has, if `flowrl compare` has others."""
+        if self.resume or self.config or self.preset != "default":
+            return ""
+        source = "world" if self.settings == "world" else "method, as published"
+        return tuned_text(config.environment.world, config.flat(), source)
+
     def _train(self) -> int:
         import torch
         from torch.distributed.elastic.multiprocessing.errors import record
@@ -266,6 +274,8 @@ class Train:
                 for text in shadowed():
                     say(f"Warning: {text}")
                 say(fitted(f"  {method_text(config)}", 2))
+                if text := self._settings_text(config):
+                    say(fitted(f"  {text}", 2))
                 run = Run(
                     config,
                     out,

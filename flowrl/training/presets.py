@@ -5,6 +5,8 @@ Clips, KL weights and rules of the method files are the published ones, with the
 released code. ``sd3.5-medium,tp-grpo,ocr,exact`` has flowrl's definitions and translated numbers.
 """
 
+import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -113,6 +115,39 @@ def world_defaults(world: Any, trust: bool) -> dict[str, Any]:
     fits = not {"world", "model"} & defaults.keys()
     require(fits, f"defaults of world {built.name}", defaults, "neither world nor model")
     return {"task": built.tasks[0], "reward_form": built.forms[0], **defaults}
+
+
+@cache
+def tuned() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """The settings that `flowrl compare` starts from in the built-in worlds (data/tuned.json).
+
+    By world and arm: its `method` ("" for a rule that is not a method), the tuned `values`, and the
+    `settings` of a run with them. Within a world every arm was tuned with the same number of runs
+    (`flowrl bench tune`); a run of the oracle's search scores its mean reward over training, even
+    if its last reward is lower.
+    """
+    return json.loads((resources.files("flowrl") / "data" / "tuned.json").read_text())
+
+
+def of_method(world: str, method: str) -> dict[str, Any] | None:
+    """The tuned settings of a method in a world; None if it was not tuned there."""
+    for arm in tuned().get(world, {}).values():
+        if arm["method"] == method:
+            return {name: value for name, value in arm["settings"].items() if name != "method"}
+    return None
+
+
+def tuned_text(world: Any, chosen: Mapping[str, Any], source: str) -> str:
+    """Which settings a run in a built-in world starts from, and the tuned ones that differ from
+    the `chosen` settings; "" for a method without tuned settings.
+    """
+    values = (of_method(str(world), chosen["method"]) or {}) if not chosen["credit"] else {}
+    other = {name: value for name, value in values.items() if chosen[name] != value}
+    options = " ".join(
+        f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in other.items()
+    )
+    others = f"`flowrl compare` starts from the tuned ones: {options}"
+    return f"settings of the {source}; {others}" if options else ""
 
 
 METHOD_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {

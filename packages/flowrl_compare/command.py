@@ -31,7 +31,7 @@ from flowrl.core.options import Workers
 from flowrl.parts.trust import trust_option
 from flowrl.signals import ignore_stops, on_stop
 from flowrl.training.config import RunConfig, words
-from flowrl.training.presets import method_overrides, require_method
+from flowrl.training.presets import method_overrides, require_method, tuned
 
 if TYPE_CHECKING:
     from flowrl_compare.comparison import CompareConfig
@@ -148,7 +148,7 @@ class Compare:
         )
         from flowrl_compare.bounds import ARM, bound_settings
         from flowrl_compare.comparison import CompareConfig, load_compare
-        from flowrl_compare.tuned import tuned, tuned_arms
+        from flowrl_compare.tuned import tuned_arms
 
         if self.config is not None:
             refuse_others(self, "config", ("out", "workers", "trust", "trial"))

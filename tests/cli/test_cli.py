@@ -97,6 +97,22 @@ def test_a_run_that_breaks_says_how_to_go_on(tmp_path, capsys):
     assert printed.err == f"flowrl: error: {place}\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("", "settings of the world; `flowrl compare` starts from the tuned ones: {}"),
+        ("--settings published", "settings of the method, as published; .*: --window 0:5 {}"),
+        ("--clip-range 0.06 --noise-level 1.37", None),
+        ("--credit uniform", None),
+    ],
+)
+def test_a_run_says_which_settings_it_has_and_those_of_a_comparison(words, line, tmp_path, capsys):
+    small = "--iterations 1 --groups 2 --group-size 2 --eval-samples 2"
+    assert flowrl_(f"train --world mixture {small} {words} --out {tmp_path}/run") == 0
+    shown, tuned = capsys.readouterr().out, "--clip-range 0.06 --noise-level 1.37"
+    assert re.search(line.format(tuned), shown) if line else "tuned" not in shown
+
+
 @pytest.mark.parametrize("name", [*COMMANDS, *plugins()])
 def test_help_names_the_command_and_fits_the_terminal(name, capsys, monkeypatch):
     """Not broken where the source breaks its lines, without defaults that mean "not given"."""
