@@ -32,6 +32,7 @@ from flowrl.parts.specs import Spec
 from flowrl.probes import Completion, NoProbe
 from flowrl.reading import read_bytes
 from flowrl.training.build import unread
+from flowrl.training.config import preset
 from flowrl.training.run import Run
 
 ROOT = Path(__file__).parent.parent
@@ -346,6 +347,34 @@ def test_settings_without_effect_are_found(settings, names):
     assert unread(TINY_RUN.replace(**settings), settings) == names
 
 
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"tuning": "full", "adapter": "a", "lora_rank": 4}, ["adapter", "lora_rank"]),
+        ({"adapter": "a", "lora_rank": 4, "lora_targets": ("to_q",)}, []),
+        ({"negative_prompt": "x", "guidance_gradient": "prompt"}, None),
+        ({"negative_prompt": "x", "guidance_gradient": "prompt", "guidance_scale": 2.0}, []),
+        ({"method": "awm", "guidance_gradient": "prompt", "train_guidance_scale": 2.0}, []),
+        ({"method": "awm", "reference_guidance_scale": 2.0}, ["reference_guidance_scale"]),
+        ({"method": "awm", "reference_guidance_scale": 2.0, "kl_weight": 0.1}, []),
+        ({"diversity_prompts": 2, "diversity_samples": 3, "strict": True}, None),
+        ({"diversity_prompts": 2, "diversity": "pixels"}, []),
+        ({"reward_form": "reward"}, None),
+    ],
+)
+def test_settings_of_a_model_without_effect_are_found(settings, names):
+    files = {"model": "m", "prompts": "text[0:2]", "reward": "ocr"}
+    run = preset("tiny").apply(**files).replace(**settings)
+    assert unread(run, settings) == (list(settings) if names is None else names)
+
+
+def test_an_adapter_in_a_file_that_nothing_reads_is_refused(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("policy: {model: m, tuning: full, adapter: a}\n")
+    files = "--prompts text[0:2] --reward jpeg-compressibility"
+    error = error_of(f"train --preset tiny,{tmp_path}/mine.yaml {files}", capsys)
+    assert "adapter = 'a' is not allowed; allowed: left out without tuning lora" in error
+
+
 def test_an_option_that_nothing_reads_is_refused(tmp_path, capsys):
     out = f"--out {tmp_path}/new"
     for command in ("train", "compare --seeds 0"):
@@ -374,7 +403,7 @@ def begun(tmp_path_factory):
         ("--iterations 9", "iterations = 9 "),
         ("--num-steps 10", "num_steps = 10 is not allowed; allowed: 4 or left out"),  # the default
         ("--world shapes", "world = 'shapes' "),
-        ("--kl-weight 0.1 --kl-weight 0.2", "kl_weight = 0.2 "),
+        ("--kl-weight 0.2", "kl_weight = 0.2 "),
         ("--preset tiny", "preset = 'tiny' "),
     ],
 )

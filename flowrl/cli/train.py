@@ -37,6 +37,7 @@ from flowrl.parts.trust import own_text, trust_option
 from flowrl.reading import read_text
 from flowrl.signals import APART, ignore_stops, on_repeated_stop, on_stop
 from flowrl.training.config import RunConfig, load_config
+from flowrl.training.presets import tuned_text
 from flowrl.workers import launch_rank
 
 if TYPE_CHECKING:
@@ -172,8 +173,11 @@ class Train:
     """Print what one iteration needs (trajectories, pairs, batches, network evaluations, memory)
     without training. A model is planned in the precision that it would have on a GPU.
     """
-    card: Literal["H100", "H200", "A100", "RTX 4090", "L40S", "L4"] = "H100"
-    """The GPU for which `plan` estimates time and memory."""
+    card: str = "H100"
+    """The GPU for which `plan` estimates time and memory: H100, H200, A100, A40, A10, L40S, L40,
+    L4, RTX 6000 Ada, RTX A6000, RTX 5090, RTX 4090, RTX 4080 or RTX 3090; another by its memory, as
+    in 16GB.
+    """
     processes: Count | None = None
     """Number of processes that `plan` assumes [default: 1]; training takes it from `accelerate
     launch`.
@@ -214,7 +218,7 @@ class Train:
         """The settings of the run to resume or repeat, or else the preset's with the given ones on
         top.
         """
-        from flowrl.training.build import require_read
+        from flowrl.training.build import NAMED, require_read
         from flowrl.training.memory import profile_of
 
         if self.resume or self.config:
@@ -227,20 +231,22 @@ class Train:
         if self.profile:
             chosen |= profile_of(self.profile)
         config = with_options(self.preset, self.base, chosen, self.trust)
-        require_read(config, chosen)
+        require_read(config, dict.fromkeys((*chosen, *NAMED)))
         return config
 
     def main(self) -> int:
         """Train, printing every evaluation."""
         from flowrl.training.build import check
-        from flowrl.training.plan import memory_text, plan, plan_text, sized, times_text
+        from flowrl.training.plan import card_of, memory_text, plan, plan_text, sized, times_text
 
         require(not self.start or bool(self.resume), "from", self.start, "only with --resume")
         allowed = "only with --plan; `accelerate launch` sets it in training"
         require(self.plan or not self.processes, "processes", self.processes, allowed)
         require(self.plan or self.launch == "ddp", "launch", self.launch, allowed)
+        require(self.plan or self.card == Train.card, "card", self.card, "only with --plan")
         if not self.plan:
             return self._train()
+        card_of(self.card)
         config = self.configuration()
         check(config)
         processes = self.processes or 1
@@ -277,6 +283,13 @@ class Train:
         new = Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")
         return config, self.resume or self.out or new
 
+    def _settings_text(self, config: RunConfig) -> str:
+        """Which settings a new run in a built-in world has, if `flowrl compare` has others."""
+        if self.resume or self.config or self.preset != "default":
+            return ""
+        source = "world" if self.settings == "world" else "method, as published"
+        return tuned_text(config.environment.world, config.flat(), source)
+
     def _train(self) -> int:
         import torch
         from torch.distributed.elastic.multiprocessing.errors import record
@@ -308,6 +321,8 @@ class Train:
                 for text in shadowed():
                     say(f"Warning: {text}")
                 say(fitted(f"  {method_text(config)}", 2))
+                if text := self._settings_text(config):
+                    say(fitted(f"  {text}", 2))
                 run = Run(
                     config,
                     out,

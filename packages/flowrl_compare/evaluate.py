@@ -194,8 +194,8 @@ class Evaluate:
             # the run's own reward, which is not built if another is given, may need consent
             option = {"reward": self.reward[0]} if self.reward else {}
             config = load_config(file, self.trust).in_own_words(*self.reward, **option).allowed()
-            read = changes.keys() - {"eval_steps", "reward"}
-            require_read(config.replace(**{name: changes[name] for name in read}), read)
+        read = changes.keys() - {"eval_steps", "reward"}
+        require_read(config.replace(**{name: changes[name] for name in read}), read)
         is_cuda = bool(config.policy.model) and torch.cuda.is_available()
         device = self.device or ("cuda" if is_cuda else "cpu")
         return config.replace(**changes, device=device, reward_noise=0.0, reward_bias=0.0)
