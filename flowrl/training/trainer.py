@@ -28,6 +28,7 @@ from flowrl.credit import credit_of, read_columns, value_quality
 from flowrl.distributed import Distributed, sum_over_replicas
 from flowrl.methods import Method, check_one_advantage
 from flowrl.parts.prompts import PromptStream
+from flowrl.parts.specs import parse_slice
 from flowrl.probes import ValueProbe, whole
 from flowrl.rewards.contract import is_remote
 from flowrl.rollout import Groups, Usage, log_probs, predicted, transition_weights, usable
@@ -68,7 +69,7 @@ def asks_for_all(config: RunConfig, method: Method) -> bool:
     """Whether every column of the value table is estimated, whatever the rule reads: random trained
     steps are drawn after the rollout.
     """
-    random = "random" in config.algorithm.trained_steps
+    random = parse_slice(config.algorithm.trained_steps) is None
     forward = isinstance(method.loss, ForwardLoss)
     return random or forward or not hasattr(method.credit, "reads")
 
