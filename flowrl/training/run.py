@@ -128,8 +128,9 @@ class Run:
             while not self._ended:
                 self._iterate()
                 paused = self.distributed.any(not self._ended and self.stop())
-                due = self._trainer.done % self.config.logging.checkpoint_every == 0
-                if paused or due or self._ended or "kept" in self._rows[-1]:
+                done = self._trainer.done
+                due = done % self.config.logging.checkpoint_every == 0 or done in self._kept()
+                if paused or due or self._ended:
                     self._save(self._trainer.state(copied=False))
                 if paused:
                     break
@@ -314,14 +315,15 @@ class Run:
         row["evaluation"] = self._evaluate().row if last or trainer.done % every == 0 else None
         entries = self._observers.observe(trainer, iteration, row, rows)
         warnings = entries.pop("warnings")
-        if last:
+        if last and "exported" not in entries:
             entries.pop("stopped", None)
         row |= entries
         if "stopped" in row:
             self._stopped = row["stopped"]
             row["evaluation"] = row["evaluation"] or self._evaluate().row
-            when = f"after iteration {trainer.done} of {self.config.iterations}"
-            warnings.append({"kind": "stopped", "text": f"stopped {when} by {self._stopped}"})
+            text = f"stopped after iteration {trainer.done} of {self.config.iterations} by"
+            text += f" {self._stopped}{self._exported_text(row)}"
+            warnings.append({"kind": "stopped", "text": text})
         warnings = [*map(asdict, notices([*rows, row], self._limits)), *warnings]
         if warnings:
             row["warnings"] = warnings
@@ -330,6 +332,16 @@ class Run:
         heldout = {"heldout": row["evaluation"]["reward"]} if row["evaluation"] else {}
         state = {"iteration": trainer.done, "reward": row["reward_mean"], **heldout}
         self._tell({**state, "nfe_total": row["nfe_total"]})
+
+    def _exported_text(self, row: Row) -> str:
+        """What the stopped run ends with, if not with its last iteration."""
+        if not (best := row.get("exported")):
+            return ""
+        path = self._checkpoints.path(f"{best:06d}")
+        if self.distributed.in_main(path.exists):
+            return f"; the weights and samples of the run are those of iteration {best}"
+        del row["exported"]
+        return f"; checkpoint {path} is missing, so the run ends with its last weights"
 
     def _evaluate(self) -> Evaluation:
         """The held-out evaluation of the averaged weights."""
@@ -385,9 +397,15 @@ class Run:
                 os.fsync(file.fileno())
             metrics = asdict(_Written(self._length, self._digest.hexdigest()))
             tensors = {**state.tensors, **self._observers.state()}
-            kept = {row["iteration"] for row in self._rows if "kept" in row}
             checkpoint = Checkpoint(tensors, {**state.values, "metrics": metrics})
-            self._checkpoints.save(checkpoint, self._trainer.done, kept)
+            self._checkpoints.save(checkpoint, self._trainer.done, self._kept())
+
+    def _kept(self) -> set[int]:
+        """The iterations whose checkpoints an observer keeps."""
+        best: dict[str, int] = {}
+        for row in self._rows:
+            best |= row.get("best", {})
+        return {row["iteration"] for row in self._rows if "kept" in row} | {*best.values()}
 
     def _save_before(self, before: Checkpoint) -> None:
         """After a failure before the first update of an iteration, save a checkpoint of its
@@ -403,6 +421,10 @@ class Run:
 
     def _finish(self) -> None:
         """Write samples, weights, a trajectory, and last done.json."""
+        ended = dict(iterations=self._trainer.done)
+        if best := self._rows[-1].get("exported"):
+            ended["exported"] = best
+            self._restore_best(f"{best:06d}")
         # none if the run was killed after its last checkpoint
         after = self._evaluation or self._evaluate()
         shapes = {"images": (None,) * 4, "scores": (None,)}
@@ -419,11 +441,20 @@ class Run:
             write_json(self.folder / "samples.json", samples)
             self._export(self.folder)
             stopped = {"stopped": self._stopped} if self._stopped else {}
-            write_json(self.folder / "done.json", {"iterations": self._trainer.done, **stopped})
+            write_json(self.folder / "done.json", {**ended, **stopped})
         # the main process alone can neither call the network nor gather its weights
         elif self.distributed.sharded:
             with TemporaryDirectory() as scratch:
                 self._export(Path(scratch))
+
+    def _restore_best(self, name: str) -> None:
+        """Continue with the weights of checkpoint `name`, the best of a run that was stopped."""
+        with self.distributed.shared_errors():
+            checkpoint = Checkpoint({}, {})
+            if self.distributed.is_main:
+                checkpoint = self._checkpoints.load(name)
+        self._trainer.restore(checkpoint)
+        self._evaluation = None
 
     def _export(self, folder: Path) -> None:
         """Write the averaged weights, and a trajectory sampled with them."""
