@@ -24,7 +24,7 @@ from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_j
 from flowrl.parts.plugins import versions
 from flowrl.parts.settings import settings_text
 from flowrl.parts.trust import check_code, record_code
-from flowrl.reading import as_kind, read_bytes, read_tensors, reading
+from flowrl.reading import as_kind, read_bytes, read_json, read_tensors, reading
 from flowrl.rewards import evaluation_reward
 from flowrl.rewards.contract import load_reward
 from flowrl.training.build import make_reward, make_trainer, make_world, prompts_to_embed
@@ -43,13 +43,20 @@ from flowrl.training.monitors import limits_of, notices
 from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.observers import Observers
 from flowrl.training.results import MetricsRow, has_progress, holds
+from flowrl.training.started import (
+    changed_settings,
+    require_unchanged,
+    resumed_prompts,
+    store_prompts,
+)
 
 Row = dict[str, Any]
 TOTALS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls", "seconds")
 Report = Callable[[dict[str, Any]], None]
 """Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes,
-with {"phase", "prompts"}, a line on the progress of embedding, and with {"warning"}, whose "kinds"
-are those of its lines (`flowrl.training.monitors.Notice`).
+with {"phase", "prompts"}, a line on the progress of embedding, with {"note"}, a remark on a resume
+or on what takes long, and with {"warning"}, whose "kinds" are those of its lines
+(`flowrl.training.monitors.Notice`).
 """
 
 
@@ -88,6 +95,8 @@ class Run:
         distributed: the processes.
         changed_code: continue although the files of the run's own parts have changed since it was
             started.
+        changed_prompts: continue although the training prompts have changed; evaluations keep the
+            run's held-out prompts.
         observers: observers besides those of the setting `observe`; give them again when the run is
             resumed.
         trial: try the user's own parts before a new run, or with `changed_code`
@@ -101,6 +110,7 @@ class Run:
     stop: Callable[[], bool] = lambda: False
     distributed: Distributed = Distributed()
     changed_code: bool = False
+    changed_prompts: bool = False
     observers: Sequence[Observer] = ()
     trial: bool = True
     parts_tried: bool = False
@@ -122,7 +132,7 @@ class Run:
         self.config.allowed()
         full = disk_errors(self.folder, partial(to_resume, self.folder))
         with part_errors(), watched_calls(), full, out_of_memory(), ExitStack() as stack:
-            if self.distributed.in_main(lambda: self._enter(stack, resume)) and not start:
+            if self.distributed.in_main(lambda: self._enter(stack, resume, start)):
                 return True
             self._open(resume, start)
             while not self._ended:
@@ -141,7 +151,7 @@ class Run:
 
     # ----- Start
 
-    def _enter(self, stack: ExitStack, resume: bool) -> bool:
+    def _enter(self, stack: ExitStack, resume: bool, start: str) -> bool:
         """Try the user's parts and lock the folder. Returns whether the run has ended already."""
         if self.trial and not self.parts_tried and (self.changed_code or not resume):
             for trial in trials():
@@ -154,7 +164,13 @@ class Run:
             made, kept = partial(holds, entry="algorithm"), partial(has_progress, self.folder)
             lock = new_folder(self.folder, "run", made, kept)
         stack.enter_context(lock)
-        return resume and (self.folder / "done.json").exists()
+        path = self.folder / "done.json"
+        if not resume or start or not path.exists():
+            return False
+        ended = require_unchanged(self.folder, read_json(path, dict[str, Any]), self.config)
+        if ended:
+            self._tell({"note": ended})
+        return bool(ended)
 
     def _open(self, resume: bool, start: str) -> None:
         """Build the run, restore it if it is resumed, and evaluate the untrained model if it is
@@ -162,8 +178,14 @@ class Run:
         """
         if resume:
             self.config = self.config.replace(**self.distributed.in_main(self._measured_sizes))
+            if changed := self.distributed.in_main(
+                lambda: changed_settings(self.folder, self.config)
+            ):
+                self._tell({"note": f"changed settings: {changed}"})
         self._observers = Observers(self.config, self.folder, self.observers, self.distributed)
         self._world = make_world(self.config, self.distributed)
+        if resume:
+            self._compare_prompts()
         self._heldout = make_heldout_metrics(self.config, self._world)
         for part in (*self._heldout.rewards.values(), self._heldout.features):
             load_reward(part)
@@ -178,6 +200,9 @@ class Run:
                 if (inspect := tried(reward, heldout=spec)) is not None:
                     self._heldout.trials[spec] = inspect
         self._rows = self._restore(start) if resume else []
+        allowed = f"{trainer.done} or more, or an earlier checkpoint with --from"
+        fits = trainer.done <= self.config.iterations
+        require(fits, "iterations", self.config.iterations, allowed)
         self._embed_prompts()
         find_sizes(trainer)
         self.config = trainer.config
@@ -199,6 +224,16 @@ class Run:
             given = self.config, self._world, self._trainer.prompts, self._trainer.done
             embedding.warm(prompts_to_embed(*given), self.distributed, self._tell)
 
+    def _compare_prompts(self) -> None:
+        """Compare the world's prompts with those at the start of the run."""
+        given = self.folder, self._world, self.config, self.changed_prompts
+        config, text = self.distributed.in_main(lambda: resumed_prompts(*given))
+        if text:
+            self._tell({"note": text})
+        if config != self.config:
+            self.config = self.config.replace(heldout_prompts=config.environment.heldout_prompts)
+            self._world = make_world(self.config, self.distributed)
+
     def _measured_sizes(self) -> dict[str, Any]:
         """The auto sizes in the config.json of a run that is resumed, so that it uses the same;
         refuses changed code.
@@ -213,6 +248,7 @@ class Run:
     def _write_settings(self) -> None:
         """code.json, config.json, and config.yaml for ``flowrl train --config``."""
         record_code(self.folder, self.config.flat(), self.config.trusts)
+        store_prompts(self.folder, self._world, self.config)
         values = {"format": FORMAT, **self.config.as_dict()}
         write_json(self.folder / "config.json", values)
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())
@@ -238,8 +274,9 @@ class Run:
             self._observers.restore(checkpoint.tensors, trainer.done)
             for half in self.folder.glob("*.tmp"):  # of a killed process
                 half.unlink()
-            if start:
+            if start or trainer.done < self.config.iterations:  # the run has not ended
                 (self.folder / "done.json").unlink(missing_ok=True)
+            if start:
                 self._checkpoints.forget_after(start)
             if rows:  # a crash leaves metrics with later rows, or a line that is cut
                 lines = b"".join(map(_line, rows))

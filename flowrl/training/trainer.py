@@ -454,13 +454,14 @@ class Trainer:
         values = {
             "done": self.done,
             "order": list(self.prompts.order),
+            "prompts": self.prompts.digest,
             "loss_scale": self.scaler.state_dict(),
         }
         return Checkpoint(tensors, values)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from `state()`, on any number of processes. All processes call this; only the
-        main process's checkpoint is used.
+        main process's checkpoint is used. Other prompts begin with a new pass.
 
         Raises `ConfigError` if it belongs to other weights.
         """
@@ -477,4 +478,6 @@ class Trainer:
         self.scaler.load_state_dict(values["loss_scale"])
         self.generator.set_state(tensors["generator"])
         self.prompts.generator.set_state(tensors["prompts.generator"])
-        self.done, self.prompts.order = int(values["done"]), list(values["order"])
+        self.done = int(values["done"])
+        same = values.get("prompts", self.prompts.digest) == self.prompts.digest
+        self.prompts.order = list(values["order"]) if same else []

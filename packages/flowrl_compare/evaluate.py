@@ -174,6 +174,7 @@ class Evaluate:
 
         from flowrl.training.build import require_read
         from flowrl.training.config import load_config, preset
+        from flowrl.training.started import with_stored_prompts
 
         changes = {name: getattr(self, name) for name in REPLACED}
         changes = {name: value for name, value in changes.items() if value is not None}
@@ -193,6 +194,7 @@ class Evaluate:
             # the run's own reward, which is not built if another is given, may need consent
             option = {"reward": self.reward[0]} if self.reward else {}
             config = load_config(file, self.trust).in_own_words(*self.reward, **option).allowed()
+            config = with_stored_prompts(self.weights, config)
             read = changes.keys() - {"eval_steps", "reward"}
             require_read(config.replace(**{name: changes[name] for name in read}), read)
         is_cuda = bool(config.policy.model) and torch.cuda.is_available()
