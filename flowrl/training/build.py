@@ -326,6 +326,10 @@ def method_parts(config: RunConfig) -> dict[str, str]:
     return {**parts, "kl_weight": f"{chosen.kl_weight:g}"}
 
 
+METHOD_FILE = "method.json"
+"""The `method_parts` of a run, in its folder: to compute them again may need the user's code."""
+
+
 def method_text(config: RunConfig) -> str:
     """`method_parts` on one line; "[method]" marks parts that no setting replaces."""
     texts = []

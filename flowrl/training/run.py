@@ -27,7 +27,14 @@ from flowrl.parts.trust import check_code, record_code
 from flowrl.reading import as_kind, read_bytes, read_json, read_tensors, reading
 from flowrl.rewards import evaluation_reward
 from flowrl.rewards.contract import load_reward
-from flowrl.training.build import make_reward, make_trainer, make_world, prompts_to_embed
+from flowrl.training.build import (
+    METHOD_FILE,
+    make_reward,
+    make_trainer,
+    make_world,
+    method_parts,
+    prompts_to_embed,
+)
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
 from flowrl.training.config import SIZES, RunConfig, load_config
 from flowrl.training.evaluation import (
@@ -249,6 +256,7 @@ class Run:
         """code.json, config.json, and config.yaml for ``flowrl train --config``."""
         record_code(self.folder, self.config.flat(), self.config.trusts)
         store_prompts(self.folder, self._world, self.config)
+        write_json(self.folder / METHOD_FILE, method_parts(self.config))
         values = {"format": FORMAT, **self.config.as_dict()}
         write_json(self.folder / "config.json", values)
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())

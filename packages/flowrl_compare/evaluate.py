@@ -218,13 +218,18 @@ def table(comparison: "WeightComparison") -> str:
     """
     from flowrl.training.results import short
 
-    row = "{:32.32s} {:>9s} {:>9s} {:>33s} {:>8s}"
-    lines = [row.format("score", "base", "trained", "difference [95% interval]", "improved")]
+    rows = [("score", "base", "trained", "difference [95% interval]", "improved")]
     for spec, s in comparison.scores.items():
-        interval = f"{s.low:+.4f}, {s.high:+.4f}" if s.prompts > 1 else "one prompt"
-        change = f"{s.difference:+.4f} [{interval}]"
-        means = f"{s.base:.4f}", f"{s.trained:.4f}"
-        lines.append(row.format(short(spec), *means, change, f"{s.better:.0%}"))
+        d = s.digits
+        interval = f"{s.low:+.{d}f}, {s.high:+.{d}f}" if s.prompts > 1 else "one prompt"
+        change = f"{s.difference:+.{d}f} [{interval}]"
+        means = f"{s.base:.{d}f}", f"{s.trained:.{d}f}"
+        rows.append((short(spec), *means, change, f"{s.better:.0%}"))
+    name, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = [
+        " ".join([f"{label:{name}s}", *(f"{c:>{w}s}" for c, w in zip(cells, widths, strict=True))])
+        for label, *cells in rows
+    ]
     how, count = comparison.how, len(comparison.prompts)
     sizes = f"{count} prompts x {how.count} images, {how.steps} ODE steps"
     return "\n".join([*lines, f"{sizes}, the same noise; intervals over prompts"])
