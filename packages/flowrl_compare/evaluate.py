@@ -227,7 +227,7 @@ def table(comparison: "WeightComparison") -> str:
         rows.append((short(spec), *means, change, f"{s.better:.0%}"))
     name, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = [
-        " ".join([f"{label:{name}s}", *(f"{c:>{w}s}" for c, w in zip(cells, widths, strict=True))])
+        "  ".join([f"{label:{name}s}", *(f"{c:>{w}s}" for c, w in zip(cells, widths, strict=True))])
         for label, *cells in rows
     ]
     how, count = comparison.how, len(comparison.prompts)

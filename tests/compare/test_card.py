@@ -86,11 +86,14 @@ def test_the_numbers_are_those_that_ran(folder):
     forward = dict(method="diffusion-nft", credit="", trained_steps=":", guidance_scale=1)
     config = run_config(folder, **OWN | forward | {"kl_weight": 0.25, "train_guidance_scale": 4.5})
     text = card_text(folder, config)
-    assert "guidance 1 (4.5 in the loss, 4.5 for the reference), sampler `ode`" in text
+    assert "guidance 1 (4.5 in the loss, 4.5 for the reference), sampler `multistep`" in text
     assert "loss `diffusion-nft` (KL weight 0.25)" in text
     ran = {"sampler": "Mine(noise_level=0.3)", "window": ":", "credit": "Rule", "loss": "Own"}
     write_json(folder / METHOD_FILE, ran | {"clip_range": "0.2", "kl_weight": "0"})
-    own = card_text(folder, config.replace(sampler="no.py:Mine", credit="no.py:Rule"))
+    mine = preset("sd3.5-medium,flow-grpo,ocr").apply(
+        prompts=config.environment.prompts, sampler="no.py:Mine", credit="no.py:Rule"
+    )
+    own = card_text(folder, mine)
     assert "sampler `Mine(noise_level=0.3)`" in own and "loss `Own` (clip range 0.2, KL" in own
 
 
