@@ -44,7 +44,7 @@ from flowrl.training.evaluation import (
     write_trajectory,
 )
 from flowrl.training.format import FORMAT
-from flowrl.training.logging import Journal
+from flowrl.training.logging import TRACKER_FILE, Journal
 from flowrl.training.memory import find_sizes, out_of_memory
 from flowrl.training.monitors import limits_of, notices
 from flowrl.training.nonfinite import NonFiniteError
@@ -285,6 +285,7 @@ class Run:
             if start or trainer.done < self.config.iterations:  # the run has not ended
                 (self.folder / "done.json").unlink(missing_ok=True)
             if start:
+                (self.folder / TRACKER_FILE).unlink(missing_ok=True)  # it cannot go back
                 self._checkpoints.forget_after(start)
             if rows:  # a crash leaves metrics with later rows, or a line that is cut
                 lines = b"".join(map(_line, rows))
