@@ -3,7 +3,7 @@ merged, saved and loaded.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -161,15 +161,29 @@ class Adapters:
             {n: tuple(t.shape) for n, t in tensors.items()} for tensors in (state, self.tensors())
         )
         if shapes != expected:
-            raise CheckpointError(
-                f"adapter: {path} does not match lora_targets or lora_rank: it has {len(shapes)}"
-                f" tensors, {len(expected)} expected"
-            )
+            raise CheckpointError(f"adapter: {path} {_difference(shapes, expected)}")
         # a file without alpha has the scale in B, as `tensors` writes it
         alpha, rank = ((metadata or {}).get(f"transformer.{n}") for n in ("lora_alpha", "r"))
         scale = alpha / rank if alpha and rank else 1.0
         scaled = _scaled(state, scale / self.scale)
         set_peft_model_state_dict(self.network, scaled, adapter_name=TRAINED)
+
+
+def _difference(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, Any]) -> str:
+    """How the tensors of a LoRA differ from the expected ones, by their shapes."""
+    for names, verb in (
+        (expected.keys() - shapes.keys(), "lacks"),
+        (shapes.keys() - expected, "has"),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            return f"does not match lora_targets or the model: it {verb} {min(names)}{more}"
+    ranks = [{shape[0] for n, shape in s.items() if "lora_A" in n} for s in (shapes, expected)]
+    if ranks[0] != ranks[1]:
+        found, wanted = (", ".join(map(str, sorted(numbers))) for numbers in ranks)
+        return f"does not match lora_rank: it has rank {found}, lora_rank is {wanted}"
+    name = min(n for n in shapes if shapes[n] != expected[n])
+    return f"does not match the model: {name} has shape {shapes[name]}, not {expected[name]}"
 
 
 def _scaled(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from family_cases import CASES, PROMPTS, TEXTS, TIME, draw, fill, noise_of, trainer_of, velocity
 from flowrl_testing import policy_contract
 from flowrl_testing.tiny import TINY, tiny_flux, tiny_sd3
+from safetensors.torch import load_file, save_file
 from seeded import seeded
 from torch.testing import assert_close
 
@@ -147,8 +148,19 @@ def test_a_lora_of_plain_diffusers_is_taken_up_with_its_own_alpha(pair, tmp_path
     policy = pair.policy(lora_rank=2, lora_alpha=2.0, **options)
     picture = pair.picture(pipe, noise_of(policy))
     assert_close(draw(policy), picture, atol=5e-6, rtol=0)
-    with pytest.raises(CheckpointError, match="does not match lora_targets or lora_rank"):
-        pair.policy(lora_rank=4, **options)
+    for changes, message in (
+        ({"lora_rank": 4}, r"does not match lora_rank: it has rank 2, lora_rank is 4"),
+        ({"lora_targets": ("to_q", "to_k", "to_v")}, r"lora_targets or the model: it lacks .*to_v"),
+        ({"lora_targets": ("to_q",)}, r"lora_targets or the model: it has .*to_k.* and \d+ more"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            pair.policy(**{"lora_rank": 2, **options, **changes})
+    path = next(tmp_path.glob("*.safetensors"))
+    tensors = load_file(path)
+    name = max(name for name in tensors if "lora_A" in name)
+    save_file(tensors | {name: tensors[name][:, 1:].contiguous()}, path)
+    with pytest.raises(CheckpointError, match=r"does not match the model: .* has shape \(2, \d+\)"):
+        pair.policy(lora_rank=2, **options)
     with pytest.raises(CheckpointError, match="does not exist"):
         pair.policy(adapter=str(tmp_path / "none"))
 

@@ -142,7 +142,10 @@ def test_a_resumed_run_continues_its_record(name, tmp_path, monkeypatch):
     package = Mock(__spec__=ModuleSpec(name, None))
     monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.setattr("flowrl.training.logging.find_spec", lambda package: True)
-    config, key = SMALL.replace(tracker=name, keep_checkpoints=2), "id" if name == "wandb" else "name"
+    config, key = (
+        SMALL.replace(tracker=name, keep_checkpoints=2),
+        "id" if name == "wandb" else "name",
+    )
     for out in (tmp_path / "run", tmp_path / "other" / "run"):
         assert not Run(config, out, stop=lambda: True).execute()
     monkeypatch.chdir(tmp_path)
