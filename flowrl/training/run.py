@@ -215,6 +215,9 @@ class Run:
         self.config = trainer.config
         if trainer.profile:
             self._tell({"profile": trainer.profile})
+        if self.config.batches.compile:
+            text = "compiling the network: its first calls take a minute or more"
+            self._tell({"note": f"{text} (--compile False: none)"})
         # a run that an observer stopped has ended, unless it continues from a named checkpoint
         self._stopped = self._rows[-1].get("stopped", "") if self._rows and not start else ""
         self._evaluation: Evaluation | None = None

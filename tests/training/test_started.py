@@ -8,6 +8,7 @@ from small_run import MIXTURE, SMALL, error_of, flowrl_, model_files, numbers, t
 
 from flowrl.cli.main import main
 from flowrl.parts.prompts import PromptStream, read_prompts
+from flowrl.training.run import Run
 
 OPTIONS = f"{MIXTURE} --groups 2 --eval-every 1 --checkpoint-every 1 --keep-checkpoints 9"
 
@@ -114,6 +115,21 @@ def test_an_order_of_other_prompts_is_not_continued():
     other.restore(state)
     assert len(state.values["order"]) > 3 and other.prompts.order == []
     assert len(other.prompts.take(4)) == 4
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_run_says_that_it_compiles_before_it_does(compiled, tmp_path):
+    states = []
+
+    def report(state):
+        states.append(state)
+        if state.get("phase") == "evaluation":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Run(SMALL.replace(compile=compiled), tmp_path / "run", report).execute()
+    notes = [state["note"] for state in states if "note" in state]
+    assert len(notes) == compiled and all("compiling the network" in note for note in notes)
 
 
 WORLD = """
