@@ -42,7 +42,7 @@ def train_line(out: Path, config: "RunConfig") -> Callable[[dict[str, Any]], Non
     def show(state: dict[str, Any]) -> None:
         if "warning" in state:
             print(warning_text(state["warning"]), flush=True)
-        for name in ("note", "profile", "prompts"):
+        for name in ("note", "changed", "profile", "prompts"):
             if name in state:
                 print(f"  {state[name]}", flush=True)
         if "iteration" not in state:

@@ -61,8 +61,8 @@ Row = dict[str, Any]
 TOTALS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls", "seconds")
 Report = Callable[[dict[str, Any]], None]
 """Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes,
-with {"phase", "prompts"}, a line on the progress of embedding, with {"note"}, a remark on a resume
-or on what takes long, and with {"warning"}, whose "kinds" are those of its lines
+with {"phase", "prompts"}, a line on the progress of embedding, with {"changed"}, what has changed
+since the run started, with {"note"}, another remark, and with {"warning"}, whose "kinds" are those of its lines
 (`flowrl.training.monitors.Notice`).
 """
 
@@ -188,7 +188,7 @@ class Run:
             if changed := self.distributed.in_main(
                 lambda: changed_settings(self.folder, self.config)
             ):
-                self._tell({"note": f"changed settings: {changed}"})
+                self._tell({"changed": f"changed settings: {changed}"})
         self._observers = Observers(self.config, self.folder, self.observers, self.distributed)
         self._world = make_world(self.config, self.distributed)
         if resume:
@@ -239,7 +239,7 @@ class Run:
         given = self.folder, self._world, self.config, self.changed_prompts
         config, text = self.distributed.in_main(lambda: resumed_prompts(*given))
         if text:
-            self._tell({"note": text})
+            self._tell({"changed": text})
         if config != self.config:
             self.config = self.config.replace(heldout_prompts=config.environment.heldout_prompts)
             self._world = make_world(self.config, self.distributed)
