@@ -62,8 +62,8 @@ TOTALS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_ca
 Report = Callable[[dict[str, Any]], None]
 """Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes,
 with {"phase", "prompts"}, a line on the progress of embedding, with {"changed"}, what has changed
-since the run started, with {"note"}, another remark, and with {"warning"}, whose "kinds" are those of its lines
-(`flowrl.training.monitors.Notice`).
+since the run started, with {"note"}, another remark, and with {"warning"}, whose "kinds" are those
+of its lines (`flowrl.training.monitors.Notice`).
 """
 
 
