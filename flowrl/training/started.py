@@ -28,10 +28,10 @@ def changed_settings(folder: Path, config: RunConfig) -> str:
     """The settings of `config` that differ from those of the last start of the run in `folder`, as
     in "iterations 12 -> 24"; "" if there are none.
     """
-    path = folder / "config.yaml"
-    if not path.exists():
+    try:
+        before, now = flat(load_config(folder / "config.yaml")), flat(config)
+    except ConfigError:  # missing or damaged: it is written again
         return ""
-    before, now = flat(load_config(path)), flat(config)
     now["world"] = config.environment.world_name
     # what is measured at the start is the same in a resumed run
     now |= {name: before[name] for name in SIZES if now[name] == "auto"}

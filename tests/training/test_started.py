@@ -49,6 +49,8 @@ def test_changed_settings_are_named_or_refused_if_they_have_no_effect(tmp_path, 
     assert "iterations = 1 is not allowed; allowed: 3 or more" in error_of(
         f"train --resume {out}", capsys
     )
+    assert "edit its config.json, or" in error_of(f"train --resume {out} --iterations 5", capsys)
+    (out / "config.yaml").write_text("{")  # what has changed is unknown
     assert flowrl_(f"train --resume {out} --from 000001") == 0
 
 
