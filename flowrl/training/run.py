@@ -87,13 +87,14 @@ class Run:
     """A run in a folder.
 
     The folder gets config.json (and .yaml), method.json, the prompts (`training.started`),
-    metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/ and, at the end, samples.*, trajectory.*, weights.safetensors
-    (the averaged trainable weights; those of a diffusers pipeline also in lora/ or full/, in
-    diffusers' format) and done.json. With `save_experience` it also gets experience/
-    (`flowrl.training.observers.SaveExperience`). A run that an observer stops ends in the same way;
-    done.json and the last row then have the reason ("stopped") and, if the run ends with the best
-    checkpoint that the observer has named, its iteration ("exported"). Every process executes the run;
-    only the main process writes and reports. If one process is asked to stop, all pause.
+    metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/ and, at the
+    end, samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a
+    diffusers pipeline also in lora/ or full/, in diffusers' format) and done.json. With
+    `save_experience` it also gets experience/ (`flowrl.training.observers.SaveExperience`). A run
+    that an observer stops ends in the same way; done.json and the last row then have the reason
+    ("stopped") and, if the run ends with the best checkpoint that the observer has named, its
+    iteration ("exported"). Every process executes the run; only the main process writes and
+    reports. If one process is asked to stop, all pause.
 
     Args:
         config: the settings.
