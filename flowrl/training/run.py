@@ -260,14 +260,14 @@ class Run:
     def _write_settings(self) -> None:
         """code.json, config.json, and config.yaml for ``flowrl train --config``."""
         record_code(self.folder, self.config.flat(), self.config.trusts)
-        store_prompts(self.folder, self._world, self.config)
-        write_json(self.folder / METHOD_FILE, method_parts(self.config))
         values = {"format": FORMAT, **self.config.as_dict()}
         write_json(self.folder / "config.json", values)
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())
         command = "flowrl train --config config.yaml --out NEW_FOLDER"
         comment = f"All settings of this run; repeat it with: {command} ({packages})"
         write_bytes(self.folder / "config.yaml", settings_text(values, comment).encode())
+        store_prompts(self.folder, self._world, self.config)
+        write_json(self.folder / METHOD_FILE, method_parts(self.config))
 
     def _restore(self, start: str) -> list[Row]:
         """Rows up to the last checkpoint (or `start`); later rows will be computed again. Without a
