@@ -212,7 +212,9 @@ def refuse_others(command: Any, mode: str, allowed: Sequence[str]) -> None:
     kept = command.base.flat()
     for name, value in changes(command.run, command.base).items():
         need = f"{kept[name]!r} or left out: {getattr(command, mode)} keeps its settings"
-        require(False, name, value, f"{need}; for others, start a run with --preset CONFIG.yaml")
+        edit = " edit its config.json, or" if mode == "resume" else ""
+        others = f"for others,{edit} start a run with --preset CONFIG.yaml"
+        require(False, name, value, f"{need}; {others}")
     for item in dataclasses.fields(command):
         value = getattr(command, item.name)
         made = item.default_factory

@@ -51,7 +51,10 @@ FINISHED = "flowrl.finished"
 files, such as the model's card, and return lines to print.
 """
 PLANNED = ("trust", "trial", "plan", "card", "processes", "launch")
-READ = {"resume": ("start", "changed_code", *PLANNED), "config": ("out", *PLANNED)}
+READ = {
+    "resume": ("start", "changed_code", "changed_prompts", *PLANNED),
+    "config": ("out", *PLANNED),
+}
 """Options that are read together with one that names a run."""
 GRACE = 4.0
 """Seconds in which a second signal ends the process."""
@@ -193,6 +196,10 @@ class Train:
     changed_code: bool = False
     """With `resume`: continue although files of your own parts have changed since the run started.
     """
+    changed_prompts: bool = False
+    """With `resume`: continue although the training prompts have changed since the run started.
+    Evaluations keep the held-out prompts of its start.
+    """
     trial: bool = True
     """Test your own parts before the first iteration, for at most 5 s (docs/guides/extend.md)."""
     run: Annotated[TrainOptions, tyro.conf.arg(name="")] = field(  # pyright: ignore
@@ -330,6 +337,7 @@ class Train:
                     asked.is_set,
                     distributed=distributed,
                     changed_code=self.changed_code,
+                    changed_prompts=self.changed_prompts,
                     trial=self.trial,
                 )
                 runs.append(run)

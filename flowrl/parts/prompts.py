@@ -4,6 +4,7 @@ or a generator's list; and the order in which training takes them.
 
 import copy
 import difflib
+import hashlib
 import json
 import re
 import warnings
@@ -189,12 +190,18 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
     Raises:
         ConfigError: the file cannot be written, or exists with different content.
     """
-    text = "".join(
-        json.dumps({**prompt.metadata, "prompt": prompt.text}, ensure_ascii=False) + "\n"
+    lines = prompt_lines(prompts)
+    require_new_file(path, lambda data: data == lines, "file")
+    write_bytes(path, lines)
+
+
+def prompt_lines(prompts: Iterable[Prompt], default: Callable[[Any], Any] | None = None) -> bytes:
+    """Prompts with their metadata as JSON lines; `default` as in `json.dumps`."""
+    return "".join(
+        json.dumps({**prompt.metadata, "prompt": prompt.text}, ensure_ascii=False, default=default)
+        + "\n"
         for prompt in prompts
-    )
-    require_new_file(path, lambda data: data == text.encode(), "file")
-    write_bytes(path, text.encode())
+    ).encode()
 
 
 def _dataset_prompts(spec: str) -> list[Prompt]:
@@ -282,6 +289,9 @@ class PromptStream:
         self.prompts = list(prompts)
         self.generator = torch.Generator().manual_seed(seed)
         self.order: list[int] = []
+        lines = prompt_lines(prompts, lambda value: type(value).__name__)
+        self.digest = hashlib.sha256(lines).hexdigest()
+        """A hash of the prompts, to which an order belongs."""
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts."""

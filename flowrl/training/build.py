@@ -38,6 +38,7 @@ from flowrl.samplers import ODE, FixedWindow, trained_steps, transition_stds, wi
 from flowrl.training.checkpoint import load_weights
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.evaluation import make_heldout_metrics
+from flowrl.training.started import with_stored_prompts
 from flowrl.training.trainer import Trainer, overlaps_rewards
 from flowrl.worlds.base import ModelWorld, check_hash, check_policy, prompts_of, world
 
@@ -351,6 +352,10 @@ def method_parts(config: RunConfig) -> dict[str, str]:
     return {**parts, "kl_weight": f"{chosen.kl_weight:g}"}
 
 
+METHOD_FILE = "method.json"
+"""The `method_parts` of a run, in its folder: to compute them again may need the user's code."""
+
+
 def method_text(config: RunConfig) -> str:
     """`method_parts` on one line; "[method]" marks parts that no setting replaces."""
     texts = []
@@ -389,7 +394,7 @@ def trained_policy(folder: Path, trust: bool = False) -> tuple[FlowPolicy, RunCo
     """
     if not os.path.isfile(folder / "weights.safetensors"):
         raise CheckpointError(f"weights: {folder} is not the folder of a finished run")
-    config = load_config(folder / "config.json", trust)
+    config = with_stored_prompts(folder, load_config(folder / "config.json", trust))
     on_gpu = config.policy.model and torch.cuda.is_available()
     policy = make_policy(config if on_gpu else config.replace(device="cpu"))
     load_trained(policy, folder)

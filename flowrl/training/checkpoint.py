@@ -130,6 +130,10 @@ class Checkpoints:
         # as numbers: names have more than six digits after a million iterations
         return sorted((path.stem for path in self.folder.glob("[0-9]*.safetensors")), key=int)
 
+    def listed(self) -> str:
+        """The names on one line."""
+        return ", ".join(self.names()) or "none"
+
     @property
     def newest(self) -> str:
         """The name of the newest checkpoint, or ""."""
@@ -165,8 +169,7 @@ class Checkpoints:
         """
         names = self.names()
         if name not in names:
-            known = ", ".join(names) or "none"
-            raise CheckpointError(f"no checkpoint {name} in {self.run}; available: {known}")
+            raise CheckpointError(f"no checkpoint {name} in {self.run}; available: {self.listed()}")
         try:
             return load_checkpoint(self.path(name))
         except FlowrlError as error:

@@ -257,7 +257,6 @@ def evaluate(
     with distributed.shared_errors():
         batches = sample(prompts, EVALUATION_SEED, share)
         values = _measured(batches, {**measures, "images": first_images}, optional, trials)
-    seconds = time.perf_counter() - started
     if metrics.features is not None:
         with distributed.shared_errors():
             chosen, each = heldout[: metrics.prompts], metrics.samples
@@ -268,6 +267,7 @@ def evaluate(
             if vectors is not None and units.own:
                 vectors = pairwise_diversity(vectors.view(len(units.own), each, -1))
             values[DIVERSITY] = vectors
+    seconds = time.perf_counter() - started
     gathered = distributed.gather(values)
 
     def together(name: str) -> Tensor | None:

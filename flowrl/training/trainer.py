@@ -28,6 +28,7 @@ from flowrl.credit import credit_of, read_columns, value_quality
 from flowrl.distributed import Distributed, sum_over_replicas
 from flowrl.methods import Method, check_one_advantage
 from flowrl.parts.prompts import PromptStream
+from flowrl.parts.specs import parse_slice
 from flowrl.probes import ValueProbe, whole
 from flowrl.rewards.contract import is_remote
 from flowrl.rollout import Groups, Usage, log_probs, predicted, transition_weights, usable
@@ -68,7 +69,7 @@ def asks_for_all(config: RunConfig, method: Method) -> bool:
     """Whether every column of the value table is estimated, whatever the rule reads: random trained
     steps are drawn after the rollout.
     """
-    random = "random" in config.algorithm.trained_steps
+    random = parse_slice(config.algorithm.trained_steps) is None
     forward = isinstance(method.loss, ForwardLoss)
     return random or forward or not hasattr(method.credit, "reads")
 
@@ -450,13 +451,14 @@ class Trainer:
         values = {
             "done": self.done,
             "order": list(self.prompts.order),
+            "prompts": self.prompts.digest,
             "loss_scale": self.scaler.state_dict(),
         }
         return state | copies | Checkpoint(tensors, values)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from `state()`, on any number of processes. All processes call this; only the
-        main process's checkpoint is used.
+        main process's checkpoint is used. Other prompts begin with a new pass.
 
         Raises `ConfigError` if it belongs to other weights.
         """
@@ -473,4 +475,6 @@ class Trainer:
         self.scaler.load_state_dict(values["loss_scale"])
         self.generator.set_state(tensors["generator"])
         self.prompts.generator.set_state(tensors["prompts.generator"])
-        self.done, self.prompts.order = int(values["done"]), list(values["order"])
+        self.done = int(values["done"])
+        same = values.get("prompts", self.prompts.digest) == self.prompts.digest
+        self.prompts.order = list(values["order"]) if same else []

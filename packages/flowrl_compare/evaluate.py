@@ -175,6 +175,7 @@ class Evaluate:
 
         from flowrl.training.build import require_read
         from flowrl.training.config import load_config, preset
+        from flowrl.training.started import with_stored_prompts
 
         changes = {name: getattr(self, name) for name in REPLACED}
         changes = {name: value for name, value in changes.items() if value is not None}
@@ -194,8 +195,9 @@ class Evaluate:
             # the run's own reward, which is not built if another is given, may need consent
             option = {"reward": self.reward[0]} if self.reward else {}
             config = load_config(file, self.trust).in_own_words(*self.reward, **option).allowed()
-        read = changes.keys() - {"eval_steps", "reward"}
-        require_read(config.replace(**{name: changes[name] for name in read}), read)
+            config = with_stored_prompts(self.weights, config)
+            read = changes.keys() - {"eval_steps", "reward"}
+            require_read(config.replace(**{name: changes[name] for name in read}), read)
         is_cuda = bool(config.policy.model) and torch.cuda.is_available()
         device = self.device or ("cuda" if is_cuda else "cpu")
         return config.replace(**changes, device=device, reward_noise=0.0, reward_bias=0.0)
@@ -217,13 +219,18 @@ def table(comparison: "WeightComparison") -> str:
     """
     from flowrl.training.results import short
 
-    row = "{:32.32s} {:>9s} {:>9s} {:>33s} {:>8s}"
-    lines = [row.format("score", "base", "trained", "difference [95% interval]", "improved")]
+    rows = [("score", "base", "trained", "difference [95% interval]", "improved")]
     for spec, s in comparison.scores.items():
-        interval = f"{s.low:+.4f}, {s.high:+.4f}" if s.prompts > 1 else "one prompt"
-        change = f"{s.difference:+.4f} [{interval}]"
-        means = f"{s.base:.4f}", f"{s.trained:.4f}"
-        lines.append(row.format(short(spec), *means, change, f"{s.better:.0%}"))
+        d = s.digits
+        interval = f"{s.low:+.{d}f}, {s.high:+.{d}f}" if s.prompts > 1 else "one prompt"
+        change = f"{s.difference:+.{d}f} [{interval}]"
+        means = f"{s.base:.{d}f}", f"{s.trained:.{d}f}"
+        rows.append((short(spec), *means, change, f"{s.better:.0%}"))
+    name, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = [
+        "  ".join([f"{label:{name}s}", *(f"{c:>{w}s}" for c, w in zip(cells, widths, strict=True))])
+        for label, *cells in rows
+    ]
     how, count = comparison.how, len(comparison.prompts)
     sizes = f"{count} prompts x {how.count} images, {how.steps} ODE steps"
     return "\n".join([*lines, f"{sizes}, the same noise; intervals over prompts"])

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import tyro
-from small_run import MIXTURE, error_of, flowrl_
+from small_run import MIXTURE, error_of, flowrl_, write_rows
 
 import flowrl
 from flowrl.cli.main import COMMANDS, plugins
 from flowrl.cli.options import LONGEST_NAME, changes, options_with, run_name
+from flowrl.cli.progress import evaluations_left, train_line
 from flowrl.cli.train import TrainOptions
 from flowrl.methods import METHODS
 from flowrl.training.config import RunConfig
@@ -165,6 +166,29 @@ def test_options_that_differ_from_the_start_are_changes(words, expected):
     start, config = options_with(TrainOptions, base), (tyro.conf.OmitArgPrefixes,)
     options = tyro.cli(TrainOptions, args=words.split(), default=start, config=config)
     assert changes(options, base) == expected
+
+
+def test_the_time_left_includes_evaluations(tmp_path, capsys):
+    """Iterations of 2 s, evaluations of 10 s after every third iteration and the last, also if the
+    run is resumed; gains of 2e-5 have digits.
+    """
+    config = RunConfig.of(iterations=10, eval_every=3)
+    rows = []
+    for i in range(10):
+        evaluation = {"reward": 0.5 + 1e-5 * i, "seconds": 10.0} if i % 3 == 0 else None
+        row = {"iteration": i, "evaluation": evaluation, "seconds_total": 2.0 * i}
+        rows.append(row | {"reward_mean": 0.25, "nfe_total": 7})
+    shown = train_line(tmp_path, config)
+    for i in (1, 2, 3, 4):
+        write_rows(tmp_path, rows[: i + 1])
+        shown({"iteration": i})
+    train_line(tmp_path, config)({"iteration": 4})
+    *_, third, fourth, resumed = capsys.readouterr().out.splitlines()
+    # 7 iterations, and the evaluations after 6, 9 and 10
+    assert "0:00:26, left: 0:00:44" in third and "held out: reward 0.500030" in third
+    assert "0:00:28, left: 0:00:42" in fourth and fourth == resumed
+    assert [evaluations_left(done, config) for done in (0, 8, 9, 10)] == [4, 2, 1, 0]
+    assert evaluations_left(3, config.replace(iterations=9)) == 2
 
 
 def test_runs_are_named_by_what_differs():
