@@ -21,7 +21,8 @@ from pathlib import Path
 from flowrl_compare.command import Compare
 from flowrl_compare.report import result_blocks
 from flowrl_compare.results import ArmSummary, load_comparison, summarise
-from flowrl_compare.tuned import of_method
+
+from flowrl.training.presets import of_method
 
 DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = re.compile(

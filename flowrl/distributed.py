@@ -219,11 +219,31 @@ class Distributed:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            calls = self.calls_of_others()
+            slow = f" ({calls})" if calls else ""
             raise OtherProcessError(
                 f"{self._name} lost another process, whose own message gives the reason. If it was"
-                f" only slow, raise {TIMEOUT} (now {_timeout_minutes():g} minutes):"
+                f" only slow{slow}, raise {TIMEOUT} (now {_timeout_minutes():g} minutes):"
                 f" {str(error).splitlines()[0]}"
             ) from error
+
+    def publish(self, call: str) -> None:
+        """Tell the other processes which call of a part is in progress here ("": none); a time-out
+        of theirs names it.
+        """
+        if self.world_size > 1:
+            with suppress(RuntimeError):  # the process with the store may have ended
+                _store().set(f"call {self.rank}", call)
+
+    def calls_of_others(self) -> str:
+        """The calls of parts in progress in other processes, as in "process 1: MyReward.score"."""
+        calls = list[str]()
+        with suppress(RuntimeError, ValueError):
+            for rank in range(self.world_size):
+                key = f"call {rank}"
+                if rank != self.rank and _store().check([key]) and (call := _store().get(key)):
+                    calls.append(f"process {rank}: {call.decode()}")
+        return ", ".join(calls)
 
     @property
     def _name(self) -> str:
@@ -245,6 +265,11 @@ class Distributed:
         # after an error NCCL would wait for unfinished operations
         if error is None or dist.get_backend() == "gloo":
             dist.destroy_process_group()
+
+
+def _store() -> Any:
+    """The store of short texts that all processes share."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def _flag(name: str, default: str = "false") -> bool:

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,8 @@ def write_file(path: Path, data: bytes) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    descriptor = os.open(
-        path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666
-    )
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
     try:
         left = memoryview(data)
         while left:
@@ -173,17 +172,25 @@ def folder_lock(folder: Path, work: str = "") -> Iterator[None]:
         yield
 
 
-def require_no_links(folder: Path) -> None:
-    """Raise `ConfigError` if a file or folder in `folder` is a link, through which files elsewhere
-    would be written or deleted, or a pipe or a device. The folder itself may be a link.
+IN_PLACE = (
+    *(LOCK, "metrics.jsonl", "checkpoints", "experience", "failure", "samples", "tensorboard"),
+    *("lora", "lora.new", "full", "full.new", "evaluation", "runs", "paper"),
+)
+"""What runs, comparisons and evaluations append to, and folders in which they write or delete. A
+link of another name is replaced, or not touched.
+"""
+
+
+def require_no_links(folder: Path, names: Iterable[str] = IN_PLACE) -> None:
+    """Raise `ConfigError` if an entry of `folder` with one of `names`, or a run of a comparison in
+    it, is a link, through which files elsewhere would be written or deleted, or a pipe or a device.
+    The folder itself may be a link.
     """
-    for parent, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            path = Path(parent, name)
-            if path.is_symlink():
-                raise ConfigError(f"{path} is a symbolic link; replace it with its target")
-            if path.exists() and not (path.is_file() or path.is_dir()):
-                raise ConfigError(f"{path} is a pipe or a device, not a regular file; remove it")
+    for path in (*(folder / name for name in names), *folder.glob("runs/*")):
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a symbolic link; replace it with its target")
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"{path} is a pipe or a device, not a regular file; remove it")
 
 
 @contextmanager
@@ -225,7 +232,8 @@ def new_folder(
             except BaseException as error:
                 if not (kept() or (isinstance(error, OSError) and made(folder))):
                     for path in [path for path in folder.iterdir() if path.name not in before]:
-                        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                        is_folder = path.is_dir() and not path.is_symlink()
+                        shutil.rmtree(path) if is_folder else path.unlink(missing_ok=True)
                 raise
     except BaseException:
         with suppress(OSError):

@@ -4,8 +4,10 @@ whose reader ends first."""
 import io
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -95,6 +97,52 @@ def on_stop(handle: Callable[[int], None]) -> Iterator[None]:
         for number, handler in before.items():
             if signal.getsignal(number) is react:
                 _handle(handler, [number])
+
+
+APART = 1.0
+"""Signals of `STOPPING` within so many seconds count as one: launchers repeat that of the terminal.
+"""
+
+
+@contextmanager
+def on_repeated_stop(*actions: Callable[[], None]) -> Iterator[None]:
+    """Call the first of `actions` after a signal of `STOPPING`, the second after the next one, and
+    so on, each in a thread of its own: also while the main thread waits outside Python.
+
+    The signals need a handler, as of `on_stop`. Outside the main thread nothing is called.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+
+    def watch() -> None:
+        last, left = -APART, list(actions)
+        while left and (numbers := receiver.recv(1)):
+            now = time.monotonic()
+            if numbers[0] in STOPPING and now - last >= APART:
+                last = now
+                threading.Thread(target=left.pop(0), daemon=True).start()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    _watched.set()
+    watcher.start()
+    try:
+        yield
+    finally:
+        _watched.clear()
+        signal.set_wakeup_fd(before)
+        sender.close()
+        watcher.join()
+        receiver.close()
+
+
+_watched = threading.Event()
+"""Set within `on_repeated_stop`."""
+if hasattr(os, "register_at_fork"):  # signals to a fork must not count in its parent
+    os.register_at_fork(after_in_child=lambda: _watched.is_set() and signal.set_wakeup_fd(-1))
 
 
 def ignore_stops() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -17,19 +18,21 @@ from typing import Any, Protocol, get_type_hints
 import pytest
 import torch
 from flowrl_compare.comparison import CompareConfig
+from flowrl_testing.tiny import tiny_sd3_policy
 from pydantic import BaseModel
-from small_run import MIXTURE, TINY_RUN, error_of, flowrl_
+from small_run import MIXTURE, TINY_RUN, error_of, flowrl_, model_files, words
 
 import flowrl.core.types as types
 from flowrl.core.calls import CHECKS_ON
 from flowrl.core.errors import OWN_PACKAGES, ConfigError, CreditError, FlowrlError, PartError
 from flowrl.core.types import Prompt, part_call, state_of, watched_calls
-from flowrl.io import folder_lock, write_json
+from flowrl.io import folder_lock, write_file, write_json
 from flowrl.parts.registry import KINDS, build, check_part, find_maker
 from flowrl.parts.specs import Spec
 from flowrl.probes import Completion, NoProbe
 from flowrl.reading import read_bytes
 from flowrl.training.build import unread
+from flowrl.training.config import preset
 from flowrl.training.run import Run
 
 ROOT = Path(__file__).parent.parent
@@ -163,9 +166,38 @@ def test_a_link_in_a_run_folder_is_neither_written_nor_deleted(tmp_path, capsys)
     os.mkfifo(run / "metrics.jsonl")
     assert "metrics.jsonl is a pipe or a device" in error_of(f"train --resume {run}", capsys)
     (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl.tmp").symlink_to(tmp_path / "untouched")
+    with pytest.raises(OSError, match="symbolic links"):
+        write_file(run / "metrics.jsonl.tmp", b"1")
+    assert not (tmp_path / "untouched").exists()
     (tmp_path / "linked").symlink_to(run)  # the folder itself may be one
     with folder_lock(tmp_path / "linked"):
         pass
+
+
+def test_other_links_block_nothing(tmp_path, monkeypatch):
+    """As those that W&B makes, also in the folder of weights that are not a run's."""
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
+    run, data = interrupted_run(tmp_path / "run"), tmp_path / "data"
+    (data / "checkpoints").mkdir(parents=True)
+    (data / "mine").write_text("mine")
+    (run / "wandb").mkdir()
+    for place in (run / "wandb" / "latest-run", run / "mine", run / "checkpoints" / "mine"):
+        place.symlink_to(data)
+    (run / "config.yaml").unlink()
+    (run / "config.yaml").symlink_to(data / "mine")  # written anew: the link is replaced
+    assert flowrl_(f"train --resume {run}") == 0
+    command = f"evaluate --weights {run} --limit 1 --num-steps 1"
+    assert flowrl_(command) == 0 and (data / "mine").read_text() == "mine"
+    assert (run / "mine").is_symlink() and (run / "config.yaml").is_file()
+    files = model_files(tmp_path) | {"reward": "jpeg-compressibility"}
+    del files["max_sequence_length"]
+    tiny_sd3_policy().save(tmp_path / "mine")
+    weights = next((tmp_path / "mine").glob("*.safetensors"))
+    for name in ("checkpoints", "lora", "latest"):
+        (weights.parent / name).symlink_to(data)
+    assert flowrl_(f"evaluate --weights {weights} --num-steps 1 {shlex.join(words(**files))}") == 0
+    assert sorted(path.name for path in data.iterdir()) == ["checkpoints", "mine"]
 
 
 class Rule:
@@ -315,6 +347,34 @@ def test_settings_without_effect_are_found(settings, names):
     assert unread(TINY_RUN.replace(**settings), settings) == names
 
 
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"tuning": "full", "adapter": "a", "lora_rank": 4}, ["adapter", "lora_rank"]),
+        ({"adapter": "a", "lora_rank": 4, "lora_targets": ("to_q",)}, []),
+        ({"negative_prompt": "x", "guidance_gradient": "prompt"}, None),
+        ({"negative_prompt": "x", "guidance_gradient": "prompt", "guidance_scale": 2.0}, []),
+        ({"method": "awm", "guidance_gradient": "prompt", "train_guidance_scale": 2.0}, []),
+        ({"method": "awm", "reference_guidance_scale": 2.0}, ["reference_guidance_scale"]),
+        ({"method": "awm", "reference_guidance_scale": 2.0, "kl_weight": 0.1}, []),
+        ({"diversity_prompts": 2, "diversity_samples": 3, "strict": True}, None),
+        ({"diversity_prompts": 2, "diversity": "pixels"}, []),
+        ({"reward_form": "reward"}, None),
+    ],
+)
+def test_settings_of_a_model_without_effect_are_found(settings, names):
+    files = {"model": "m", "prompts": "text[0:2]", "reward": "ocr"}
+    run = preset("tiny").apply(**files).replace(**settings)
+    assert unread(run, settings) == (list(settings) if names is None else names)
+
+
+def test_an_adapter_in_a_file_that_nothing_reads_is_refused(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("policy: {model: m, tuning: full, adapter: a}\n")
+    files = "--prompts text[0:2] --reward jpeg-compressibility"
+    error = error_of(f"train --preset tiny,{tmp_path}/mine.yaml {files}", capsys)
+    assert "adapter = 'a' is not allowed; allowed: left out without tuning lora" in error
+
+
 def test_an_option_that_nothing_reads_is_refused(tmp_path, capsys):
     out = f"--out {tmp_path}/new"
     for command in ("train", "compare --seeds 0"):
@@ -343,7 +403,7 @@ def begun(tmp_path_factory):
         ("--iterations 9", "iterations = 9 "),
         ("--num-steps 10", "num_steps = 10 is not allowed; allowed: 4 or left out"),  # the default
         ("--world shapes", "world = 'shapes' "),
-        ("--kl-weight 0.1 --kl-weight 0.2", "kl_weight = 0.2 "),
+        ("--kl-weight 0.2", "kl_weight = 0.2 "),
         ("--preset tiny", "preset = 'tiny' "),
     ],
 )

@@ -117,3 +117,14 @@ def test_satellites_use_public_names(folder):
                 public = {n for m in modules for n in getattr(import_module(m), "__all__", ())}
                 private += [(path.name, a.name) for a in node.names if a.name not in public]
     assert not private
+
+
+def test_the_extra_docs_suffices_for_the_reference():
+    """It documents the modules that need other extras, too."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    names = {"trackers": "tensorboard", "datasets": "datasets", "cluster": "distributed"}
+    names |= {"rewards": "rapidocr", "server": "fastapi", "remote": "httpx"}
+    absent = [name for extra, name in names.items() if extra not in extras["docs"][0]]
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import reference_pages as r"
+    code += "; [r.modules_of(name) for name in r.existing()]; print('built')"
+    assert python(code, PYTHONPATH=os.pathsep.join([str(ROOT / "docs"), *sys.path])) == ["built"]

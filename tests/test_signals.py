@@ -8,18 +8,30 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import tomllib
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import psutil
 import pytest
 from flowrl_compare.arms import method_arms
 from flowrl_compare.comparison import CompareConfig
 from loading import ROOT
-from small_run import MIXTURE, TINY_RUN
+from small_run import MIXTURE, TINY_RUN, rows_of
 
 from flowrl.cli.main import main
-from flowrl.signals import STOPPING, ignore_stops, on_stop, same_handlers
+from flowrl.signals import (
+    APART,
+    STOPPING,
+    ignore_stops,
+    on_repeated_stop,
+    on_stop,
+    same_handlers,
+)
+from flowrl.training.checkpoint import Checkpoints
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="needs signals"),
@@ -106,7 +118,8 @@ def test_a_command_that_is_complete_ends_with_its_own_exit_code():
     wait = IN_A_THREAD.format(int(signal.SIGHUP), "print('went on')") + CONSOLE
     for shown, errors, code in (ends := outcomes(*scripts, ["-c", UNDER_NOHUP + wait])):
         assert (shown.startswith("flowrl 0."), errors, code) == (True, "", 0)
-    assert [shown.endswith("went on\n") for shown, _, _ in ends] == [False] * 6 + [True]
+    went_on = [shown.endswith("went on\n") for shown, _, _ in ends]
+    assert went_on == [False] * len(scripts) + [True]
 
 
 def test_a_run_under_nohup_is_not_stopped_by_a_closed_terminal():
@@ -220,6 +233,97 @@ def test_a_training_pauses_until_its_last_iteration_and_then_ends_as_usual(
     else:
         assert code == 0 and (out / "done.json").exists()
         assert lines[-1].startswith("Done. Weights and metrics in")
+
+
+HANGS = """
+import ctypes, re, time
+def locked():
+    lock, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    while True: library.pthread_mutex_lock(lock)
+WAYS = {
+    "in Python": lambda: time.sleep(3600),
+    "with the lock of Python": lambda: re.match("(a+)+$", 60 * "a" + "b"),
+    "outside Python": locked,
+}
+def count(part, limit):
+    part.calls += 1
+    if part.calls == limit:
+        print("HANGS", flush=True)
+        WAYS["CHOSEN"]()
+class Score:
+    calls = 0
+    def score(self, images, prompts):
+        count(Score, 20)
+        return images.flatten(1).mean(1)
+class Heldout(Score):
+    score = lambda self, images, prompts: count(Heldout, 5) or images.flatten(1).mean(1)
+class Load(Score):
+    load = lambda self: count(Load, 1)
+class Pool(Score):
+    on_cpu = True
+    score = lambda self, images, prompts: count(Pool, 15) or images.flatten(1).mean(1)
+class Watch:
+    fields, calls = (), 0
+    observe = lambda self, record: count(Watch, 3)
+"""
+PLACES = {
+    "score": "--reward {}:Score",
+    "pool": "--reward {}:Pool --overlap-rewards true --chunk 1",
+    "load": "--reward {}:Load",
+    "held-out reward": "--heldout-rewards {}:Heldout",
+    "observer": "--observe {}:Watch",
+}
+ELSEWHERE = [pytest.param(place, "in Python", marks=pytest.mark.slow) for place in [*PLACES][2:]]
+
+
+@pytest.mark.parametrize(
+    ("place", "way"),
+    [
+        ("score", "outside Python"),
+        pytest.param("score", "with the lock of Python", marks=pytest.mark.slow),
+        pytest.param("pool", "with the lock of Python", marks=pytest.mark.slow),
+        *ELSEWHERE,
+    ],
+)
+def test_a_second_signal_ends_a_part_that_hangs(place, way, tmp_path):
+    """The first one has saved the last complete iteration, and no process is left."""
+    file, out = tmp_path / "hangs.py", tmp_path / "out"
+    file.write_text(HANGS.replace("CHOSEN", way))
+    options = f"{MIXTURE} --iterations 40 {PLACES[place].format(file)} --out {out}".split()
+    command = [sys.executable, "-u", "-m", "flowrl", "train", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert "HANGS\n" in iter(process.stdout.readline, "")
+        time.sleep(0.2)  # until the part waits
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline().startswith("Stopping after this iteration")
+        time.sleep(APART + 0.2)
+        saved, started = Checkpoints(out).newest, time.monotonic()
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        killer = threading.Timer(20, process.kill)
+        killer.start()
+        shown = process.communicate()[0]
+        killer.cancel()
+        assert (process.returncode, time.monotonic() - started < 5) == (130, True)
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    if place == "load":
+        assert "Load.load did not return. There is no checkpoint yet." in shown
+        return
+    iteration = rows_of(out)[-1]["iteration"]
+    assert iteration % 10 and saved == f"{iteration:06d}"
+    assert Checkpoints(out).load(saved).values["done"] == iteration
+    assert f"did not return. Checkpoint {saved} is kept. Continue with: flowrl train" in shown
+
+
+def test_signals_that_a_launcher_repeats_count_once():
+    counts = list[str]()
+    actions = [partial(counts.append, name) for name in ("save", "leave")]
+    with on_stop(lambda _: None), on_repeated_stop(*actions):
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.05)
+    assert counts == ["save"]
 
 
 def test_stops_stay_ignored_after_a_block_but_not_after_main():

@@ -84,6 +84,13 @@ def read(source: Path) -> Notebook:
         cell.source = re.sub(
             r"^\{symbols: (.*)\}$", lambda line: symbols(line[1]), cell.source, flags=re.MULTILINE
         )
+        if role(cell) in ("hint", "explanation") and (
+            heading := re.search(r"^#{1,6} .*", cell.source, re.MULTILINE)
+        ):
+            raise SystemExit(
+                f"{source.name}: a heading in a folded cell; begin a new Markdown cell with it:"
+                f"\n{heading[0]}"
+            )
         if role(cell) != "expected":
             cells.append(cell)
         elif cells and cells[-1].cell_type == "code" and role(cells[-1]) is None:

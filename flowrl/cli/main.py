@@ -86,7 +86,7 @@ def run_command(arguments: Sequence[str]) -> int:
         require("\0" not in text, option.lstrip("-"), text, "text without NUL characters")
     import tyro
 
-    from flowrl.cli.options import with_help
+    from flowrl.cli.options import require_once, with_help
 
     command = with_help(load_command(name))
     start = {"default": command.defaults(rest)} if hasattr(command, "defaults") else {}
@@ -96,6 +96,7 @@ def run_command(arguments: Sequence[str]) -> int:
     except SystemExit:  # --help, or a wrong option
         sys.stdout.flush()
         raise
+    require_once(parsed, rest)
     check_ranges(parsed)
     return parsed.main()
 

@@ -14,15 +14,17 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, cast, get_args, get_origin
 
 import tyro
 
-from flowrl.core.errors import require
+from flowrl.core.errors import ConfigError, require
+from flowrl.core.options import split
 from flowrl.parts.settings import fields_of, flat, groups_of, owners
 from flowrl.training.config import RunConfig, preset
+from flowrl.training.presets import combine, is_of_task, require_method
 
 Base = tyro.conf.Suppress[tyro.conf.Fixed[RunConfig]]
 """The settings that the options of a command start from: no option."""
@@ -63,6 +65,30 @@ def _inside(hint: Any) -> Iterator[type]:
         if isinstance(part, type) and dataclasses.is_dataclass(part):
             yield part
         yield from _inside(part)
+
+
+def require_once(command: Any, arguments: Sequence[str]) -> None:
+    """Raise `ConfigError` for an option that the `arguments` of a parsed `command` contain twice,
+    also as --NAME and --no-NAME, unless its values are given by repeating it.
+    """
+    hints, given = dict(reversed([*_types(command)])), set[str]()  # the command's own come first
+    for word in takewhile(lambda word: word != "--", arguments):
+        option = word.partition("=")[0].replace("_", "-")
+        name = re.sub("^--(no-)?", "", option).replace("-", "_")
+        kind = hints.get(name)
+        if option.startswith("--") and tyro.conf.UseAppendAction not in get_args(kind):
+            several = f", as in {option} A B" * (get_origin(split(kind)[0]) is tuple)
+            if name in given:
+                raise ConfigError(f"{option} is given twice; allowed: once{several}")
+            given.add(name)
+
+
+def _types(command: Any) -> Iterator[tuple[str, Any]]:
+    """The types of the options of a parsed command, of its groups and of its subcommand."""
+    for item in dataclasses.fields(command):
+        yield item.name, item.type
+        value = getattr(command, item.name)
+        yield from _types(value) if dataclasses.is_dataclass(value) else ()
 
 
 def options_class(name: str, without: Sequence[str] = ()) -> type[Any]:
@@ -126,13 +152,19 @@ def early(arguments: Sequence[str], *names: str) -> dict[str, str]:
 def base_of(arguments: Sequence[str]) -> RunConfig:
     """The run that the options start from: that of `--preset`, `--settings`, `--world`, `--model`
     and `--method`, read before all other options. With `--plan`, it is that of a machine with a
-    GPU.
+    GPU; with `--prompts`, without the held-out prompts of a task of the preset.
     """
-    given = early(arguments, "preset", "settings", "world", "model", "method")
-    start = preset(given.pop("preset", "default"), "--trust" in arguments)
+    given = early(arguments, "preset", "settings", "world", "model", "method", "prompts", "credit")
+    name, prompts = given.pop("preset", "default"), given.pop("prompts", "")
+    start = preset(name, "--trust" in arguments)
     published = given.pop("settings", "") == "published"
+    if not given.pop("credit", "") and given.get("method"):
+        require_method(name, given["method"])
     chosen = {name: value for name, value in given.items() if value}
-    return start.apply(planned="--plan" in arguments, published=published, **chosen)
+    run = start.apply(planned="--plan" in arguments, published=published, **chosen)
+    if prompts and is_of_task("heldout_prompts", combine(name, RunConfig).origins):
+        run = run.replace(heldout_prompts="")
+    return run
 
 
 def named_file(arguments: Sequence[str]) -> Path | None:
@@ -180,7 +212,9 @@ def refuse_others(command: Any, mode: str, allowed: Sequence[str]) -> None:
     kept = command.base.flat()
     for name, value in changes(command.run, command.base).items():
         need = f"{kept[name]!r} or left out: {getattr(command, mode)} keeps its settings"
-        require(False, name, value, f"{need}; for others, start a run with --preset CONFIG.yaml")
+        edit = " edit its config.json, or" if mode == "resume" else ""
+        others = f"for others,{edit} start a run with --preset CONFIG.yaml"
+        require(False, name, value, f"{need}; {others}")
     for item in dataclasses.fields(command):
         value = getattr(command, item.name)
         made = item.default_factory

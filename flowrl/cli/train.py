@@ -1,6 +1,8 @@
 """`flowrl train`."""
 
 import json
+import multiprocessing
+import os
 import shlex
 import threading
 import time
@@ -33,12 +35,14 @@ from flowrl.core.options import Count
 from flowrl.parts.registry import shadowed
 from flowrl.parts.trust import own_text, trust_option
 from flowrl.reading import read_text
-from flowrl.signals import ignore_stops, on_stop
+from flowrl.signals import APART, ignore_stops, on_repeated_stop, on_stop
 from flowrl.training.config import RunConfig, load_config
+from flowrl.training.presets import tuned_text
 from flowrl.workers import launch_rank
 
 if TYPE_CHECKING:
     from flowrl.distributed import Distributed
+    from flowrl.training.run import Run
 
 
 FROM = "With --resume: the checkpoint to continue from, such as 000010; later ones are deleted."
@@ -47,29 +51,75 @@ FINISHED = "flowrl.finished"
 files, such as the model's card, and return lines to print.
 """
 PLANNED = ("trust", "trial", "plan", "card", "processes", "launch")
-READ = {"resume": ("start", "changed_code", *PLANNED), "config": ("out", *PLANNED)}
+READ = {
+    "resume": ("start", "changed_code", "changed_prompts", *PLANNED),
+    "config": ("out", *PLANNED),
+}
 """Options that are read together with one that names a run."""
+GRACE = 4.0
+"""Seconds in which a second signal ends the process."""
 PLAN_INDENT = 21
 """Columns of the labels of a plan."""
 TrainOptions = options_class("TrainOptions")
 
 
 @contextmanager
-def asked_to_stop() -> Iterator[threading.Event]:
+def asked_to_stop(runs: Sequence["Run"] = ()) -> Iterator[threading.Event]:
     """An event that Ctrl-C, SIGTERM and SIGHUP set instead of ending the process
     (`flowrl.signals.on_stop`).
+
+    The last complete iteration of `runs` is saved at once, in case that the process is killed. A
+    second signal, at least `APART` seconds later, ends the process without the current iteration.
     """
-    asked = threading.Event()
+    asked, since = threading.Event(), [0.0]
+
+    def say() -> None:
+        # the signal may have come while something was printed
+        with suppress(RuntimeError, OSError):
+            print("Stopping after this iteration (again: stop at once) ...", flush=True)
 
     def ask(_: int) -> None:
         if not asked.is_set():
             asked.set()
-            # the signal may have come while something was printed
-            with suppress(RuntimeError, OSError):
-                print("Stopping after this iteration ...", flush=True)
+            since[0] = time.monotonic()
+            say()
+        # a part may be in code that gives the other threads no time
+        time.sleep(GRACE if time.monotonic() - since[0] >= APART else 0.05)
 
-    with on_stop(ask):
+    def keep() -> None:
+        with suppress(OSError):  # a full disk is reported at the end of the iteration
+            for run in runs:
+                run.save_last()
+
+    def save() -> None:
+        keep()
+        if not asked.wait(0.5):  # the main thread is outside Python
+            say()
+
+    def leave() -> None:
+        keep()
+        threading.Timer(GRACE / 4, os._exit, [130]).start()  # the output may be blocked
+        for process in multiprocessing.active_children():
+            process.kill()  # a hanging one may not notice the end of this process
+        for run in runs:
+            if run.distributed.is_main:
+                print(_left(run), flush=True)
+        os._exit(130)
+
+    with on_stop(ask), on_repeated_stop(save, leave):
         yield asked
+
+
+def _left(run: "Run") -> str:
+    """What to print when a second signal ends `run`."""
+    from flowrl.core.types import call_in_progress
+    from flowrl.training.checkpoint import Checkpoints, to_resume
+
+    call = call_in_progress() or run.distributed.calls_of_others()
+    reason = f"{call} did not return. " if call else ""
+    newest = Checkpoints(run.folder).newest
+    kept = f"Checkpoint {newest} is kept. Continue with: {to_resume(run.folder)}"
+    return f"Stopped. {reason}{kept if newest else 'There is no checkpoint yet.'}"
 
 
 @contextmanager
@@ -126,8 +176,11 @@ class Train:
     """Print what one iteration needs (trajectories, pairs, batches, network evaluations, memory)
     without training. A model is planned in the precision that it would have on a GPU.
     """
-    card: Literal["H100", "H200", "A100", "RTX 4090", "L40S", "L4"] = "H100"
-    """The GPU for which `plan` estimates time and memory."""
+    card: str = "H100"
+    """The GPU for which `plan` estimates time and memory: H100, H200, A100, A40, A10, L40S, L40,
+    L4, RTX 6000 Ada, RTX A6000, RTX 5090, RTX 4090, RTX 4080 or RTX 3090; another by its memory, as
+    in 16GB.
+    """
     processes: Count | None = None
     """Number of processes that `plan` assumes [default: 1]; training takes it from `accelerate
     launch`.
@@ -142,6 +195,10 @@ class Train:
     """
     changed_code: bool = False
     """With `resume`: continue although files of your own parts have changed since the run started.
+    """
+    changed_prompts: bool = False
+    """With `resume`: continue although the training prompts have changed since the run started.
+    Evaluations keep the held-out prompts of its start.
     """
     trial: bool = True
     """Test your own parts before the first iteration, for at most 5 s (docs/guides/extend.md)."""
@@ -168,7 +225,7 @@ class Train:
         """The settings of the run to resume or repeat, or else the preset's with the given ones on
         top.
         """
-        from flowrl.training.build import require_read
+        from flowrl.training.build import NAMED, require_read
         from flowrl.training.memory import profile_of
 
         if self.resume or self.config:
@@ -181,20 +238,22 @@ class Train:
         if self.profile:
             chosen |= profile_of(self.profile)
         config = with_options(self.preset, self.base, chosen, self.trust)
-        require_read(config, chosen)
+        require_read(config, dict.fromkeys((*chosen, *NAMED)))
         return config
 
     def main(self) -> int:
         """Train, printing every evaluation."""
         from flowrl.training.build import check
-        from flowrl.training.plan import memory_text, plan, plan_text, sized, times_text
+        from flowrl.training.plan import card_of, memory_text, plan, plan_text, sized, times_text
 
         require(not self.start or bool(self.resume), "from", self.start, "only with --resume")
         allowed = "only with --plan; `accelerate launch` sets it in training"
         require(self.plan or not self.processes, "processes", self.processes, allowed)
         require(self.plan or self.launch == "ddp", "launch", self.launch, allowed)
+        require(self.plan or self.card == Train.card, "card", self.card, "only with --plan")
         if not self.plan:
             return self._train()
+        card_of(self.card)
         config = self.configuration()
         check(config)
         processes = self.processes or 1
@@ -231,6 +290,13 @@ class Train:
         new = Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")
         return config, self.resume or self.out or new
 
+    def _settings_text(self, config: RunConfig) -> str:
+        """Which settings a new run in a built-in world has, if `flowrl compare` has others."""
+        if self.resume or self.config or self.preset != "default":
+            return ""
+        source = "world" if self.settings == "world" else "method, as published"
+        return tuned_text(config.environment.world, config.flat(), source)
+
     def _train(self) -> int:
         import torch
         from torch.distributed.elastic.multiprocessing.errors import record
@@ -243,7 +309,8 @@ class Train:
         from flowrl.training.checkpoint import to_resume
         from flowrl.training.run import Run
 
-        with asked_to_stop() as asked:
+        runs = list[Run]()
+        with asked_to_stop(runs) as asked:
             with Distributed.join() as distributed:
                 config, out = distributed.in_main(self._start)
                 device_of(config.policy.device)
@@ -261,6 +328,8 @@ class Train:
                 for text in shadowed():
                     say(f"Warning: {text}")
                 say(fitted(f"  {method_text(config)}", 2))
+                if text := self._settings_text(config):
+                    say(fitted(f"  {text}", 2))
                 run = Run(
                     config,
                     out,
@@ -268,8 +337,10 @@ class Train:
                     asked.is_set,
                     distributed=distributed,
                     changed_code=self.changed_code,
+                    changed_prompts=self.changed_prompts,
                     trial=self.trial,
                 )
+                runs.append(run)
                 with _resume_hint(out, distributed):
                     execute = record(run.execute) if size > 1 else run.execute
                     finished = bool(execute(self.resume is not None, self.start))

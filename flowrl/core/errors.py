@@ -72,7 +72,7 @@ class ProbeError(FlowrlError):
 
 
 class TrainingError(FlowrlError):
-    """Training cannot continue: a loss or a gradient is not finite."""
+    """Training or sampling cannot continue: a value, such as a loss or a latent, is not finite."""
 
     exit_code = 1
 

@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -77,7 +77,7 @@ def part_call(call: str, error: type[FlowrlError], *inputs: Tensor) -> Iterator[
     counted = [tensor for tensor in inputs if not tensor.is_inference()]
     before = [tensor._version for tensor in counted]
     process, modes = os.getpid(), (torch.get_default_dtype(), torch.is_grad_enabled())
-    with part_errors(), _named_if_slow(call):
+    with part_errors(), named_call(call):
         yield
     if os.getpid() != process:
         _forked[:] = f"{process} {call}".encode()[:256].ljust(256)
@@ -115,7 +115,8 @@ _calls: dict[object, tuple[str, float]] = {}
 
 
 @contextmanager
-def _named_if_slow(call: str) -> Iterator[None]:
+def named_call(call: str) -> Iterator[None]:
+    """The context of a call of a part, for `watched_calls` and `call_in_progress`."""
     key = object()
     _calls[key] = (call, time.monotonic())
     try:
@@ -124,17 +125,25 @@ def _named_if_slow(call: str) -> Iterator[None]:
         del _calls[key]
 
 
+def call_in_progress() -> str:
+    """The innermost call of a part that has not returned, or ""."""
+    return next(reversed(_calls.copy().values()), ("", 0.0))[0]
+
+
 @contextmanager
-def watched_calls() -> Iterator[None]:
+def watched_calls(publish: Callable[[str], None] = lambda call: None) -> Iterator[None]:
     """A context in which a line on standard error names each call of a part that takes more than
-    `SLOW` seconds.
+    `SLOW` seconds. `publish` gets the name of the call in progress, or "", about once a second.
     """
     ended = threading.Event()
 
     def watch() -> None:
-        named = None
-        while not ended.wait(SLOW / 10):
+        named = published = None
+        while not ended.wait(min(1.0, SLOW / 10)):
             current = next(iter(_calls.copy().values()), None)
+            if current != published:
+                published = current
+                publish(current[0] if current else "")
             if current and current != named and time.monotonic() - current[1] > SLOW:
                 named = current
                 print(f"{current[0]} has not returned for {SLOW:g} s", file=sys.stderr, flush=True)

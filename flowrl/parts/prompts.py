@@ -3,6 +3,8 @@ or a generator's list; and the order in which training takes them.
 """
 
 import copy
+import difflib
+import hashlib
 import json
 import re
 import warnings
@@ -41,14 +43,21 @@ GENERATORS: dict[str, Callable[..., list[Prompt]]] = {
 DATASET_OPTIONS = ("name", "split", "column")
 DATASET_FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 """By suffix; other files are JSON."""
+JSON_LINES = (".jsonl", ".ndjson")
+NO_LINES = (".json", ".yaml", ".yml", ".csv", ".tsv", ".parquet", ".arrow", ".toml", ".xml")
+"""Suffixes of files that are not read line by line."""
+LINES = "a text file with one prompt per line, a .jsonl file with one object per line"
+ENTRIES = ("prompt", "text", "tag", "include", "exclude")
+"""Entries of a prompt that flowrl and its rewards read (`ocr`, `geneval`)."""
 TEXT_COLUMNS = ("prompt", "text", "caption")
 """Unless a column is named, the first of these that a dataset has contains the prompts."""
 
 
 def read_prompts(source: Path | str) -> list[Prompt]:
-    """The prompts of a text file (one per line; lines that start with # are comments), of a .jsonl
-    file, of text on standard input (`-`), of a dataset, or of a generator. Repeated prompts, which
-    are drawn more often, are a warning; blank lines are left out.
+    """The prompts of a text file (one per line; lines that start with "# " are comments), of JSON
+    lines (.jsonl, .ndjson), of text on standard input (`-`), of a dataset, or of a generator.
+    Warnings name repeated prompts, which are drawn more often, and entries that flowrl does not
+    read. Blank lines are left out.
 
     JSON lines are objects with an entry "prompt". Their other entries are the prompt's metadata; an
     entry "include" among them must be a request in GenEval's form (`flowrl.parts.geneval`).
@@ -80,10 +89,12 @@ def read_prompts(source: Path | str) -> list[Prompt]:
     if str(source).startswith("hf("):
         rows, unit, parse = list[Any](_dataset_prompts(str(source))), "row", copy.copy  # as it is
     else:
+        suffix = Path(source).suffix.lower()
+        require(suffix not in NO_LINES, "prompts", str(source), f"{LINES}, or hf(name={source})")
         text = read_input() if str(source) == "-" else read_text(Path(source))
         text = text.removesuffix("\n")
         rows, unit = list[Any](text.split("\n")), "line"  # splitlines would also cut at U+2028
-        parse = _from_json if Path(source).suffix == ".jsonl" else _from_text
+        parse = _from_json if suffix in JSON_LINES else _from_text
     prompts, first = list[Prompt](), dict[str, int]()
     repeated, faults = list[str](), list[str]()
     for number, row in enumerate(rows, 1):
@@ -103,21 +114,53 @@ def read_prompts(source: Path | str) -> list[Prompt]:
         raise ConfigError(f"prompts: {source}, {_listed(faults)}")
     if not prompts:
         raise ConfigError(f"prompts: {source} contains no prompt")
-    if repeated:
-        warnings.warn(f"{source}: {_listed(repeated)}", stacklevel=2)
+    unread = {name for prompt in prompts for name in prompt.metadata} - {*ENTRIES}
+    for remark in filter(None, (_listed(repeated), _unread(sorted(unread)))):
+        warnings.warn(f"{source}: {remark}", stacklevel=2)
     return prompts
 
 
-def _listed(texts: Sequence[str]) -> str:
+def _unread(names: Sequence[str]) -> str:
+    """A remark on entries that no reward of flowrl reads, with what they may be meant to be."""
+    hints = ((name, _meant(name)) for name in names)
+    texts = [f"{name!r:.60}" + f" (did you mean {hint!r}?)" * bool(hint) for name, hint in hints]
+    own = "only a reward of your own can read them"
+    return f"flowrl does not read the entries {_listed(texts, ', ')}: {own}" if texts else ""
+
+
+def _meant(name: str) -> str:
+    """The entry of `ENTRIES` that `name` resembles, or ""."""
+    return next(iter(difflib.get_close_matches(name, ENTRIES, 1, 0.75)), "")
+
+
+def _listed(texts: Sequence[str], between: str = "; ") -> str:
     """The first `SHOWN` texts, and how many more there are."""
     more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return "; ".join(texts[:SHOWN]) + more
+    return between.join(texts[:SHOWN]) + more
 
 
 def _from_text(line: str) -> Prompt:
-    """The prompt in a line; a comment is one without a text."""
+    """The prompt in a line; a comment is one without a text. Raises `ConfigError` for a line that
+    may be either, and for JSON.
+    """
     text = line.strip()
-    return Prompt("" if text.startswith("#") else text)
+    if re.match(r"#+(?!\S)", text):
+        return Prompt("")
+    if text.startswith("#"):
+        example = json.dumps({"prompt": text[:40]}, ensure_ascii=False)
+        need = f'write "# " for a comment, or the line {example} in a .jsonl file for a prompt'
+        raise ConfigError(f'starts with "#": {need}')
+    if _is_json(text):
+        raise ConfigError("is JSON, which is read from a .jsonl file, one object per line")
+    return Prompt(text)
+
+
+def _is_json(text: str) -> bool:
+    """Whether a line of text is an object or a list in JSON."""
+    try:
+        return text.startswith(("{", "[")) and isinstance(parse_json(text), dict | list)
+    except ValueError:
+        return False
 
 
 def _from_json(line: str) -> Prompt:
@@ -126,6 +169,9 @@ def _from_json(line: str) -> Prompt:
         return Prompt("")
     try:
         values = parse_json(line, finite=True)
+        for name in values if "prompt" not in values else ():
+            if _meant(name) == "prompt":
+                raise ValueError(f"did you mean 'prompt' by {name!r}?")
         text = values.pop("prompt")
         if text.strip():
             return Prompt(text, values)
@@ -144,12 +190,18 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
     Raises:
         ConfigError: the file cannot be written, or exists with different content.
     """
-    text = "".join(
-        json.dumps({**prompt.metadata, "prompt": prompt.text}, ensure_ascii=False) + "\n"
+    lines = prompt_lines(prompts)
+    require_new_file(path, lambda data: data == lines, "file")
+    write_bytes(path, lines)
+
+
+def prompt_lines(prompts: Iterable[Prompt], default: Callable[[Any], Any] | None = None) -> bytes:
+    """Prompts with their metadata as JSON lines; `default` as in `json.dumps`."""
+    return "".join(
+        json.dumps({**prompt.metadata, "prompt": prompt.text}, ensure_ascii=False, default=default)
+        + "\n"
         for prompt in prompts
-    )
-    require_new_file(path, lambda data: data == text.encode(), "file")
-    write_bytes(path, text.encode())
+    ).encode()
 
 
 def _dataset_prompts(spec: str) -> list[Prompt]:
@@ -237,6 +289,9 @@ class PromptStream:
         self.prompts = list(prompts)
         self.generator = torch.Generator().manual_seed(seed)
         self.order: list[int] = []
+        lines = prompt_lines(prompts, lambda value: type(value).__name__)
+        self.digest = hashlib.sha256(lines).hexdigest()
+        """A hash of the prompts, to which an order belongs."""
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts."""

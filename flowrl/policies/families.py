@@ -449,7 +449,10 @@ def family_of(pipeline: str) -> Family:
     if point := plugin("flowrl.families", pipeline, "model family"):
         return point.load()()
     known = ", ".join([*FAMILIES, *entry_points(group="flowrl.families").names])
-    raise ConfigError(f"model: {pipeline} is not supported; supported pipelines: {known}")
+    raise ConfigError(
+        f"model: {pipeline} is not supported; supported pipelines: {known};"
+        " docs/model-families.md shows how to add one"
+    )
 
 
 def shape_of(pipe: Any, family: Family, height: int, width: int, frames: int) -> Shape:

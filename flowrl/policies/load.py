@@ -1,7 +1,6 @@
 """Loading a policy from a model's folder, or from its name on the Hugging Face Hub."""
 
-import hashlib
-import inspect
+import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from flowrl.core.errors import ConfigError, require
-from flowrl.io import cache_folder
+from flowrl.policies.embedded import TextFiles
 from flowrl.policies.families import Family, family_of
 from flowrl.policies.pipeline import DTYPES, ModelOptions, PipelinePolicy
 from flowrl.reading import reading
@@ -41,10 +40,7 @@ def load_policy(
         index = dict(diffusers.DiffusionPipeline.load_config(model))
         name = str(index.pop("_class_name"))
     except (OSError, KeyError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"model: {model!r} is neither a folder with a model_index.json nor a model on the Hub"
-            f" ({error}); set HF_HUB_OFFLINE=0 to allow downloads"
-        ) from error
+        raise ConfigError(f"model: {_not_found(model, error)}") from error
     family, kind = family or family_of(name), getattr(diffusers, name)
     _require_data_only(model, index, type(family).__module__.partition(".")[0])
     subject = f"model: the {name} in {model!r}"
@@ -53,8 +49,10 @@ def load_policy(
     settings = {"use_safetensors": True, "dtype": dtypes}
     with reading(subject):
         folder = model if Path(model).is_dir() else kind.download(model, use_safetensors=True)
-        others = set(index) - {"transformer", "vae", "scheduler"}
-        embeddings = _embeddings(Path(folder), sorted(others), kind, family, options)
+        _require_no_variant(subject, Path(folder), name, index)
+        tokens = options.max_sequence_length or family.text_tokens
+        files = TextFiles(Path(folder), index, kind, family, options.dtype, tokens)
+        place = files.place
         networks = {"vae": _complete(folder, "vae", index["vae"], dtypes["vae"])}
         part, given = index["transformer"], (dtypes["transformer"], _quantization(options))
         networks["transformer"] = (
@@ -73,47 +71,57 @@ def load_policy(
             loaded = kind.from_pretrained(folder, **settings, **parts).components
         return {part: loaded[part] for part in absent}
 
+    def embeddings() -> Path | None:
+        return place if files.place == place else None
+
     if not lazy:
         return PipelinePolicy(pipe, family, options)
     return PipelinePolicy(pipe, family, options, load_encoders, embeddings)
 
 
-SAMPLED, BLOCK = 256, 2**16
-"""Blocks of a file that its digest reads, if it has more, and bytes of a block."""
+def _not_found(model: str, error: Exception) -> str:
+    """What is wrong with a model that has no model_index.json, and what to do."""
+    path, reason = Path(model), " ".join(str(error).split())[:200]
+    if path.is_file():
+        convert = 'PIPELINE.from_single_file(FILE).save_pretrained("FOLDER")'
+        return (
+            f"{model!r} is a single file; allowed: the folder of a pipeline. Convert it with"
+            f" diffusers: {convert}, where PIPELINE is its class, as StableDiffusion3Pipeline"
+        )
+    allowed = "allowed: the folder of a pipeline, or a name on the Hub"
+    if path.is_dir():
+        return f"{model!r} is a folder without a readable model_index.json ({reason}); {allowed}"
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model):
+        return f"{model!r} does not exist; {allowed}"
+    if import_module("huggingface_hub").constants.HF_HUB_OFFLINE:
+        return (
+            f"{model!r} is neither a folder nor among the downloaded models; downloads are off: set"
+            f" HF_HUB_OFFLINE=0, or download the model first (hf download {model})"
+        )
+    return (
+        f"{model!r} is no folder and cannot be read from the Hub ({reason}); check its name and the"
+        f" connection to huggingface.co. If its licence must be accepted, do so on"
+        f" https://huggingface.co/{model} and set a token (hf auth login, or HF_TOKEN)"
+    )
 
 
-def _embeddings(
-    folder: Path, parts: Sequence[str], kind: Any, family: Family, options: ModelOptions
-) -> Path | None:
-    """The folder of the embeddings of a pipeline's prompts, named by a digest of all that
-    determines them: text encoders and tokenizers (`parts`), versions, code, precision and length.
+VARIANT = re.compile(r"(diffusion_pytorch_model|model)\.(\w+)(-\d+-of-\d+)?\.safetensors")
 
-    Of a file above 16 MB the digest has the size and 256 blocks of 64 KiB at equal distances, which
-    takes milliseconds and differs for any other training of the weights. None for a family whose
-    code has no file.
-    """
-    tokens = options.max_sequence_length or family.text_tokens
-    try:
-        code = inspect.getsource(type(family).encode)
-    except OSError:
-        return None
-    libraries = [import_module(name).__version__ for name in ("diffusers", "transformers")]
-    known = [*libraries, kind.__name__, code, sorted(vars(family).items()), options.dtype, tokens]
-    digest = hashlib.sha256(repr(known).encode())
-    for part in parts:
-        files = sorted(path for path in (folder / part).glob("**/*") if path.is_file())
-        if part in family.encoders and files:
-            weights = any(path.suffix == ".safetensors" for path in files)
-            require(weights, f"model: {part}", [path.name for path in files], "safetensors")
-        for path in files:
-            size = path.stat().st_size
-            digest.update(f"{path.relative_to(folder)} {size}\n".encode())
-            with open(path, "rb") as file:
-                for start in range(0, size, max(BLOCK, size // SAMPLED)):
-                    file.seek(start)
-                    digest.update(file.read(BLOCK))
-    name = f"{kind.__name__}-{options.dtype}-{tokens}-{digest.hexdigest()[:16]}"
-    return cache_folder() / "prompts" / name
+
+def _require_no_variant(
+    subject: str, folder: Path, pipeline: str, index: Mapping[str, Any]
+) -> None:
+    """Raise `ConfigError` for a part whose weights are a variant only, such as fp16."""
+    for part in index:
+        names = [path.name for path in (folder / part).glob("*.safetensors")]
+        found = [form for form in map(VARIANT.fullmatch, names) if form]
+        if found and len(found) == len(names):
+            variant = found[0][2]
+            convert = f'{pipeline}.from_pretrained(FOLDER, variant="{variant}")'
+            raise ConfigError(
+                f"{subject} has weights of the variant {variant!r} only ({part}/{names[0]}); save"
+                f" them without one: {convert}.save_pretrained(NEW)"
+            )
 
 
 def _quantization(options: ModelOptions) -> Any:

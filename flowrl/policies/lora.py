@@ -3,7 +3,7 @@ merged, saved and loaded.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ LORA_TARGETS = (
 """
 
 
+Shapes = Mapping[str, tuple[int, ...]]
 TRAINED = "default"
 """PEFT's name of the trained adapter."""
 
@@ -161,15 +162,35 @@ class Adapters:
             {n: tuple(t.shape) for n, t in tensors.items()} for tensors in (state, self.tensors())
         )
         if shapes != expected:
-            raise CheckpointError(
-                f"adapter: {path} does not match lora_targets or lora_rank: it has {len(shapes)}"
-                f" tensors, {len(expected)} expected"
-            )
+            problem = _mismatch(shapes, expected)
+            raise CheckpointError(f"adapter: {path} does not match {problem}")
         # a file without alpha has the scale in B, as `tensors` writes it
         alpha, rank = ((metadata or {}).get(f"transformer.{n}") for n in ("lora_alpha", "r"))
         scale = alpha / rank if alpha and rank else 1.0
         scaled = _scaled(state, scale / self.scale)
         set_peft_model_state_dict(self.network, scaled, adapter_name=TRAINED)
+
+
+def _mismatch(shapes: Shapes, expected: Shapes) -> str:
+    """How the matrices of a LoRA differ from the expected ones, and in which setting."""
+    lacking, foreign = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected)
+    if lacking or foreign:
+        parts = [
+            f"{len(names)} {what}, such as {names[0]}"
+            for names, what in ((foreign, "others"), (lacking, "of them missing"))
+            if names
+        ]
+        count = f"it has {len(shapes)} tensors, {len(expected)} expected"
+        return f"lora_targets or the model: {count}; {'; '.join(parts)}"
+    ranks, wanted = (
+        sorted({shape[0] for name, shape in one.items() if "lora_A" in name})
+        for one in (shapes, expected)
+    )
+    if ranks != wanted:
+        return f"lora_rank: its rank is {', '.join(map(str, ranks))}, lora_rank is {wanted[0]}"
+    name = next(name for name, shape in shapes.items() if shape != expected[name])
+    both = f"{list(shapes[name])}, {list(expected[name])} expected"
+    return f"the model: {name} is {both}; it is a LoRA of another model"
 
 
 def _scaled(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:

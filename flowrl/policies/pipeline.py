@@ -1,6 +1,7 @@
 """Diffusers pipelines as policies: options, and the code common to all model families."""
 
 import copy
+import logging
 import os
 import re
 import shutil
@@ -10,7 +11,6 @@ from dataclasses import replace
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, get_args
 
 import torch
@@ -23,10 +23,13 @@ from flowrl.core.options import Count, Whole
 from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.distributed import Distributed, full_tensors, is_sharded_network
 from flowrl.parts.settings import settings_group
+from flowrl.policies.embedded import EmbeddingsFolder
 from flowrl.policies.families import Family, linear_guidance, shape_of, size_of
 from flowrl.policies.lora import Adapters, load_frozen_adapters
 from flowrl.policies.prompt_cache import PromptCache
+from flowrl.policies.prompt_length import cut_prompts, quiet
 
+_LOG = logging.getLogger(__name__)
 EMBEDDED_TOGETHER = 8
 """Prompts per call of the text encoders: their activations take less memory than their weights."""
 COMPILED_VERSIONS = 64
@@ -181,8 +184,9 @@ class PipelinePolicy:
         family: the model family.
         options: sizes, device, dtype, guidance, adapter and memory settings.
         load_encoders: loads the text encoders of a `pipe` without them, by name.
-        embeddings: the folder of the prompts' embeddings, which other processes and runs use too;
-            None for a temporary folder (`TMPDIR`) that is deleted with the policy.
+        embeddings: returns the folder of the prompts' embeddings, which other processes and runs
+            use too. If it returns None, or a text encoder, a tokenizer or a method of `pipe` was
+            replaced before the first prompt: a temporary folder that is deleted with the policy.
     """
 
     def __init__(
@@ -191,7 +195,7 @@ class PipelinePolicy:
         family: Family,
         options: ModelOptions = ModelOptions(),
         load_encoders: Callable[[], Mapping[str, nn.Module]] | None = None,
-        embeddings: Path | None = None,
+        embeddings: Callable[[], Path | None] = lambda: None,
     ) -> None:
         kind = type(pipe).__name__
         require(kind == family.pipeline, "pipeline", kind, family.pipeline)
@@ -219,11 +223,10 @@ class PipelinePolicy:
         require(channels == 3, "channels of the image decoder", channels, "3, red, green and blue")
         self._scheduler = _euler_scheduler(pipe)
         self._load_encoders = load_encoders
-        if embeddings is None:
-            made = TemporaryDirectory(prefix="flowrl-prompts-", ignore_cleanup_errors=True)
-            self._temporary, embeddings = made, Path(made.name)
-        limit = options.prompt_cache
-        self.prompts = PromptCache(self._embed, self.device, limit, self.dtype, embeddings)
+        self._tokens = options.max_sequence_length or family.text_tokens
+        self._counted = set[str]()
+        limit, self._place = options.prompt_cache, EmbeddingsFolder(pipe, family, embeddings)
+        self.prompts = PromptCache(self._embed, self.device, limit, self.dtype, self._place)
         self.guidance_scale = options.guidance_scale
         self.adapters: Adapters | None = None
         self._active = self.reference_network = self.transformer
@@ -289,32 +292,40 @@ class PipelinePolicy:
         report: Callable[[dict[str, Any]], None] = lambda state: None,
     ) -> None:
         """Embed all `prompts` and the negative prompt now, so that the text encoders move to the
-        device only once; the processes divide them (`PromptCache.warm`).
+        device only once; the processes divide them (`PromptCache.warm`). A warning is logged of
+        those that are cut at the encoders' numbers of tokens.
         """
         texts = [self.options.negative_prompt, *(prompt.text for prompt in prompts)]
+        new = [text for text in dict.fromkeys(texts) if text and text not in self._counted]
+        self._counted.update(new)
+        if distributed.is_main:
+            for line in cut_prompts(self.pipe, self.family, new, self._tokens):
+                _LOG.warning("Warning: %s", line)
         self.prompts.warm(texts, distributed, report)
 
     def _embed(self, texts: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
         """Embed on the device, always the same number at a time, so that the rounding of an
         embedding does not depend on the other texts.
         """
-        tokens = self.options.max_sequence_length or self.family.text_tokens
-        with self._text_encoders():
+        with self.text_encoders(), quiet():
             for first in range(0, len(texts), EMBEDDED_TOGETHER):
                 some = list(texts[first : first + EMBEDDED_TOGETHER])
                 filled = some + some[-1:] * (EMBEDDED_TOGETHER - len(some))
                 with torch.no_grad():
-                    rows = self.family.encode(self.pipe, filled, tokens, self.device)
+                    rows = self.family.encode(self.pipe, filled, self._tokens, self.device)
                 kind = f"encode of family {type(self.family).__name__}"
                 fits = isinstance(rows, Sequence) and len(rows) == len(filled)
                 require(fits, kind, type(rows).__name__, "a list with a mapping per text")
                 yield from rows[: len(some)]
 
     @contextmanager
-    def _text_encoders(self) -> Iterator[None]:
+    def text_encoders(self) -> Iterator[None]:
         """Within this context the text encoders are on the device."""
-        for name, encoder in (self._load_encoders or dict)().items():
-            setattr(self.pipe, name, encoder)
+        absent = [name for name in self.family.encoders if getattr(self.pipe, name, None) is None]
+        loaded = self._load_encoders() if self._load_encoders and absent else {}
+        for name in loaded.keys() & absent:
+            setattr(self.pipe, name, loaded[name])
+        self._place.require_same()
         given = {name: self.pipe.components.get(name) for name in self.family.encoders}
         encoders = {name: part for name, part in given.items() if part}  # SD3 may have no T5
         try:
@@ -323,7 +334,7 @@ class PipelinePolicy:
             yield
         finally:
             for name, encoder in encoders.items():
-                if self._load_encoders:
+                if name in loaded.keys() & absent:
                     setattr(self.pipe, name, None)
                 else:
                     encoder.to("cpu")

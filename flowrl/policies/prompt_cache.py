@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from flowrl.core.errors import DiskError
+from flowrl.core.errors import DiskError, TrainingError
 from flowrl.distributed import Distributed
 from flowrl.io import CACHE, refused
 from flowrl.reading import read_bytes
@@ -37,21 +37,22 @@ class PromptCache:
     """Embeddings by integer number, so that a `Condition` carries a number per sample instead of
     megabytes.
 
-    `encode` embeds new texts. Embeddings are in `folder`, one file per text, where other processes
-    and later runs find them; a damaged or deleted file is made again. At most `limit` of them are
-    also in main memory, and those of the latest call on `device`, padded with zeros at the end of
-    their first axis to a common length. Floating-point tensors have `dtype`. Raises `DiskError` if
-    the disk is full, `ConfigError` if the folder cannot be written.
+    `encode` embeds new texts. Embeddings are in the folder that `place` returns, one file per text,
+    where other processes and later runs find them; a damaged or deleted file is made again. At most
+    `limit` of them are also in main memory, and those of the latest call on `device`, padded with
+    zeros at the end of their first axis to a common length. Floating-point tensors have `dtype`.
+    Raises `DiskError` if the disk is full, `ConfigError` if the folder cannot be written.
     """
 
     encode: Encode
     device: torch.device
     limit: int
     dtype: torch.dtype
-    folder: Path
+    place: Callable[[], Path]
     _numbers: dict[str, int] = field(default_factory=dict)
     _memory: dict[str, Row] = field(default_factory=dict)
     _on_device: frozenset[int] = frozenset()
+    folder: Path = field(init=False)
 
     def numbers(self, texts: Sequence[str]) -> list[int]:
         """The numbers of `texts`; new texts are embedded."""
@@ -71,6 +72,7 @@ class PromptCache:
 
         `report` is called with {"phase": "prompts", "prompts": a line of progress}.
         """
+        self.folder = self.place()
         new = [text for text in dict.fromkeys(texts) if text not in self._numbers]
         missing = self._missing(new)
         # again if processes do not see each other's files
@@ -135,6 +137,9 @@ class PromptCache:
                 .clone(memory_format=torch.contiguous_format)
                 for name, tensor in given.items()
             }
+            if not _is_finite(row):
+                what = f"the text encoder's embedding of {text!r} has values that are not finite"
+                raise TrainingError(f"{what}; use bfloat16 or float32, or check its weights")
             self._write(text, row)
             yield self._kept(text, row)
 
@@ -172,13 +177,19 @@ class PromptCache:
         return f"prompts cannot be stored in {self.folder}: {reason}; set {place}"
 
     def _stored(self, text: str) -> Row | None:
-        """The embedding of `text` from main memory or disk; None if its file is damaged or
-        deleted.
+        """The embedding of `text` from main memory or disk; None if its file is damaged, deleted
+        or of an earlier version, which stored values that are not finite.
         """
         if text in self._memory:
             return self._memory[text]
         with suppress(OSError):
             data = read_bytes(self._path(text))
-            if hashlib.sha256(data[32:]).digest() == data[:32]:
-                return self._kept(text, load(data[32:]))
+            if hashlib.sha256(data[32:]).digest() == data[:32] and _is_finite(
+                row := load(data[32:])
+            ):
+                return self._kept(text, row)
         return None
+
+
+def _is_finite(row: Row) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in row.values())

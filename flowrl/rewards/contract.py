@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowrl.core.errors import ConfigError, FlowrlError, RewardContractError
 from flowrl.core.protocols import AnyReward, GroupReward
-from flowrl.core.types import Prompt, tensor_problem
+from flowrl.core.types import Prompt, named_call, tensor_problem
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def load_reward(reward: object) -> None:
     load = getattr(reward, "load", None)
     if callable(load):
         try:
-            load()
+            with named_call(f"{type(reward).__name__}.load"):
+                load()
         except FlowrlError:
             raise
         except (Exception, SystemExit) as error:

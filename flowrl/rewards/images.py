@@ -25,9 +25,11 @@ Frames = Literal["all"] | Count
 
 def to_bytes(images: Images) -> UInt8[Tensor, "sample height width channel"]:
     """round(255 x) of images in [0, 1] (values outside are clamped), on the CPU, with the channels
-    last.
+    last. Raises `RewardError` for values that are not finite.
     """
-    levels = (images.detach().float().nan_to_num(0.0).clamp(0, 1) * 255).round()
+    if not bool(images.isfinite().all()):
+        raise RewardError("images have values that are not finite; allowed: numbers in [0, 1]")
+    levels = (images.detach().float().clamp(0, 1) * 255).round()
     return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowrl.core.errors import FlowrlError, RewardContractError, RewardError
 from flowrl.core.protocols import AnyReward, RewardModel
-from flowrl.core.types import Prompt, part_call
+from flowrl.core.types import Prompt, named_call, part_call
 from flowrl.distributed import processes_here
 from flowrl.parts.registry import USER_MODULE, file_module
 from flowrl.rewards.contract import checked_scores, load_reward
@@ -85,9 +85,10 @@ class PooledReward:
     def _results(self, function: Any, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         futures = list[Future[bytes]]()
         try:
-            for call in calls:
-                futures.append(self._pool.submit(function, self._number, *call))
-            return [pickle.loads(future.result()) for future in futures]
+            with named_call(type(self.reward).__name__ + function.__name__.replace("_", ".")):
+                for call in calls:
+                    futures.append(self._pool.submit(function, self._number, *call))
+                return [pickle.loads(future.result()) for future in futures]
         except BrokenProcessPool as error:
             killed = f"a process that computes {type(self.reward).__name__} was killed"
             raise RewardError(f"{killed} (out of memory?)") from error

@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import require
+from flowrl.core.errors import TrainingError, require
 from flowrl.core.protocols import FlowPolicy, extras
 from flowrl.core.types import Prompt
 from flowrl.rollout.solvers import Usage, solve
@@ -40,6 +40,32 @@ class ImageBatch:
 
     def __getitem__(self, samples: slice) -> "ImageBatch":
         return ImageBatch(self.images[samples], self.latents[samples], self.prompts[samples])
+
+
+def decoded(policy: FlowPolicy, latents: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+    """`policy.decode(latents)`. Raises `TrainingError` if a latent or an image is not finite; the
+    message names what is: embeddings, latents, or images of the decoder.
+    """
+    images = policy.decode(latents)
+    if bool(latents.isfinite().all() & images.isfinite().all()):
+        return images
+    finite = latents.isfinite().flatten(1).all(1)
+    what, advice = (
+        "sampled latents",
+        "use bfloat16 or float32, or in training a smaller noise_level",
+    )
+    if bool(finite.all()):
+        finite = images.isfinite().flatten(1).all(1)
+        what, advice = "decoder's images", "use decode_dtype float32, or check its weights"
+    for tensor in policy.encode(prompts).tensors.values():
+        if not bool(tensor.isfinite().all()):
+            finite = tensor.isfinite().flatten(1).all(1)
+            what, advice = "embeddings of the prompts", "check the text encoder's weights and dtype"
+    bad = (~finite).nonzero().flatten().tolist()
+    raise TrainingError(
+        f"the {what} have values that are not finite in {len(bad)} of {len(finite)} samples, first"
+        f" for the prompt {prompts[bad[0]].text!r}; {advice}"
+    )
 
 
 def initial_noise(policy: FlowPolicy, count: int, seed: int = EVALUATION_SEED) -> Tensor:
@@ -83,6 +109,7 @@ def sample_images(
 
     Raises:
         ConfigError: the solver is unknown, `max_batch` is below 1, or there are too few latents.
+        TrainingError: a latent or an image is not finite.
     """
     require(max_batch >= 1, "max_batch", max_batch, "1 or more")
     if (embedding := extras(policy, "warm")) is not None:
@@ -94,7 +121,7 @@ def sample_images(
         require(len(drawn) == len(batch), "noise", len(drawn), f"{len(batch)} more latents")
         start, condition = torch.stack(drawn).to(policy.device), policy.encode(batch)
         final = solve(policy, schedule, condition, start, Usage(), max_batch, solver)
-        return ImageBatch(policy.decode(final), final, batch)
+        return ImageBatch(decoded(policy, final, batch), final, batch)
 
     for first in range(0, len(prompts), max_batch):
         # no variable: it would keep the batch on the device until the next one is sampled

@@ -22,6 +22,7 @@ from flowrl.rewards.contract import (
     marks_invalid,
 )
 from flowrl.rollout.rollout import Rollout
+from flowrl.rollout.sampling import decoded
 from flowrl.rollout.solvers import Usage
 
 Inspect = Callable[[Tensor, Sequence[Prompt], Tensor], None]
@@ -139,6 +140,7 @@ def score_rollout(
     Raises:
         ConfigError: a group reward is combined with a probe that leaves out members.
         RewardError: the reward breaks its contract.
+        TrainingError: a latent or an image is not finite.
     """
     compared, groups = isinstance(reward, GroupReward), result.groups
     keys = sorted(result.estimates, key=lambda key: ("", key) if isinstance(key, int) else key)
@@ -157,7 +159,8 @@ def score_rollout(
     columns: dict[str, list[Tensor]] = {}
     for rows in [*flat[: lengths[0]].split(size), *flat[lengths[0] :].split(size)]:
         if len(rows):
-            images, texts, owners = policy.decode(rows), owners[: len(rows)], owners[len(rows) :]
+            texts, owners = owners[: len(rows)], owners[len(rows) :]
+            images = decoded(policy, rows, texts)
             scores = score(reward, images, texts[:: groups.members] if compared else texts, usage)
             if usage is not None:
                 usage.decodes += len(rows)

@@ -216,7 +216,8 @@ def trained_steps(spec: str, stds: Tensor, generator: torch.Generator) -> Int[Te
         Sorted step indices [step].
 
     Raises:
-        ConfigError: `spec` is not allowed, or no stochastic step remains.
+        ConfigError: `spec` is not allowed, a slice ends outside the schedule, or no stochastic
+            step remains.
     """
     noisy = (stds > 0).nonzero().flatten()
     if len(noisy) == 0:
@@ -226,6 +227,8 @@ def trained_steps(spec: str, stds: Tensor, generator: torch.Generator) -> Int[Te
     fixed = parse_slice(spec)
     if fixed is not None:
         start, stop, _ = fixed.indices(len(stds))
+        inside = all(abs(end or 0) <= len(stds) for end in (fixed.start, fixed.stop))
+        require(inside, "trained_steps", spec, f"within the schedule's {len(stds)} steps")
         steps = noisy[(noisy >= start) & (noisy < stop)]
         allowed = f"at least one of the stochastic steps {noisy.tolist()}"
         require(len(steps) > 0, "trained_steps", spec, allowed)

@@ -120,12 +120,12 @@ class Copies:
             tensors |= prefixed(f"copy.{name}.", dict(zip(copy.names, copy.values, strict=True)))
         return tensors
 
-    def state(self, copied: bool = True) -> Checkpoint:
-        """The state of all copies, `copied` as for the trainer. The main process has full tensors,
-        gathered from all processes if they are sharded.
+    def state(self) -> Checkpoint:
+        """The state of all copies. The main process has full tensors, gathered from all processes
+        if they are sharded.
         """
         current = {f"copy.{name}.current": copy.is_current for name, copy in self.by_name.items()}
-        return full_state(self._tensors(), {"optimizer_steps": self.steps, **current}, copied)
+        return full_state(self._tensors(), {"optimizer_steps": self.steps, **current})
 
     def restore(
         self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], distributed: Distributed

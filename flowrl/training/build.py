@@ -38,6 +38,7 @@ from flowrl.samplers import ODE, FixedWindow, trained_steps, transition_stds, wi
 from flowrl.training.checkpoint import load_weights
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.evaluation import make_heldout_metrics
+from flowrl.training.started import with_stored_prompts
 from flowrl.training.trainer import Trainer, overlaps_rewards
 from flowrl.worlds.base import ModelWorld, check_hash, check_policy, prompts_of, world
 
@@ -277,6 +278,19 @@ def first_trained_steps(config: RunConfig) -> torch.Tensor:
     return trained_steps(chosen, trial_stds(config), torch.Generator())
 
 
+NEEDS = {
+    **dict.fromkeys(("adapter", "frozen_adapters"), "tuning lora"),
+    **dict.fromkeys(("lora_rank", "lora_alpha", "lora_targets"), "tuning lora"),
+    **dict.fromkeys(("negative_prompt", "guidance_gradient"), "a guidance_scale above 1"),
+    **dict.fromkeys(("diversity_prompts", "diversity_samples"), "diversity"),
+    "strict": "observe",
+    "reward_form": "a reward of the task",
+}
+"""Settings by what they need so that something reads them."""
+NAMED = ("adapter", "frozen_adapters", "negative_prompt")
+"""Settings without a value in presets: those of a user's file need a reader, too."""
+
+
 def unread(config: RunConfig, chosen: Iterable[str]) -> list[str]:
     """Those of the settings `chosen` that have no effect on this run."""
     values, policy_settings = config.flat(), {item.name for item in fields(config.policy)}
@@ -291,8 +305,20 @@ def unread(config: RunConfig, chosen: Iterable[str]) -> list[str]:
             return value <= 0 or parts(config) != parts(config.replace(**{name: value / 2}))
         if name == "window" and value:
             return bool((trial_stds(config) > 0).any())  # else no step is drawn in any window
-        if name == "reference":
+        if name in NAMED and not value.strip():  # Qwen-Image's negative prompt is a space
+            return True
+        if NEEDS.get(name) == "tuning lora" and config.policy.model:
+            return config.policy.tuning == "lora"
+        if name in ("negative_prompt", "guidance_gradient"):
+            own = config.policy.guidance_scale
+            train, reference = config.loss_guidance().scales(own)
+            return train != 1 or (name == "negative_prompt" and (own, reference) != (1, 1))
+        if name in ("reference", "reference_guidance_scale"):
             return run_method(config).loss.needs_reference
+        if NEEDS.get(name) in values:
+            return bool(values[NEEDS[name]])
+        if name == "reward_form":
+            return not config.environment.reward
         if name in policy_settings and not config.policy.model:
             return name in getattr(make_world(config), "reads", policy_settings)
         return name != "loss_scale" or config.policy.dtype == "float16"
@@ -303,7 +329,8 @@ def unread(config: RunConfig, chosen: Iterable[str]) -> list[str]:
 def require_read(config: RunConfig, chosen: Iterable[str]) -> None:
     """Raise `ConfigError` for one of the settings `chosen` without effect on this run."""
     for name in unread(config, chosen):
-        require(False, name, config.flat()[name], "left out: nothing in this run uses it")
+        without = f" without {NEEDS[name]}" if name in NEEDS else ""
+        require(False, name, config.flat()[name], f"left out{without}: nothing in this run uses it")
 
 
 def method_parts(config: RunConfig) -> dict[str, str]:
@@ -323,6 +350,10 @@ def method_parts(config: RunConfig) -> dict[str, str]:
     if clip is not None:
         parts["clip_range"] = f"{clip:.3g}"
     return {**parts, "kl_weight": f"{chosen.kl_weight:g}"}
+
+
+METHOD_FILE = "method.json"
+"""The `method_parts` of a run, in its folder: to compute them again may need the user's code."""
 
 
 def method_text(config: RunConfig) -> str:
@@ -363,7 +394,7 @@ def trained_policy(folder: Path, trust: bool = False) -> tuple[FlowPolicy, RunCo
     """
     if not os.path.isfile(folder / "weights.safetensors"):
         raise CheckpointError(f"weights: {folder} is not the folder of a finished run")
-    config = load_config(folder / "config.json", trust)
+    config = with_stored_prompts(folder, load_config(folder / "config.json", trust))
     on_gpu = config.policy.model and torch.cuda.is_available()
     policy = make_policy(config if on_gpu else config.replace(device="cpu"))
     load_trained(policy, folder)

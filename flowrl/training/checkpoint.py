@@ -130,6 +130,10 @@ class Checkpoints:
         # as numbers: names have more than six digits after a million iterations
         return sorted((path.stem for path in self.folder.glob("[0-9]*.safetensors")), key=int)
 
+    def listed(self) -> str:
+        """The names on one line."""
+        return ", ".join(self.names()) or "none"
+
     @property
     def newest(self) -> str:
         """The name of the newest checkpoint, or ""."""
@@ -165,8 +169,7 @@ class Checkpoints:
         """
         names = self.names()
         if name not in names:
-            known = ", ".join(names) or "none"
-            raise CheckpointError(f"no checkpoint {name} in {self.run}; available: {known}")
+            raise CheckpointError(f"no checkpoint {name} in {self.run}; available: {self.listed()}")
         try:
             return load_checkpoint(self.path(name))
         except FlowrlError as error:
@@ -195,23 +198,26 @@ def without_prefix(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(prefix): values[name] for name in chosen}
 
 
-def full_state(live: Mapping[str, Tensor], values: Mapping[str, Any], copied: bool) -> Checkpoint:
-    """`values` and the full tensors of `live`, which share no memory with them if `copied`."""
-    tensors = full_tensors(live).items()
-    complete = {name: tensor.clone() if copied else tensor for name, tensor in tensors}
-    return Checkpoint(complete, dict(values))
+def full_state(live: Mapping[str, Tensor], values: Mapping[str, Any]) -> Checkpoint:
+    """`values` and the full tensors of `live`, which share no memory with them."""
+    return Checkpoint(
+        {
+            name: tensor.clone() if live[name].device.type == "cpu" else tensor
+            for name, tensor in full_tensors(live).items()
+        },
+        dict(values),
+    )
 
 
 def training_state(
     parameters: Mapping[str, nn.Parameter],
     average: Sequence[Tensor],
     optimizer: torch.optim.Optimizer,
-    copied: bool = True,
 ) -> Checkpoint:
-    """Full weights, averages and optimizer state, in the main process's main memory.
+    """Copies of full weights, averages and optimizer state, in the main process's main memory.
 
     With sharded weights all processes must call this. The plain numbers of the optimizer are
-    values; without `copied`, updates change tensors that are in main memory already.
+    values.
     """
     moments = {
         f"optimizer.{key}.{name}": value
@@ -224,7 +230,7 @@ def training_state(
         **{name: value for name, value in moments.items() if isinstance(value, Tensor)},
     }
     numbers = {name: value for name, value in moments.items() if not isinstance(value, Tensor)}
-    return full_state(live, {"optimizer": numbers}, copied)
+    return full_state(live, {"optimizer": numbers})
 
 
 def load_matching(

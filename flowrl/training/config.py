@@ -118,8 +118,8 @@ class EnvironmentConfig:
     images), or a dataset: hf(name=NAME, split=..., column=...).
     """
     heldout_prompts: str = ""
-    """Evaluation prompts for `model`, in the same forms as `prompts`; default: the training
-    prompts.
+    """Evaluation prompts for `model`, in the same forms as `prompts`; default: the preset's, or
+    with other `prompts` than the preset's the training prompts.
     """
 
     @property

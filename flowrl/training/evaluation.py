@@ -38,6 +38,7 @@ from flowrl.rollout import (
     score,
     score_rollout,
 )
+from flowrl.rollout.sampling import decoded
 from flowrl.rollout.values import Inspect
 from flowrl.training.config import RunConfig
 from flowrl.training.trainer import Trainer
@@ -256,7 +257,6 @@ def evaluate(
     with distributed.shared_errors():
         batches = sample(prompts, EVALUATION_SEED, share)
         values = _measured(batches, {**measures, "images": first_images}, optional, trials)
-    seconds = time.perf_counter() - started
     if metrics.features is not None:
         with distributed.shared_errors():
             chosen, each = heldout[: metrics.prompts], metrics.samples
@@ -267,6 +267,7 @@ def evaluate(
             if vectors is not None and units.own:
                 vectors = pairwise_diversity(vectors.view(len(units.own), each, -1))
             values[DIVERSITY] = vectors
+    seconds = time.perf_counter() - started
     gathered = distributed.gather(values)
 
     def together(name: str) -> Tensor | None:
@@ -331,5 +332,5 @@ def write_trajectory(folder: Path, trainer: Trainer, world: World, members: int 
     }
     write_json(folder / "trajectory.json", record)
     row = slice(chosen, chosen + 1)
-    images = torch.cat([stills(policy.decode(node[row])) for node in (*latents, final)])
+    images = torch.cat([stills(decoded(policy, node[row], [prompt])) for node in (*latents, final)])
     write_bytes(folder / "trajectory.safetensors", save({"images": images.cpu().contiguous()}))

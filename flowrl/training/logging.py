@@ -4,6 +4,7 @@ trackio), and sample strips as PNG files.
 
 import importlib
 import io
+import secrets
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowrl.core.errors import ConfigError, require
-from flowrl.io import write_bytes
+from flowrl.io import write_bytes, write_json
+from flowrl.reading import read_json
 from flowrl.training.build import method_parts
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import Evaluation
@@ -30,6 +32,8 @@ MARGIN = 90
 """Pixels on the left of strips for their labels."""
 MOST_ROWS = 16
 """Largest number of strips in samples/over-time.png."""
+TRACKER_FILE = "tracker.json"
+"""The id of the run at W&B or trackio."""
 
 
 def tracker_name(config: RunConfig) -> str:
@@ -116,7 +120,7 @@ class Journal:
             purge = {"purge_step": self.done + 1} if self.done else {}
             tracker = kind("tensorboard", str(self.folder), **purge)
         else:
-            tracker = kind("flowrl", name=self.folder.name)
+            tracker = kind("flowrl", **self._identity())
         settings = self.config.flat() | method_parts(self.config)
         # TensorBoard takes no lists
         plain = {
@@ -132,6 +136,18 @@ class Journal:
                 " --tracker none"
             ) from error
         return tracker
+
+    def _identity(self) -> dict[str, str]:
+        """Options with which a resumed run continues its record at W&B or trackio, by the id in the
+        run's folder; W&B's files are in this folder, too.
+        """
+        path, name = self.folder / TRACKER_FILE, self.folder.resolve().name
+        if not path.exists():
+            write_json(path, {"id": secrets.token_hex(4)})
+        run = read_json(path, dict[str, str])["id"]
+        if self.name == "wandb":
+            return {"name": name, "id": run, "dir": str(self.folder), "resume": "allow"}
+        return {"name": f"{name}-{run}", "resume": "allow"}  # trackio has no other id
 
     def finish(self) -> None:
         """Close the tracker, at the end of a run or of a part of it."""

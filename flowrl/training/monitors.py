@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowrl.core.protocols import ExperienceCredit, GroupReward, Stateful
+from flowrl.training.results import decimals
 from flowrl.training.trainer import Trainer
 
 Row = Mapping[str, Any]
@@ -176,13 +177,30 @@ def kl_runaway(rows: Sequence[Row], limits: Limits) -> str:
     return ""
 
 
+def heldout_errors(samples: int) -> float:
+    """The change of a held-out reward that chance explains, in standard deviations of a sample's
+    reward: 0.2, or 3 standard errors of `samples` if this is more.
+    """
+    return max(0.2, 3.0 / samples**0.5)
+
+
+def fallen(values: Sequence[float], share: float, noise: float) -> str:
+    """How the last of `values` has fallen from the best by more than this `share` of the gain since
+    the first, and by more than `noise`; "" if it has not.
+    """
+    first, best, last = (values[0], max(values), values[-1]) if values else (0.0,) * 3
+    if best - last <= max(share * (best - first), noise):
+        return ""
+    digits = decimals(best - last)
+    return f"{last:.{digits}f} from its best, {best:.{digits}f} (it began at {first:.{digits}f})"
+
+
 def collapse(rows: Sequence[Row], limits: Limits) -> str:
     """The reward fell from its best by more than `FALL` of the gain, and by more than chance
     explains.
 
-    Chance: for the held-out reward 0.2 standard deviations of a sample's reward, or 3 standard
-    errors if this is more; for the training reward (means of `WINDOW` iterations) 7 standard
-    errors, as if all of the reward's variance were between prompts.
+    Chance: for the held-out reward `heldout_errors`; for the training reward (means of `WINDOW`
+    iterations) 7 standard errors, as if all of the reward's variance were between prompts.
     """
     trained = [row for row in rows if "reward_mean" in row]
     if limits.compared or not trained:
@@ -194,16 +212,14 @@ def collapse(rows: Sequence[Row], limits: Limits) -> str:
     ]
     heldout = [row["evaluation"]["reward"] for row in rows if row.get("evaluation")]
     for name, values, errors in (
-        ("held-out", heldout, max(0.2, 3.0 / limits.samples**0.5)),
+        ("held-out", heldout, heldout_errors(limits.samples)),
         ("training", means, 7.0 / (WINDOW * limits.prompts) ** 0.5),
     ):
-        first, best, last = (values[0], max(values), values[-1]) if values else (0.0,) * 3
-        if best - last > max(FALL * (best - first), errors * spread):
+        if text := fallen(values, FALL, errors * spread):
             return (
-                f"the {name} reward has fallen back to {last:.3f} from its best, {best:.3f} (it"
-                f" began at {first:.3f}). Stop, and resume from an earlier checkpoint"
-                " (keep_checkpoints above 1) with a lower learning_rate or clip_range, fewer"
-                " minibatches or a kl_weight"
+                f"the {name} reward has fallen back to {text}. Stop, and resume from an earlier"
+                " checkpoint (keep_checkpoints above 1) with a lower learning_rate or clip_range,"
+                " fewer minibatches or a kl_weight"
             )
     return ""
 

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from flowrl.core.errors import PartError, is_disk_error, require
 from flowrl.core.experience import FIELDS, LARGER, Actions, Record
-from flowrl.core.options import Fraction, NonNegative, Whole, checked_options
+from flowrl.core.options import Count, Fraction, NonNegative, Whole, checked_options
 from flowrl.core.protocols import Observer, Stateful
 from flowrl.core.types import part_call, state_of
 from flowrl.distributed import Distributed
@@ -27,31 +28,39 @@ from flowrl.parts.registry import build
 from flowrl.parts.specs import parse_spec
 from flowrl.training.checkpoint import prefixed, without_prefix
 from flowrl.training.config import RunConfig
+from flowrl.training.monitors import fallen, heldout_errors
 from flowrl.training.trainer import Iteration, Trainer
 
 
 @checked_options
 @dataclass(frozen=True)
 class StopOnCollapse:
-    """Stops the run when the held-out reward has fallen from its best, the untrained model's
-    included, by more than ``drop * abs(best)``.
+    """Stops the run when the held-out reward has fallen from its best by more than `drop` of its
+    gain, best - start, and by more than chance explains (`flowrl.training.monitors.heldout_errors`
+    times the median of `reward_std`). The run then ends with the best evaluated checkpoint.
 
     Args:
-        drop: the fraction, in (0, 1]; choose a small one for a reward with a large constant part.
+        drop: the fraction of the gain, in (0, 1].
+        eval_samples: held-out samples per evaluation; without this option, those of the run.
     """
 
     drop: Fraction = 0.3
+    eval_samples: Count = 192
     fields = ("metrics", "history")
 
     def observe(self, record: Record) -> Actions | None:
         """Compare the evaluation, if there is one, with the best so far."""
-        rows = [row for row in (*record.history, record.metrics) if row.get("evaluation")]
-        rewards = [row["evaluation"]["reward"] for row in rows]
-        best = max(rewards, default=0.0)
-        if not record.metrics.get("evaluation") or best - rewards[-1] <= self.drop * abs(best):
+        if not record.metrics.get("evaluation"):
             return None
-        reason = f"the held-out reward fell to {rewards[-1]:.3f} from its best, {best:.3f}"
-        return Actions(stop=reason)
+        rows = [*record.history, record.metrics]
+        evaluated = [row for row in rows if row.get("evaluation")]
+        rewards = [row["evaluation"]["reward"] for row in evaluated]
+        spread = statistics.median([row["reward_std"] for row in rows if "reward_std" in row])
+        text = fallen(rewards, self.drop, heldout_errors(self.eval_samples) * spread)
+        trained = [row for row in evaluated if row["iteration"] > 0]  # these have a checkpoint
+        best = max(trained, key=lambda row: row["evaluation"]["reward"])
+        stop = f"the held-out reward fell to {text}" if text else ""
+        return Actions(stop, best=best["iteration"])
 
 
 @checked_options
@@ -198,7 +207,8 @@ class Observers:
                     self._add("save-experience", SaveExperience(folder, every))
                 for spec in self.config.observe:
                     name = parse_spec(spec).name.rpartition(":")[2]
-                    self._add(name, build("observer", spec, config.trusts(spec)))
+                    known = {"eval_samples": config.evaluation.eval_samples}
+                    self._add(name, build("observer", spec, config.trusts(spec), **known))
                 for other in others:
                     self._add(type(other).__name__, other)
         fields = {name for observer in self.named.values() for name in observer.fields}
@@ -228,8 +238,9 @@ class Observers:
 
         Returns:
             Entries of the row, the same in all processes: numbers by OBSERVER/NAME, "warnings",
-            "kept" if an observer keeps the checkpoint, and "stopped" with "OBSERVER: reason" of the
-            first that stops the run.
+            "kept" if an observer keeps the checkpoint, "best" with the best iteration by OBSERVER,
+            "stopped" with "OBSERVER: reason" of the first that stops the run, and "exported" with
+            its best iteration if that is an earlier one.
 
         Raises:
             PartError: an observer raised an exception, and `strict` is set; or the `metrics` of a
@@ -270,8 +281,12 @@ class Observers:
                     entries["warnings"].append({"kind": kind, "text": text})
                 if actions.keep:
                     entries["kept"] = True
-                if actions.stop:
-                    entries.setdefault("stopped", f"{name}: {actions.stop}")
+                if actions.best:
+                    entries.setdefault("best", {})[name] = actions.best
+                if actions.stop and "stopped" not in entries:
+                    entries["stopped"] = f"{name}: {actions.stop}"
+                    if actions.best and actions.best < trainer.done:
+                        entries["exported"] = actions.best
         return self.distributed.gather(entries)[0]
 
     def _require_same_names(self, call: str, numbers: Mapping[str, float]) -> None:
@@ -314,4 +329,7 @@ def _call(observer: Observer, known: Mapping[str, Any]) -> Actions:
         actions = observer.observe(Record(known["metrics"]["iteration"], **fields)) or Actions()
     if not isinstance(actions, Actions):
         raise PartError(f"it returned a {type(actions).__name__}, not Actions or None")
+    best, last = actions.best, known["metrics"]["iteration"]
+    if best is not None and not 1 <= best <= last:
+        raise PartError(f"its best = {best!r} is not allowed; allowed: iterations 1 to {last}")
     return actions

@@ -321,11 +321,34 @@ CARDS = {
     "H100": Card(80e9, 989e12),
     "H200": Card(141e9, 989e12),
     "A100": Card(80e9, 312e12),
-    "RTX 4090": Card(24e9, 165e12),
+    "A40": Card(48e9, 150e12),
+    "A10": Card(24e9, 125e12),
     "L40S": Card(48e9, 362e12),
+    "L40": Card(48e9, 181e12),
     "L4": Card(24e9, 121e12),
+    "RTX 6000 Ada": Card(48e9, 364e12),
+    "RTX A6000": Card(48e9, 155e12),
+    "RTX 5090": Card(32e9, 209e12),
+    "RTX 4090": Card(24e9, 165e12),
+    "RTX 4080": Card(16e9, 97e12),
+    "RTX 3090": Card(24e9, 71e12),
 }
 """Cards that a plan can be made for; the A100 is that of 80 GB."""
+
+
+def card_of(text: str) -> Card:
+    """A card by its name in `CARDS`, by its memory as in 16GB, or both. Without a known name, the
+    FLOP/s are 0. Raises `ConfigError` for an unknown name without a memory.
+    """
+    size = re.search(r"(\d+(?:\.\d+)?) ?GB$", text)
+    known = CARDS.get(text[: size.start()].strip() if size else text)
+    allowed = f"one of {', '.join(CARDS)}, or the memory as in 16GB"
+    require(bool(known or size), "card", text, allowed)
+    memory = 1e9 * float(size[1]) if size else 0.0
+    require(not size or memory > 0, "card", text, allowed)
+    return Card(memory or known.memory if known else memory, known.flops if known else 0.0)
+
+
 SUSTAINED = 0.2
 """Assumed share of a card's FLOP/s."""
 OPERATION = 5e-6
@@ -351,7 +374,7 @@ EPYC (``python benchmarks/flops.py --ocr``).
 def named_card(name: str) -> str:
     """The name in `CARDS` of a GPU that calls itself `name`; "" for an unknown one."""
     plain = f" {name.upper().replace('-', ' ')} "
-    return next((card for card in CARDS if f" {card} " in plain), "")
+    return next((card for card in CARDS if f" {card.upper()} " in plain), "")
 
 
 def sized(config: RunConfig, card: str, processes: int = 1, launch: Launch = "ddp") -> RunConfig:
@@ -365,8 +388,7 @@ def sized(config: RunConfig, card: str, processes: int = 1, launch: Launch = "dd
         return config
     given = config.replace(**{name: getattr(config.batches, name) for name in wanted})
     given = given.replace(compile=False)
-    if "decode_batch" in wanted:
-        given = given.replace(decode_batch=max(1, 8 // config.policy.num_frames))
+    room = USABLE * card_of(card).memory
     fixed = "micro_batch" not in wanted or "max_batch" not in wanted
     choices = (
         [False, True]
@@ -382,14 +404,29 @@ def sized(config: RunConfig, card: str, processes: int = 1, launch: Launch = "dd
             if rows:
                 tried = tried.replace(micro_batch=rows // config.branches, max_batch="auto")
             counts = plan(tried, processes, launch)
+            if "decode_batch" in wanted:
+                tried = _decoding(tried, counts, room)
             counted = memory(counts, tried)
             assert counted is not None
-            fits = counted.peak <= USABLE * CARDS[card].memory
+            fits = counted.peak <= room
             if fits or rows <= config.branches:
                 cost = times(counts, tried, counted, card).update if fits else counted.peak
                 found.append((not fits, cost, tried))
                 break
     return min(found, key=lambda item: item[:2])[2]
+
+
+def _decoding(config: RunConfig, counts: Plan, room: float) -> RunConfig:
+    """The run with the most images per call of the decoder, up to 8, with which the plan fits into
+    `room`; with 1 if none does.
+    """
+    most = max(1, 8 // config.policy.num_frames)
+    for count in (count for count in (8, 4, 2, 1) if count <= most):
+        config = config.replace(decode_batch=count)
+        counted = memory(counts, config)
+        if counted is not None and counted.peak <= room:
+            break
+    return config
 
 
 @dataclass(frozen=True)
@@ -418,7 +455,7 @@ def times(counts: Plan, config: RunConfig, counted: Memory, card: str) -> Times:
     """The estimated times of a plan on a `card`: of every network call the longer of its FLOPs at a
     share `SUSTAINED` of the card's, and of the dispatch of its operations.
     """
-    rate, p, rollout = SUSTAINED * CARDS[card].flops, counts, config.rollout
+    rate, p, rollout = SUSTAINED * (card_of(card).flops or 1e14), counts, config.rollout
     share = p.groups_per_process / rollout.groups
     most, micro = p.rows_per_call, p.rows_per_micro_batch
 
@@ -455,12 +492,69 @@ def times(counts: Plan, config: RunConfig, counted: Memory, card: str) -> Times:
     )
 
 
+REMEDIES: dict[str, dict[str, Any]] = {
+    "--decode-batch 1": {"decode_batch": 1},
+    "--gradient-checkpointing True": {"gradient_checkpointing": True},
+    "--micro-batch 1 --max-batch 1": {"micro_batch": 1, "max_batch": 1},
+    "--offload": {"offload": True},
+    "--quantize nf4": {"quantize": "nf4"},
+    "--decode-dtype bfloat16": {"decode_dtype": "bfloat16"},
+    "--decode-tiling": {"decode_tiling": True},
+}
+"""Options that need less memory, those without another effect on the results first."""
+
+
+def remedy(config: RunConfig, card: str, processes: int, launch: Launch) -> str:
+    """The fewest options of `REMEDIES`, in their order, with which a plan fits on a `card`; those
+    of the decoder only if its calls need the most memory.
+    """
+
+    def need(options: Sequence[str]) -> Memory:
+        changes = {name: value for option in options for name, value in REMEDIES[option].items()}
+        tried = config.replace(**changes)
+        counted = memory(plan(tried, processes, launch), tried)
+        assert counted is not None
+        return counted
+
+    values, room, chosen = config.flat(), USABLE * card_of(card).memory, list[str]()
+    counted, is_lora = need(()), config.policy.tuning == "lora" and launch == "ddp"
+    for option, changes in REMEDIES.items():
+        others = max(counted.update, counted.rollout, counted.encoders)
+        fits = (
+            counted.decode > others if "decode" in option else is_lora or "quantize" not in option
+        )
+        if fits and any(values[name] != value for name, value in changes.items()):
+            chosen.append(option)
+            counted = need(chosen)
+        if counted.peak <= room:
+            break
+    if counted.peak > room:
+        size = f"{counted.peak / 1e9:.1f} GB also with {' '.join(chosen)}"
+        return f"{size}; take more memory, a smaller --resolution, or --launch fsdp2"
+    for option in chosen[:-1]:
+        fewer = [name for name in chosen if name != option]
+        chosen = fewer if need(fewer).peak <= room else chosen
+    return f"with {' '.join(chosen)} it needs {need(chosen).peak / 1e9:.1f} GB"
+
+
 def times_text(counts: Plan, config: RunConfig, card: str) -> str:
     """`times` as text; empty for a model of unknown architecture."""
     counted = memory(counts, config)
     if counted is None:
         return ""
-    t, sizes = times(counts, config, counted, card), config.batches
+    t, sizes, room = times(counts, config, counted, card), config.batches, card_of(card).memory
+    cards = card if counts.processes == 1 else f"{counts.processes} x {card}"
+    used = {
+        "sizes": f"{sizes.rows or counts.rows_per_micro_batch} network rows per call, gradient"
+        f" checkpointing {'on' if sizes.gradient_checkpointing else 'off'}, {sizes.decode_batch}"
+        " images per decoder call",
+    }
+    if counted.peak > room:
+        size = f"{counted.peak / 1e9:.1f} GB of {room / 1e9:.0f}"
+        fixed = remedy(config, card, counts.processes, counts.launch)
+        return _table(f"memory of {cards}", {"does not fit": size, **used, "remedy": fixed})
+    if not card_of(card).flops:
+        return _table(f"memory of {cards}, whose speed is unknown", used)
     phases = {
         "sampling": t.sampling,
         "decoding": t.decoding,
@@ -475,14 +569,7 @@ def times_text(counts: Plan, config: RunConfig, card: str) -> str:
     known = [*REWARD_FLOPS, *REWARD_SECONDS]
     unknown = not set(re.findall(r"[\w.]+", config.environment.reward)) & set(known)
     lines = {
-        **(
-            {"does not fit": f"{counted.peak / 1e9:.1f} GB of {CARDS[card].memory / 1e9:.0f}"}
-            if counted.peak > CARDS[card].memory
-            else {}
-        ),
-        "sizes": f"{sizes.rows or counts.rows_per_micro_batch} network rows per call, gradient"
-        f" checkpointing {'on' if sizes.gradient_checkpointing else 'off'}, {sizes.decode_batch}"
-        " images per decoder call",
+        **used,
         "iteration": " + ".join(f"{name} {value:.1f}" for name, value in phases.items() if value)
         + f" = {t.iteration:.1f} s"
         + (f"; rewards in parallel on {CORES} cores {t.scoring:.1f} s" if t.scoring else "")
@@ -492,8 +579,7 @@ def times_text(counts: Plan, config: RunConfig, card: str) -> str:
         "in all": f"{config.iterations} iterations and {evaluations:.0f} evaluations of"
         f" {t.evaluation:.0f} s: {hours:.1f} hours, {hours * counts.processes:.1f} GPU hours",
     }
-    rate = f"{SUSTAINED:.0%} of {CARDS[card].flops / 1e12:.0f} TFLOP/s"
-    cards = card if counts.processes == 1 else f"{counts.processes} x {card}"
+    rate = f"{SUSTAINED:.0%} of {card_of(card).flops / 1e12:.0f} TFLOP/s"
     title = f"time on {cards}, estimated from counted FLOPs at"
     return _table(f"{title} {rate}, not measured", lines)
 

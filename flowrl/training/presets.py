@@ -5,6 +5,9 @@ Clips, KL weights and rules of the method files are the published ones, with the
 released code. ``sd3.5-medium,tp-grpo,ocr,exact`` has flowrl's definitions and translated numbers.
 """
 
+import json
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -112,6 +115,39 @@ def world_defaults(world: Any, trust: bool) -> dict[str, Any]:
     fits = not {"world", "model"} & defaults.keys()
     require(fits, f"defaults of world {built.name}", defaults, "neither world nor model")
     return {"task": built.tasks[0], "reward_form": built.forms[0], **defaults}
+
+
+@cache
+def tuned() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """The settings that `flowrl compare` starts from in the built-in worlds (data/tuned.json).
+
+    By world and arm: its `method` ("" for a rule that is not a method), the tuned `values`, and the
+    `settings` of a run with them. Within a world every arm was tuned with the same number of runs
+    (`flowrl bench tune`); a run of the oracle's search scores its mean reward over training, even
+    if its last reward is lower.
+    """
+    return json.loads((resources.files("flowrl") / "data" / "tuned.json").read_text())
+
+
+def of_method(world: str, method: str) -> dict[str, Any] | None:
+    """The tuned settings of a method in a world; None if it was not tuned there."""
+    for arm in tuned().get(world, {}).values():
+        if arm["method"] == method:
+            return {name: value for name, value in arm["settings"].items() if name != "method"}
+    return None
+
+
+def tuned_text(world: Any, chosen: Mapping[str, Any], source: str) -> str:
+    """Which settings a run in a built-in world starts from, and the tuned ones that differ from
+    the `chosen` settings; "" for a method without tuned settings.
+    """
+    values = (of_method(str(world), chosen["method"]) or {}) if not chosen["credit"] else {}
+    other = {name: value for name, value in values.items() if chosen[name] != value}
+    options = " ".join(
+        f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in other.items()
+    )
+    others = f"`flowrl compare` starts from the tuned ones: {options}"
+    return f"settings of the {source}; {others}" if options else ""
 
 
 METHOD_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
@@ -259,7 +295,27 @@ def combine(name: str, schema: type) -> Combined:
     for origin, changes in layers:
         settings |= changes
         origins |= dict.fromkeys(changes, origin)
+    if is_of_task("heldout_prompts", origins) and not is_of_task("prompts", origins):
+        del settings["heldout_prompts"], origins["heldout_prompts"]
     return Combined((*files, *others), settings, origins)
+
+
+def is_of_task(setting: str, origins: Mapping[str, str]) -> bool:
+    """Whether a setting comes from a shipped task. Held-out prompts of a task belong to its
+    training prompts: with other ones, a run evaluates on these.
+    """
+    return origins.get(setting) in shipped()["tasks"]
+
+
+def require_method(preset: str, method: str) -> None:
+    """Raise `ConfigError` if the `preset` has the file of another method than `method`: the run
+    would have the credit, sampler and loss of one method and the name of the other.
+    """
+    for name in preset.split(","):
+        if name.strip() in shipped()["methods"]:
+            others = f"for another method, name it in --preset, or leave {name.strip()} out there"
+            own = f"{name.strip()}, whose credit, sampler and loss the preset sets; {others}"
+            require(method == name.strip(), "method", method, own)
 
 
 def _piece(name: str, schema: type) -> Piece:

@@ -1,5 +1,6 @@
 """What run folders contain: rows of metrics, and how far a run is."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,14 @@ def has_progress(folder: Path) -> bool:
         return True
     # row 0 is the untrained model's
     return metrics.exists() and read_bytes(metrics).count(b"\n") > 1
+
+
+def decimals(*changes: float, least: int = 3) -> int:
+    """The decimals of numbers that differ by the largest of `changes`: `least`, or as many as give
+    it two significant digits (9 at most).
+    """
+    largest = max((abs(change) for change in changes if math.isfinite(change)), default=0.0)
+    return min(9, max(least, 1 - math.floor(math.log10(largest)))) if largest else least
 
 
 def short(spec: str) -> str:

@@ -5,8 +5,9 @@ trajectory.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import entry_points
@@ -24,10 +25,17 @@ from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_j
 from flowrl.parts.plugins import versions
 from flowrl.parts.settings import settings_text
 from flowrl.parts.trust import check_code, record_code
-from flowrl.reading import as_kind, read_bytes, read_tensors, reading
+from flowrl.reading import as_kind, read_bytes, read_json, read_tensors, reading
 from flowrl.rewards import evaluation_reward
 from flowrl.rewards.contract import load_reward
-from flowrl.training.build import make_reward, make_trainer, make_world, prompts_to_embed
+from flowrl.training.build import (
+    METHOD_FILE,
+    make_reward,
+    make_trainer,
+    make_world,
+    method_parts,
+    prompts_to_embed,
+)
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
 from flowrl.training.config import SIZES, RunConfig, load_config
 from flowrl.training.evaluation import (
@@ -37,19 +45,26 @@ from flowrl.training.evaluation import (
     write_trajectory,
 )
 from flowrl.training.format import FORMAT
-from flowrl.training.logging import Journal
+from flowrl.training.logging import TRACKER_FILE, Journal
 from flowrl.training.memory import find_sizes, out_of_memory
 from flowrl.training.monitors import limits_of, notices
 from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.observers import Observers
 from flowrl.training.results import MetricsRow, has_progress, holds
+from flowrl.training.started import (
+    changed_settings,
+    require_unchanged,
+    resumed_prompts,
+    store_prompts,
+)
 
 Row = dict[str, Any]
 TOTALS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls", "seconds")
 Report = Callable[[dict[str, Any]], None]
 """Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes,
-with {"phase", "prompts"}, a line on the progress of embedding, and with {"warning"}, whose "kinds"
-are those of its lines (`flowrl.training.monitors.Notice`).
+with {"phase", "prompts"}, a line on the progress of embedding, with {"changed"}, what has changed
+since the run started, with {"note"}, another remark, and with {"warning"}, whose "kinds" are those
+of its lines (`flowrl.training.monitors.Notice`).
 """
 
 
@@ -72,13 +87,15 @@ class _Written:
 class Run:
     """A run in a folder.
 
-    The folder gets config.json (and .yaml), metrics.jsonl (a line per iteration; line 0 is the
-    untrained model), checkpoints/ and, at the end, samples.*, trajectory.*, weights.safetensors
-    (the averaged trainable weights; those of a diffusers pipeline also in lora/ or full/, in
-    diffusers' format) and done.json. With `save_experience` it also gets experience/
-    (`flowrl.training.observers.SaveExperience`). A run that an observer stops ends in the same way;
-    done.json and the last row then have the reason ("stopped"). Every process executes the run;
-    only the main process writes and reports. If one process is asked to stop, all pause.
+    The folder gets config.json (and .yaml), method.json, the prompts (`training.started`),
+    metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/ and, at the
+    end, samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a
+    diffusers pipeline also in lora/ or full/, in diffusers' format) and done.json. With
+    `save_experience` it also gets experience/ (`flowrl.training.observers.SaveExperience`). A run
+    that an observer stops ends in the same way; done.json and the last row then have the reason
+    ("stopped") and, if the run ends with the best checkpoint that the observer has named, its
+    iteration ("exported"). Every process executes the run; only the main process writes and
+    reports. If one process is asked to stop, all pause.
 
     Args:
         config: the settings.
@@ -88,6 +105,8 @@ class Run:
         distributed: the processes.
         changed_code: continue although the files of the run's own parts have changed since it was
             started.
+        changed_prompts: continue although the training prompts have changed; evaluations keep the
+            run's held-out prompts.
         observers: observers besides those of the setting `observe`; give them again when the run is
             resumed.
         trial: try the user's own parts before a new run, or with `changed_code`
@@ -101,6 +120,7 @@ class Run:
     stop: Callable[[], bool] = lambda: False
     distributed: Distributed = Distributed()
     changed_code: bool = False
+    changed_prompts: bool = False
     observers: Sequence[Observer] = ()
     trial: bool = True
     parts_tried: bool = False
@@ -109,6 +129,8 @@ class Run:
         self._metrics = self.folder / "metrics.jsonl"
         self._digest, self._length = hashlib.sha256(), 0
         self._checkpoints = Checkpoints(self.folder, self.config.logging.keep_checkpoints)
+        self._last: Checkpoint | None = None
+        self._kept, self._saving = set[int](), threading.Lock()
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
         """Train to the end; with `resume`, from the last checkpoint or from the checkpoint `start`,
@@ -121,16 +143,20 @@ class Run:
         """
         self.config.allowed()
         full = disk_errors(self.folder, partial(to_resume, self.folder))
-        with part_errors(), watched_calls(), full, out_of_memory(), ExitStack() as stack:
-            if self.distributed.in_main(lambda: self._enter(stack, resume)) and not start:
+        watched = watched_calls(self.distributed.publish)
+        with part_errors(), watched, full, out_of_memory(), ExitStack() as stack:
+            if self.distributed.in_main(lambda: self._enter(stack, resume, start)):
                 return True
             self._open(resume, start)
             while not self._ended:
-                self._iterate()
-                paused = self.distributed.any(not self._ended and self.stop())
-                due = self._trainer.done % self.config.logging.checkpoint_every == 0
-                if paused or due or self._ended or "kept" in self._rows[-1]:
-                    self._save(self._trainer.state(copied=False))
+                with self._saved_after_failure():
+                    self._iterate()
+                    self._remember()
+                    paused = self.distributed.any(not self._ended and self.stop())
+                done = self._trainer.done
+                due = done % self.config.logging.checkpoint_every == 0 or done in self._kept
+                if paused or due or self._ended:
+                    self.save_last()
                 if paused:
                     break
             if self._ended:
@@ -140,7 +166,7 @@ class Run:
 
     # ----- Start
 
-    def _enter(self, stack: ExitStack, resume: bool) -> bool:
+    def _enter(self, stack: ExitStack, resume: bool, start: str) -> bool:
         """Try the user's parts and lock the folder. Returns whether the run has ended already."""
         if self.trial and not self.parts_tried and (self.changed_code or not resume):
             for trial in trials():
@@ -153,7 +179,13 @@ class Run:
             made, kept = partial(holds, entry="algorithm"), partial(has_progress, self.folder)
             lock = new_folder(self.folder, "run", made, kept)
         stack.enter_context(lock)
-        return resume and (self.folder / "done.json").exists()
+        path = self.folder / "done.json"
+        if not resume or start or not path.exists():
+            return False
+        ended = require_unchanged(self.folder, read_json(path, dict[str, Any]), self.config)
+        if ended:
+            self._tell({"note": ended})
+        return bool(ended)
 
     def _open(self, resume: bool, start: str) -> None:
         """Build the run, restore it if it is resumed, and evaluate the untrained model if it is
@@ -161,8 +193,14 @@ class Run:
         """
         if resume:
             self.config = self.config.replace(**self.distributed.in_main(self._measured_sizes))
+            if changed := self.distributed.in_main(
+                lambda: changed_settings(self.folder, self.config)
+            ):
+                self._tell({"changed": f"changed settings: {changed}"})
         self._observers = Observers(self.config, self.folder, self.observers, self.distributed)
         self._world = make_world(self.config, self.distributed)
+        if resume:
+            self._compare_prompts()
         self._heldout = make_heldout_metrics(self.config, self._world)
         for part in (*self._heldout.rewards.values(), self._heldout.features):
             load_reward(part)
@@ -177,11 +215,17 @@ class Run:
                 if (inspect := tried(reward, heldout=spec)) is not None:
                     self._heldout.trials[spec] = inspect
         self._rows = self._restore(start) if resume else []
+        allowed = f"{trainer.done} or more, or an earlier checkpoint with --from"
+        fits = trainer.done <= self.config.iterations
+        require(fits, "iterations", self.config.iterations, allowed)
         self._embed_prompts()
         find_sizes(trainer)
         self.config = trainer.config
         if trainer.profile:
             self._tell({"profile": trainer.profile})
+        if self.config.batches.compile:
+            text = "compiling the network: its first calls take a minute or more"
+            self._tell({"note": f"{text} (--compile False: none)"})
         # a run that an observer stopped has ended, unless it continues from a named checkpoint
         self._stopped = self._rows[-1].get("stopped", "") if self._rows and not start else ""
         self._evaluation: Evaluation | None = None
@@ -197,6 +241,16 @@ class Run:
         if (embedding := extras(self._trainer.policy, "warm")) is not None:
             given = self.config, self._world, self._trainer.prompts, self._trainer.done
             embedding.warm(prompts_to_embed(*given), self.distributed, self._tell)
+
+    def _compare_prompts(self) -> None:
+        """Compare the world's prompts with those at the start of the run."""
+        given = self.folder, self._world, self.config, self.changed_prompts
+        config, text = self.distributed.in_main(lambda: resumed_prompts(*given))
+        if text:
+            self._tell({"changed": text})
+        if config != self.config:
+            self.config = self.config.replace(heldout_prompts=config.environment.heldout_prompts)
+            self._world = make_world(self.config, self.distributed)
 
     def _measured_sizes(self) -> dict[str, Any]:
         """The auto sizes in the config.json of a run that is resumed, so that it uses the same;
@@ -218,6 +272,8 @@ class Run:
         command = "flowrl train --config config.yaml --out NEW_FOLDER"
         comment = f"All settings of this run; repeat it with: {command} ({packages})"
         write_bytes(self.folder / "config.yaml", settings_text(values, comment).encode())
+        store_prompts(self.folder, self._world, self.config)
+        write_json(self.folder / METHOD_FILE, method_parts(self.config))
 
     def _restore(self, start: str) -> list[Row]:
         """Rows up to the last checkpoint (or `start`); later rows will be computed again. Without a
@@ -237,8 +293,10 @@ class Run:
             self._observers.restore(checkpoint.tensors, trainer.done)
             for half in self.folder.glob("*.tmp"):  # of a killed process
                 half.unlink()
-            if start:
+            if start or trainer.done < self.config.iterations:  # the run has not ended
                 (self.folder / "done.json").unlink(missing_ok=True)
+            if start:
+                (self.folder / TRACKER_FILE).unlink(missing_ok=True)  # it cannot go back
                 self._checkpoints.forget_after(start)
             if rows:  # a crash leaves metrics with later rows, or a line that is cut
                 lines = b"".join(map(_line, rows))
@@ -295,14 +353,10 @@ class Run:
         the row.
         """
         trainer, rows = self._trainer, self._rows
-        before = trainer.small_state()
         try:
             iteration = trainer.iteration()
         except NonFiniteError as error:
             raise error.saved(self.folder / "failure") from error
-        except (Exception, SystemExit):
-            self._save_before(before)
-            raise
         row: Row = dict(iteration)
         row |= {
             f"{name}_total": rows[-1][f"{name}_total"] + row[name]
@@ -314,14 +368,15 @@ class Run:
         row["evaluation"] = self._evaluate().row if last or trainer.done % every == 0 else None
         entries = self._observers.observe(trainer, iteration, row, rows)
         warnings = entries.pop("warnings")
-        if last:
+        if last and "exported" not in entries:
             entries.pop("stopped", None)
         row |= entries
         if "stopped" in row:
             self._stopped = row["stopped"]
             row["evaluation"] = row["evaluation"] or self._evaluate().row
-            when = f"after iteration {trainer.done} of {self.config.iterations}"
-            warnings.append({"kind": "stopped", "text": f"stopped {when} by {self._stopped}"})
+            text = f"stopped after iteration {trainer.done} of {self.config.iterations} by"
+            text += f" {self._stopped}{self._exported_text(row)}"
+            warnings.append({"kind": "stopped", "text": text})
         warnings = [*map(asdict, notices([*rows, row], self._limits)), *warnings]
         if warnings:
             row["warnings"] = warnings
@@ -330,6 +385,16 @@ class Run:
         heldout = {"heldout": row["evaluation"]["reward"]} if row["evaluation"] else {}
         state = {"iteration": trainer.done, "reward": row["reward_mean"], **heldout}
         self._tell({**state, "nfe_total": row["nfe_total"]})
+
+    def _exported_text(self, row: Row) -> str:
+        """What the stopped run ends with, if not with its last iteration."""
+        if not (best := row.get("exported")):
+            return ""
+        path = self._checkpoints.path(f"{best:06d}")
+        if self.distributed.in_main(path.exists):
+            return f"; the weights and samples of the run are those of iteration {best}"
+        del row["exported"]
+        return f"; checkpoint {path} is missing, so the run ends with its last weights"
 
     def _evaluate(self) -> Evaluation:
         """The held-out evaluation of the averaged weights."""
@@ -376,33 +441,51 @@ class Run:
     def _warn_of_trial(self, text: str) -> None:
         self._warn([{"kind": "trial", "text": text}])
 
-    def _save(self, state: Checkpoint) -> None:
-        """Write `state` and the observers' state as the checkpoint of this iteration, after the
-        rows, of which it has the length and a hash.
-        """
-        if self.distributed.is_main:
-            with open(self._metrics, "rb") as file:
-                os.fsync(file.fileno())
+    def _remember(self) -> None:
+        """Copy the state after this iteration to main memory, for `save_last`."""
+        observed = self._observers.state() if self.distributed.is_main else {}
+        with self._saving:
+            self._last = None  # two copies need twice the memory
+            state = self._trainer.state()
             metrics = asdict(_Written(self._length, self._digest.hexdigest()))
-            tensors = {**state.tensors, **self._observers.state()}
-            kept = {row["iteration"] for row in self._rows if "kept" in row}
-            checkpoint = Checkpoint(tensors, {**state.values, "metrics": metrics})
-            self._checkpoints.save(checkpoint, self._trainer.done, kept)
+            if self.distributed.is_main:
+                self._kept = _kept(self._rows)
+                tensors = {**state.tensors, **observed}
+                self._last = Checkpoint(tensors, {**state.values, "metrics": metrics})
 
-    def _save_before(self, before: Checkpoint) -> None:
-        """After a failure before the first update of an iteration, save a checkpoint of its
-        beginning, so that no result is lost.
+    def save_last(self) -> None:
+        """Write the checkpoint of the last complete iteration, after the rows, of which it has the
+        length and a hash, unless the disk has it. Another thread may call this while a part hangs.
         """
-        trainer = self._trainer
-        if trainer.done > 0 and not trainer.updated and self.distributed.world_size == 1:
-            state = trainer.state(copied=False)
-            tensors = {**state.tensors, **before.tensors}
-            self._save(Checkpoint(tensors, {**state.values, **before.values}))
+        with self._saving:
+            last, newest = self._last, self._checkpoints.newest
+            if last is not None and int(newest or 0) < last.values["done"]:
+                with open(self._metrics, "rb") as file:
+                    os.fsync(file.fileno())
+                self._checkpoints.save(last, last.values["done"], self._kept)
+
+    @contextmanager
+    def _saved_after_failure(self) -> Iterator[None]:
+        """After a failure, save the last complete iteration, so that no result is lost; in a run
+        of several processes the main one does, whichever failed.
+        """
+        try:
+            yield
+        except NonFiniteError:  # earlier checkpoints may be better to continue from
+            raise
+        except BaseException:
+            with suppress(OSError):  # the first error counts
+                self.save_last()
+            raise
 
     # ----- End
 
     def _finish(self) -> None:
         """Write samples, weights, a trajectory, and last done.json."""
+        ended = dict(iterations=self._trainer.done)
+        if best := self._rows[-1].get("exported"):
+            ended["exported"] = best
+            self._restore_best(f"{best:06d}")
         # none if the run was killed after its last checkpoint
         after = self._evaluation or self._evaluate()
         shapes = {"images": (None,) * 4, "scores": (None,)}
@@ -419,11 +502,20 @@ class Run:
             write_json(self.folder / "samples.json", samples)
             self._export(self.folder)
             stopped = {"stopped": self._stopped} if self._stopped else {}
-            write_json(self.folder / "done.json", {"iterations": self._trainer.done, **stopped})
+            write_json(self.folder / "done.json", {**ended, **stopped})
         # the main process alone can neither call the network nor gather its weights
         elif self.distributed.sharded:
             with TemporaryDirectory() as scratch:
                 self._export(Path(scratch))
+
+    def _restore_best(self, name: str) -> None:
+        """Continue with the weights of checkpoint `name`, the best of a run that was stopped."""
+        with self.distributed.shared_errors():
+            checkpoint = Checkpoint({}, {})
+            if self.distributed.is_main:
+                checkpoint = self._checkpoints.load(name)
+        self._trainer.restore(checkpoint)
+        self._evaluation = None
 
     def _export(self, folder: Path) -> None:
         """Write the averaged weights, and a trajectory sampled with them."""
@@ -435,6 +527,14 @@ class Run:
         average = full_tensors(dict(zip(trainer.names, trainer.average, strict=True)))
         if average:
             save_weights(folder / "weights.safetensors", average)
+
+
+def _kept(rows: Sequence[Row]) -> set[int]:
+    """The iterations whose checkpoints an observer keeps."""
+    best: dict[str, int] = {}
+    for row in rows:
+        best |= row.get("best", {})
+    return {row["iteration"] for row in rows if "kept" in row} | {*best.values()}
 
 
 def _line(row: Row) -> bytes:

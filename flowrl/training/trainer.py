@@ -28,6 +28,7 @@ from flowrl.credit import credit_of, read_columns, value_quality
 from flowrl.distributed import Distributed, sum_over_replicas
 from flowrl.methods import Method, check_one_advantage
 from flowrl.parts.prompts import PromptStream
+from flowrl.parts.specs import parse_slice
 from flowrl.probes import ValueProbe, whole
 from flowrl.rewards.contract import is_remote
 from flowrl.rollout import Groups, Usage, log_probs, predicted, transition_weights, usable
@@ -68,7 +69,7 @@ def asks_for_all(config: RunConfig, method: Method) -> bool:
     """Whether every column of the value table is estimated, whatever the rule reads: random trained
     steps are drawn after the rollout.
     """
-    random = "random" in config.algorithm.trained_steps
+    random = parse_slice(config.algorithm.trained_steps) is None
     forward = isinstance(method.loss, ForwardLoss)
     return random or forward or not hasattr(method.credit, "reads")
 
@@ -160,13 +161,13 @@ class Trainer:
         )
         self.profile = ""
         """What `training.memory.find_sizes` found, in words."""
-        self.done, self.updated = 0, False
+        self.done = 0
         self.recorded: Collection[str] = ()
         self.on_phase: Callable[[str], None] = lambda phase: None
 
     def iteration(self) -> Iteration:
         """One pass from prompts to updated weights; returns its metrics and its record."""
-        usage, clock, self.updated = Usage(), Clock(self.on_phase, "rollout"), False
+        usage, clock = Usage(), Clock(self.on_phase, "rollout")
 
         # Rollout: this process's trajectories [sample, node, *latent], values of all groups
         # [prompt, member, decision+1].
@@ -414,7 +415,7 @@ class Trainer:
         scaled = self.scaler.is_enabled()
         if not scaled:
             check.gradient(norm, minibatch)
-        taken, self.updated = self.scaler.take(self.optimizer), True
+        taken = self.scaler.take(self.optimizer)
         if scaled:
             scale = self.scaler.get_scale()
             metrics.means |= {"loss_scale": scale, "skipped_steps": self.scaler.skipped}
@@ -429,20 +430,17 @@ class Trainer:
         with weights_replaced(self.policy, self.parameters, self.average):
             yield
 
-    def state(self, copied: bool = True) -> Checkpoint:
-        """Weights, averages, optimizer, generators, the prompt order, and the credit rule's memory
-        if it has one, in main memory.
+    def state(self) -> Checkpoint:
+        """A copy of weights, averages, optimizer, generators, the prompt order, and the credit
+        rule's memory if it has one, in main memory.
 
-        With `copied` False, tensors that are in main memory already are not copied, and updates
-        change them: for a caller that writes them at once. Other processes than the main one get
-        an empty checkpoint; with sharded weights all must call this.
+        Other processes than the main one get an empty checkpoint; with sharded weights all must
+        call this.
         """
-        state = training_state(self.named, self.average, self.optimizer, copied)
-        copies = self.copies.state(copied)
-        return state | copies | self.small_state() if self.distributed.is_main else state
-
-    def small_state(self) -> Checkpoint:
-        """The part of `state` whose size does not depend on the model."""
+        state = training_state(self.named, self.average, self.optimizer)
+        copies = self.copies.state()
+        if not self.distributed.is_main:
+            return state
         tensors = {
             "generator": self.generator.get_state(),
             "prompts.generator": self.prompts.generator.get_state(),
@@ -453,13 +451,14 @@ class Trainer:
         values = {
             "done": self.done,
             "order": list(self.prompts.order),
+            "prompts": self.prompts.digest,
             "loss_scale": self.scaler.state_dict(),
         }
-        return Checkpoint(tensors, values)
+        return state | copies | Checkpoint(tensors, values)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from `state()`, on any number of processes. All processes call this; only the
-        main process's checkpoint is used.
+        main process's checkpoint is used. Other prompts begin with a new pass.
 
         Raises `ConfigError` if it belongs to other weights.
         """
@@ -476,4 +475,6 @@ class Trainer:
         self.scaler.load_state_dict(values["loss_scale"])
         self.generator.set_state(tensors["generator"])
         self.prompts.generator.set_state(tensors["prompts.generator"])
-        self.done, self.prompts.order = int(values["done"]), list(values["order"])
+        self.done = int(values["done"])
+        same = values.get("prompts", self.prompts.digest) == self.prompts.digest
+        self.prompts.order = list(values["order"]) if same else []

@@ -10,9 +10,9 @@ from typing import Any
 
 from flowrl.io import write_json
 from flowrl.training.config import RunConfig
+from flowrl.training.presets import tuned
 from flowrl_compare.results import Comparison, without_groups
 from flowrl_compare.statistics import collapsed
-from flowrl_compare.tuned import tuned
 
 FILE = Path(__file__).parent / "bounds.json"
 """Shipped curves with the settings that they belong to (`python benchmarks/first_comparison.py`,

@@ -14,14 +14,17 @@ from flowrl.core.errors import ConfigError
 from flowrl.io import write_bytes
 from flowrl.parts.plugins import versions
 from flowrl.reading import read_bytes, read_json
+from flowrl.training.build import METHOD_FILE, method_parts
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.logging import scalars
+from flowrl.training.results import decimals
 from flowrl_compare.figures import proxy_and_heldout
 from flowrl_compare.pages import render
 from flowrl_compare.results import load_run
 from flowrl_compare.style import save
 
 HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
 BESIDE = ("config.yaml", "samples/over-time.png", "samples/prompts.txt", "evaluation/grid.png")
 """Files that a card refers to."""
 
@@ -61,8 +64,10 @@ def write_card(folder: Path) -> None:
 def card_text(folder: Path, config: RunConfig) -> str:
     """The card of the run in `folder`: the YAML header of the Hub, then Markdown."""
     run, base = load_run(folder), base_model(config.policy.model)
-    last, path = run.evaluations[-1], folder / "evaluation" / "evaluation.json"
-    before, after = scalars(run.evaluations[0]["evaluation"]), scalars(last["evaluation"])
+    last, path = run.rows[-1], folder / "evaluation" / "evaluation.json"
+    best = last.get("exported", last["iteration"])
+    (result,) = (row["evaluation"] for row in run.rows if row["iteration"] == best)
+    before, after = scalars(run.evaluations[0]["evaluation"]), scalars(result)
     scores = {
         config.environment.reward if name == "reward" else name: (before[name], after[name])
         for name in after
@@ -73,10 +78,15 @@ def card_text(folder: Path, config: RunConfig) -> str:
         header=yaml.safe_dump(_header(config, base), sort_keys=False),
         config=config,
         base=base or Path(config.policy.model).name,
+        known=bool(base),
         local=without_folders,
         guidance=_guidance(config),
+        loss_guidance=config.loss_guidance().scales(config.policy.guidance_scale),
+        method=_method(folder, config),
         scores=scores,
+        decimals=decimals,
         last=last,
+        best=best,
         images=sum(row.get("trajectories", 0) for row in run.rows),
         evaluation=read_json(path, _Evaluation) if path.is_file() else None,
         over_time=(folder / "samples" / "over-time.png").exists(),
@@ -86,11 +96,12 @@ def card_text(folder: Path, config: RunConfig) -> str:
 
 def _header(config: RunConfig, base: str) -> dict[str, Any]:
     is_lora = config.policy.tuning == "lora"
-    relation = {"base_model": base, "base_model_relation": "adapter" if is_lora else "finetune"}
+    relation = "adapter" if is_lora else "finetune"
     method = config.algorithm.method
     tags = ["diffusers", "lora", "reinforcement-learning", "flow-matching", method]
     return {
-        **(relation if base else {}),
+        "base_model": base or Path(config.policy.model).resolve().name,
+        "base_model_relation": relation,
         "library_name": "diffusers",
         "pipeline_tag": f"text-to-{'video' if config.policy.num_frames > 1 else 'image'}",
         "tags": [tag for tag in tags if tag != "lora" or is_lora],
@@ -116,6 +127,12 @@ class _Evaluation:
     scores: dict[str, _Difference]
 
 
+def _method(folder: Path, config: RunConfig) -> dict[str, str]:
+    """The parts and numbers of the method that ran."""
+    path = folder / METHOD_FILE
+    return read_json(path, dict[str, str]) if path.is_file() else method_parts(config)
+
+
 def _model_index(model: str) -> dict[str, Any]:
     """The content of model_index.json in the folder `model`; empty for a name on the Hub."""
     path = Path(model) / "model_index.json"
@@ -123,12 +140,19 @@ def _model_index(model: str) -> dict[str, Any]:
 
 
 def base_model(model: str) -> str:
-    """The base model's name on the Hub; "" for a folder that does not record it."""
+    """The base model's name on the Hub, also of a folder in the Hub's cache; "" for a folder that
+    does not record it.
+    """
     try:
-        name = str(_model_index(model).get("_name_or_path", "" if Path(model).is_dir() else model))
+        recorded = str(_model_index(model).get("_name_or_path", ""))
     except ConfigError:
-        return ""
-    return name if HUB_NAME.fullmatch(name) and not Path(name).exists() else ""
+        recorded = ""
+    for name in (recorded, model):
+        if cached := CACHED.search(name):
+            return f"{cached[1]}/{cached[2]}"
+        if HUB_NAME.fullmatch(name) and not Path(name).exists():
+            return name
+    return ""
 
 
 def without_folders(text: str) -> str:

@@ -31,7 +31,7 @@ from flowrl.core.options import Workers
 from flowrl.parts.trust import trust_option
 from flowrl.signals import ignore_stops, on_stop
 from flowrl.training.config import RunConfig, words
-from flowrl.training.presets import method_overrides
+from flowrl.training.presets import method_overrides, require_method, tuned
 
 if TYPE_CHECKING:
     from flowrl_compare.comparison import CompareConfig
@@ -148,7 +148,7 @@ class Compare:
         )
         from flowrl_compare.bounds import ARM, bound_settings
         from flowrl_compare.comparison import CompareConfig, load_compare
-        from flowrl_compare.tuned import tuned, tuned_arms
+        from flowrl_compare.tuned import tuned_arms
 
         if self.config is not None:
             refuse_others(self, "config", ("out", "workers", "trust", "trial"))
@@ -177,6 +177,8 @@ class Compare:
                 print(f"Note: not tuned here, with the settings of flow-grpo: {', '.join(untuned)}")
         for arm, settings in given.items():
             if isinstance(method := settings.get("method"), str):
+                if "credit" not in settings:
+                    require_method(self.preset, method)
                 # what the preset needs for this method, unless an option gives another value
                 needed = method_overrides(
                     self.preset, base.environment.world, method, self.settings == "published"

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from flowrl.training.config import preset
-from flowrl.training.presets import method_overrides
+from flowrl.training.presets import method_overrides, of_method
 from flowrl.training.results import short
 from flowrl_compare.bounds import ARM, settings_that_count
 from flowrl_compare.results import ArmSummary, Comparison, Mean
-from flowrl_compare.tuned import of_method
 
 VERDICTS = {
     "▲": "above the baseline",

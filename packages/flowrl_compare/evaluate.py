@@ -148,8 +148,10 @@ class Evaluate:
         }
         beside = self.weights if self.weights.is_dir() else self.weights.parent
         out = self.out or beside / "evaluation"
-        if beside in (out, *out.parents):
-            require_no_links(beside)
+        of_run = not self.model and out == self.weights / "evaluation"
+        if beside in out.parents:
+            card = ("lora", "full") if of_run else ()
+            require_no_links(beside, (out.relative_to(beside).parts[0], *card))
         with (
             new_folder(out, "evaluation", made_evaluation, lambda: False),
             Progress(transient=True) as bars,
@@ -161,7 +163,6 @@ class Evaluate:
 
             evaluation = compare_weights(policy, load, prompts, rewards, how, facts, show)
             write_evaluation(evaluation, out, self.html)
-        of_run = not self.model and out == self.weights / "evaluation"
         if of_run and (self.weights / "README.md").exists():
             write_card(self.weights)
         page = f" and {out}/report.html" if self.html else ""
@@ -174,6 +175,7 @@ class Evaluate:
 
         from flowrl.training.build import require_read
         from flowrl.training.config import load_config, preset
+        from flowrl.training.started import with_stored_prompts
 
         changes = {name: getattr(self, name) for name in REPLACED}
         changes = {name: value for name, value in changes.items() if value is not None}
@@ -193,6 +195,7 @@ class Evaluate:
             # the run's own reward, which is not built if another is given, may need consent
             option = {"reward": self.reward[0]} if self.reward else {}
             config = load_config(file, self.trust).in_own_words(*self.reward, **option).allowed()
+            config = with_stored_prompts(self.weights, config)
             read = changes.keys() - {"eval_steps", "reward"}
             require_read(config.replace(**{name: changes[name] for name in read}), read)
         is_cuda = bool(config.policy.model) and torch.cuda.is_available()
@@ -216,13 +219,18 @@ def table(comparison: "WeightComparison") -> str:
     """
     from flowrl.training.results import short
 
-    row = "{:32.32s} {:>9s} {:>9s} {:>33s} {:>8s}"
-    lines = [row.format("score", "base", "trained", "difference [95% interval]", "improved")]
+    rows = [("score", "base", "trained", "difference [95% interval]", "improved")]
     for spec, s in comparison.scores.items():
-        interval = f"{s.low:+.4f}, {s.high:+.4f}" if s.prompts > 1 else "one prompt"
-        change = f"{s.difference:+.4f} [{interval}]"
-        means = f"{s.base:.4f}", f"{s.trained:.4f}"
-        lines.append(row.format(short(spec), *means, change, f"{s.better:.0%}"))
+        d = s.digits
+        interval = f"{s.low:+.{d}f}, {s.high:+.{d}f}" if s.prompts > 1 else "one prompt"
+        change = f"{s.difference:+.{d}f} [{interval}]"
+        means = f"{s.base:.{d}f}", f"{s.trained:.{d}f}"
+        rows.append((short(spec), *means, change, f"{s.better:.0%}"))
+    name, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = [
+        "  ".join([f"{label:{name}s}", *(f"{c:>{w}s}" for c, w in zip(cells, widths, strict=True))])
+        for label, *cells in rows
+    ]
     how, count = comparison.how, len(comparison.prompts)
     sizes = f"{count} prompts x {how.count} images, {how.steps} ODE steps"
     return "\n".join([*lines, f"{sizes}, the same noise; intervals over prompts"])

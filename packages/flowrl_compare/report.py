@@ -13,6 +13,7 @@ from rich.table import Table
 
 from flowrl.io import write_bytes, write_json
 from flowrl.training.presets import MODEL_ONLY
+from flowrl.training.results import decimals
 from flowrl_compare.bounds import bound_of
 from flowrl_compare.conclusion import VERDICTS, cannot_show, shows, untuned, verdict
 from flowrl_compare.costs import RATE, STATED, STATED_NAME, Parts
@@ -274,4 +275,5 @@ def largest_changes(comparison: WeightComparison, count: int = 5) -> list[tuple[
     change = (trained - base).nan_to_num(0.0)
     order = change.argsort(descending=True).tolist()
     chosen = dict.fromkeys([*order[:count], *order[-count:]])
-    return [(comparison.prompts[i], f"{float(change[i]):+.4f}") for i in chosen]
+    digits = decimals(*(float(change[i]) for i in chosen), least=4)
+    return [(comparison.prompts[i], f"{float(change[i]):+.{digits}f}") for i in chosen]

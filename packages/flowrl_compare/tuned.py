@@ -1,37 +1,15 @@
 """The settings tuned by `flowrl bench tune` for the methods in the built-in worlds."""
 
-import json
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from flowrl.core.errors import require
 from flowrl.training.build import unread
 from flowrl.training.config import RunConfig
+from flowrl.training.presets import of_method
 from flowrl_compare.arms import Arms, arm_run, of_arm
 
-FILE = Path(__file__).parent / "tuned.json"
-"""By world and arm: its `method` ("" for a rule that is not a method), the tuned `values`, and the
-`settings` of a run with them. Within a world every arm was tuned with the same number of runs
-(`flowrl bench tune`); a run of the oracle's search scores its mean reward over training, even if
-its last reward is lower.
-"""
 BASELINE = "flow-grpo"
-
-
-@cache
-def tuned() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """The content of `FILE`."""
-    return json.loads(FILE.read_text())
-
-
-def of_method(world: str, method: str) -> dict[str, Any] | None:
-    """The tuned settings of a method in a world; None if it was not tuned there."""
-    for arm in tuned().get(world, {}).values():
-        if arm["method"] == method:
-            return {name: value for name, value in arm["settings"].items() if name != "method"}
-    return None
 
 
 def tuned_arms(

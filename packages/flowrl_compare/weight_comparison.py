@@ -18,6 +18,7 @@ from flowrl.core.protocols import FlowPolicy, RewardModel
 from flowrl.core.types import Prompt
 from flowrl.rewards import stills
 from flowrl.rollout import EVALUATION_SEED, sample_images, score
+from flowrl.training.results import decimals
 from flowrl_compare.results import finite
 from flowrl_compare.statistics import mean
 
@@ -48,6 +49,11 @@ class ScoreDifference:
     better: float
     prompts: int
     invalid: int
+
+    @property
+    def digits(self) -> int:
+        """Decimals that show the difference and its interval."""
+        return decimals(self.difference, self.low, self.high, least=4)
 
 
 @checked_options

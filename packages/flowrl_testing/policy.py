@@ -1,8 +1,9 @@
 """The promises of a policy."""
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor
 from flowrl.core.errors import require
 from flowrl.core.protocols import FlowPolicy
 from flowrl.core.types import Condition, Prompt
-from flowrl_testing.contract import Pure, Separate, basic, expect, promise, same
+from flowrl.policies.pipeline import PipelinePolicy, computing_in
+from flowrl_testing.contract import INAPPLICABLE, Pure, Separate, basic, expect, promise, same
 
 PROMPTS = ("a red fox", "two blue cars", "a house", "the sea at night")
 
@@ -27,11 +29,13 @@ class PolicyContract(Pure, Separate):
         prompts: two or more prompts that the policy accepts.
         tolerance: largest rounding difference of velocities that must be equal, relative to the
             largest velocity (about 1e-2 for a network in bfloat16).
+        call: further arguments of the pipeline's call, for a policy over a diffusers pipeline.
         without: names of promises that the part breaks on purpose.
     """
 
     prompts: Sequence[Prompt | str] = PROMPTS
     tolerance: float = 1e-4
+    call: Mapping[str, Any] = field(default_factory=dict)
     shared = True
 
     def __post_init__(self) -> None:
@@ -185,6 +189,81 @@ class PolicyContract(Pure, Separate):
             for name, p in self.part.trainable().items():
                 same(p, before[name], f"after frozen(), the weight {name}")
             same(self.result(), now, "after frozen(), the velocity")
+
+    @promise
+    def agrees_with_its_pipeline(self) -> str | None:
+        """Over a diffusers pipeline: the velocities, times and images of the pipeline's own call.
+
+        Is the sign of v, the unit of t (1000 t), an embedding or the scale of latents another one?
+        """
+        if not isinstance(self.part, PipelinePolicy):
+            return INAPPLICABLE
+        policy, scheduler = self.part, self.part.pipe.scheduler
+        steps, images = own_call(policy, self.asked, self.inputs["latents"], self.call)
+        condition, what = policy.encode(self.asked), "in the pipeline's own call,"
+        expect(steps, "the pipeline's own call made no step of its scheduler")
+        for number, (latent, time, theirs) in enumerate(steps):
+            ours = policy.velocity(latent, time.expand(len(latent)), condition)
+            self.same(ours, theirs, f"{what} step {number}:")
+        if type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":
+            grid = policy.schedule(len(steps))
+            same(grid.times, scheduler.sigmas, f"{what} a time", 1e-6)
+            same(grid.network_timesteps, scheduler.timesteps, f"{what} 1000 t", 1e-6)
+            if images is not None:
+                latent, _, theirs = steps[-1]
+                last = latent + (grid.times[-1] - grid.times[-2]) * theirs
+                same(policy.decode(last), images, f"{what} a pixel", self.tolerance)
+        return None
+
+
+STEPS = 3
+"""Steps of the call of a pipeline."""
+Step = tuple[Tensor, Tensor, Tensor]
+"""Latents, 1000 t and velocities, after guidance."""
+
+
+def own_call(
+    policy: PipelinePolicy, prompts: Sequence[Prompt], noise: Tensor, more: Mapping[str, Any]
+) -> tuple[list[Step], Tensor | None]:
+    """The steps of the pipeline's own call, and its images if everything is in float32."""
+    pipe, family, options, guidance = (
+        policy.pipe,
+        policy.family,
+        policy.options,
+        policy.guidance_scale,
+    )
+    known, taken = inspect.signature(pipe.__call__).parameters, list[Step]()
+    exact = {options.dtype, options.decode_dtype} == {"float32"}
+    scale = "true_cfg_scale" if "true_cfg_scale" in known else "guidance_scale"
+    given: dict[str, Any] = {
+        "prompt": [prompt.text for prompt in prompts],
+        "guidance_scale": getattr(family, "distilled_guidance", None),
+        scale: guidance,
+        "negative_prompt": [options.negative_prompt] * len(prompts) if guidance > 1 else None,
+        "num_inference_steps": STEPS,
+        "height": options.height,
+        "width": options.width,
+        "num_frames": options.num_frames,
+        "max_sequence_length": options.max_sequence_length or family.text_tokens,
+        "latents": noise,
+        "output_type": "pt" if exact else "latent",
+    }
+    step, bars = pipe.scheduler.step, getattr(pipe, "_progress_bar_config", {})
+
+    def watched(model_output: Tensor, timestep: Any, sample: Tensor, *rest: Any, **named: Any):
+        time = torch.as_tensor(timestep).to(policy.device).float()
+        taken.append((sample.float().clone(), time, model_output.float().clone()))
+        return step(model_output, timestep, sample, *rest, **named)
+
+    pipe.set_progress_bar_config(disable=True)
+    pipe.scheduler.step = watched
+    try:
+        with policy.text_encoders(), computing_in(policy.dtype, policy.device):
+            made = pipe(**{n: v for n, v in given.items() if n in known} | dict(more))[0]
+    finally:
+        del pipe.scheduler.step
+        pipe.set_progress_bar_config(**bars)
+    return taken, made if exact else None
 
 
 @contextmanager

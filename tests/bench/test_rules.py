@@ -1,5 +1,8 @@
 """The laboratory's rules: random credit, variants of turning points, pruned trees."""
 
+import json
+import re
+
 import pytest
 import torch
 from flowrl_bench.rules import (
@@ -13,6 +16,7 @@ from flowrl_bench.rules import (
 from flowrl_testing import credit_contract
 from hypothesis import given
 from hypothesis import strategies as st
+from loading import ROOT
 from published_trees import credit, published
 from seeded import rand, randn, seeded
 from small_run import TINY_RUN
@@ -105,6 +109,49 @@ def test_random_steps_keep_the_density_of_every_trajectory_and_nothing_else(seed
     rows = (values[:, order], turns[:, order], seed, mask[:, order])
     assert torch.equal(random_steps(*rows), moved[:, order])
     assert torch.equal(random_steps(values + 0.5, turns, seed, mask), moved)
+
+
+def test_the_random_control_has_marks_without_effect():
+    """At the last decision R - V_k is the gain. Consistent turning points are never there, the
+    control's marks are, and taking them away changes no credit.
+    """
+    values = table(0, members=40)
+    mask = torch.ones(*values.shape[:2], values.shape[2] - 1, dtype=torch.bool)
+    control = TurningPointVariant(where="random")
+    chosen = control.selected(values, mask)
+    assert chosen[..., -1].any() and not turning_points(values)[..., -1].any()
+    fewer, decisions = chosen.clone(), Decisions.like(values)
+    fewer[..., -1] = False
+    expected = control.rule.scores(values, decisions, fewer)
+    assert torch.equal(control.assign(values, decisions), expected)
+
+
+PAGES = ["verdict.md", "verdict/details.md", "claims.md", "claims/details.md"]
+PAGES += ["claims/at-default-settings.md", "papers/coverage.md", "papers/variants.md"]
+PAGES += ["microscope.md", "../benchmarks/results/bias.md"]
+SOURCES = ["07_tp_grpo.py", "08_side_by_side.py"]
+
+
+@pytest.mark.parametrize(
+    "page", [*(f"docs/{name}" for name in PAGES), *(f"tutorials/source/{name}" for name in SOURCES)]
+)
+def test_a_page_with_the_random_control_says_that_it_is_weaker(page):
+    assert re.search(r"changes? the credit less", (ROOT / page).read_text())
+
+
+def test_the_verdict_has_the_weakness_of_the_random_control_as_the_lesson_prints_it():
+    lesson = json.loads((ROOT / "tutorials/07_tp_grpo.ipynb").read_text())
+    texts = [
+        "".join(part.get("text", [])) for c in lesson["cells"] for part in c.get("outputs", [])
+    ]
+    (printed,) = (text for text in texts if "of the marks are at the last decision" in text)
+    turning, control = (
+        re.search(r"(\d+%) of the marks are .* median change ([\d.]+)", line)
+        for line in printed.splitlines()[:2]
+    )
+    assert turning and control and turning[1] == "0%"
+    shown = f"{control[1]} of its marks are at the last step.* {control[2]} instead of {turning[2]}"
+    assert re.search(shown, (ROOT / "docs/verdict.md").read_text())
 
 
 def test_filters_by_hand():

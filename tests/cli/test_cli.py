@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 import tyro
-from small_run import MIXTURE, error_of, flowrl_
+from small_run import MIXTURE, error_of, flowrl_, write_rows
 
 import flowrl
 from flowrl.cli.main import COMMANDS, plugins
 from flowrl.cli.options import LONGEST_NAME, changes, options_with, run_name
+from flowrl.cli.progress import evaluations_left, train_line
 from flowrl.cli.train import TrainOptions
 from flowrl.methods import METHODS
 from flowrl.training.config import RunConfig
+
+MODEL = "train --model m --prompts text[0:2] --reward jpeg-compressibility"
 
 
 def shown(line, capsys):
@@ -32,6 +35,8 @@ def shown(line, capsys):
         ("compare --credit none.py:Rule", "none.py does not exist"),
         ("train --resume '' --iterations 9", "resume = '.' is not allowed"),
         ("train --processes 2", "only with --plan"),
+        ("train --card L4", "card = 'L4' is not allowed; allowed: only with --plan"),
+        ("train --plan --card RTX", "card = 'RTX' is not allowed; allowed: one of H100"),
         ("train --device cuda:99", "device = 'cuda:99' is not allowed"),
         ("train --learning-rate inf", "learning_rate = inf is not allowed; allowed: a number"),
         ("sample --prompts 'a green dog'", "allowed: 1 to 5 words"),
@@ -49,10 +54,25 @@ def shown(line, capsys):
         (f"evaluate --weights {'y' * 999}", "weights = "),
         ("compare --arm 'a: reward=weighted-sum(x=6)'", "weighted-sum has no option x"),
         ("compare --out=a\0b", "out = '--out=a"),
+        ("evaluate --weights A --weights B", "--weights is given twice; allowed: once\n"),
+        ("train --lora-targets a --lora_targets=b", "once, as in --lora-targets A B"),
+        ("train --offload --no-offload", "--no-offload is given twice"),
+        ("compare --credit uniform --credit A", "once, as in --credit A B"),
+        ("bench rule --arm a: --arm b:", "--arm is given twice"),
+        ("bench tune --arm a: --arm b: --world mars", "unknown world 'mars'"),
+        (f"{MODEL} --preset tp-grpo --method flow-grpo", "'flow-grpo' is not allowed; allowed: tp"),
+        (
+            "compare --preset tp-grpo --seeds none",
+            "method = 'flow-grpo' is not allowed; allowed: tp-grpo, whose",
+        ),
+        (f"{MODEL} --tuning full --adapter a/", "adapter = 'a/' is not allowed; allowed: left out"),
+        (f"{MODEL} --tuning full --lora-targets typo", "left out without tuning lora"),
+        (f"{MODEL} --negative-prompt x", "left out without a guidance_scale above 1"),
+        (f"{MODEL} --guidance-scale 2 --num-steps 5 --trained-steps 0:8", "schedule's 5 steps"),
         ("train --model m --prompts text[0:2]", "a model has none of its own"),
         (
             "train --model nowhere/at-all --prompts text[0:2] --reward jpeg-compressibility",
-            "neither a folder with a model_index",
+            "neither a folder nor among the downloaded models",
         ),
     ],
 )
@@ -76,6 +96,22 @@ def test_a_run_that_breaks_says_how_to_go_on(tmp_path, capsys):
     assert "is kept. Continue with: flowrl train --resume" in printed.out
     place = f"Breaks.score ({file}, line 5) failed: AssertionError: the server has gone"
     assert printed.err == f"flowrl: error: {place}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("", "settings of the world; `flowrl compare` starts from the tuned ones: {}"),
+        ("--settings published", "settings of the method, as published; .*: --window 0:5 {}"),
+        ("--clip-range 0.06 --noise-level 1.37", None),
+        ("--credit uniform", None),
+    ],
+)
+def test_a_run_says_which_settings_it_has_and_those_of_a_comparison(words, line, tmp_path, capsys):
+    small = "--iterations 1 --groups 2 --group-size 2 --eval-samples 2"
+    assert flowrl_(f"train --world mixture {small} {words} --out {tmp_path}/run") == 0
+    shown, tuned = capsys.readouterr().out, "--clip-range 0.06 --noise-level 1.37"
+    assert re.search(line.format(tuned), shown) if line else "tuned" not in shown
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *plugins()])
@@ -130,6 +166,29 @@ def test_options_that_differ_from_the_start_are_changes(words, expected):
     start, config = options_with(TrainOptions, base), (tyro.conf.OmitArgPrefixes,)
     options = tyro.cli(TrainOptions, args=words.split(), default=start, config=config)
     assert changes(options, base) == expected
+
+
+def test_the_time_left_includes_evaluations(tmp_path, capsys):
+    """Iterations of 2 s, evaluations of 10 s after every third iteration and the last, also if the
+    run is resumed; gains of 2e-5 have digits.
+    """
+    config = RunConfig.of(iterations=10, eval_every=3)
+    rows = []
+    for i in range(10):
+        evaluation = {"reward": 0.5 + 1e-5 * i, "seconds": 10.0} if i % 3 == 0 else None
+        row = {"iteration": i, "evaluation": evaluation, "seconds_total": 2.0 * i}
+        rows.append(row | {"reward_mean": 0.25, "nfe_total": 7})
+    shown = train_line(tmp_path, config)
+    for i in (1, 2, 3, 4):
+        write_rows(tmp_path, rows[: i + 1])
+        shown({"iteration": i})
+    train_line(tmp_path, config)({"iteration": 4})
+    *_, third, fourth, resumed = capsys.readouterr().out.splitlines()
+    # 7 iterations, and the evaluations after 6, 9 and 10
+    assert "0:00:26, left: 0:00:44" in third and "held out: reward 0.500030" in third
+    assert "0:00:28, left: 0:00:42" in fourth and fourth == resumed
+    assert [evaluations_left(done, config) for done in (0, 8, 9, 10)] == [4, 2, 1, 0]
+    assert evaluations_left(3, config.replace(iterations=9)) == 2
 
 
 def test_runs_are_named_by_what_differs():

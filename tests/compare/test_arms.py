@@ -12,7 +12,7 @@ from flowrl_compare.conclusion import shows
 from flowrl_compare.progress import Display
 from flowrl_compare.report import table_text, write_report
 from flowrl_compare.results import load_comparison, summarise, summary_values
-from flowrl_compare.tuned import tuned, tuned_arms
+from flowrl_compare.tuned import tuned_arms
 from rich.console import Console
 from small_run import MIXTURE, TINY_RUN, flowrl_, write_rows
 
@@ -20,6 +20,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.io import write_json
 from flowrl.training.config import preset
 from flowrl.training.plan import plan
+from flowrl.training.presets import tuned
 
 PARTS = """
 from flowrl.losses import PolicyGradientLoss

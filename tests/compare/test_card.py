@@ -1,12 +1,17 @@
 """The model card, from the files of a run alone."""
 
+import json
+import math
+
 import pytest
 import yaml
 from flowrl_compare.card import card_text, without_folders, write_card
 from small_run import write_rows
 
 from flowrl.io import write_json
+from flowrl.training.build import METHOD_FILE
 from flowrl.training.config import preset
+from flowrl.training.results import decimals
 
 SD3 = "stabilityai/stable-diffusion-3.5-medium"
 
@@ -61,6 +66,68 @@ def test_header_code_and_numbers(folder, tuning, kind):
     ):
         assert words in body
     assert "`seconds`" not in body and str(folder) not in text
+
+
+OWN = dict(sampler="", window="", loss="", noise_level=0, clip_range=0, eval_solver="heun")
+
+
+def test_the_numbers_are_those_that_ran(folder):
+    """Also of the method's own settings, which config.json leaves empty or 0, of a forward-process
+    loss, and of a method whose parts need the user's code.
+    """
+    text = card_text(folder, run_config(folder, method="flow-grpo", credit="", **OWN))
+    for words in (
+        "sampler `flow-sde(noise_level=0.7)` (window `:-1`)",
+        "loss `clipped` (clip range 0.0001, KL weight 0.0001)",
+        "7 iterations of 4",
+        "steps (solver heun), guidance 4.5",
+    ):
+        assert words in text
+    forward = dict(method="diffusion-nft", credit="", trained_steps=":", guidance_scale=1)
+    config = run_config(folder, **OWN | forward | {"kl_weight": 0.25, "train_guidance_scale": 4.5})
+    text = card_text(folder, config)
+    assert "guidance 1 (4.5 in the loss, 4.5 for the reference), sampler `multistep`" in text
+    assert "loss `diffusion-nft` (KL weight 0.25)" in text
+    ran = {"sampler": "Mine(noise_level=0.3)", "window": ":", "credit": "Rule", "loss": "Own"}
+    write_json(folder / METHOD_FILE, ran | {"clip_range": "0.2", "kl_weight": "0"})
+    mine = preset("sd3.5-medium,flow-grpo,ocr").apply(
+        prompts=config.environment.prompts, sampler="no.py:Mine", credit="no.py:Rule"
+    )
+    own = card_text(folder, mine)
+    assert "sampler `Mine(noise_level=0.3)`" in own and "loss `Own` (clip range 0.2, KL" in own
+
+
+def test_a_run_that_ends_with_its_best_checkpoint_shows_its_scores(folder):
+    first, best = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    last = best | {"iteration": 9, "evaluation": {"reward": 0.1, "seconds": 1.0}}
+    write_rows(folder, [first, best, last | {"exported": 7, "stopped": "mine: it fell"}])
+    text = card_text(folder, run_config(folder))
+    assert "| 0.2500 | 0.7500 |" in text and "weights of iteration 7:" in text
+    assert "stopped after iteration 9 of" in text and "by mine: it fell." in text
+
+
+def test_small_gains_have_digits(folder):
+    rows = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+    rows[1]["evaluation"]["reward"] = 0.25002
+    write_rows(folder, rows)
+    assert "| 0.250000 | 0.250020 |" in card_text(folder, run_config(folder))
+    assert [decimals(x) for x in (0.0, 0.5, 0.002, -2e-5, 1e-12)] == [3, 3, 4, 6, 9]
+    assert decimals(2e-5, math.inf, -0.03, least=4) == 4
+
+
+def test_the_base_model_of_a_folder(folder, tmp_path):
+    snapshot = tmp_path / "models--stabilityai--stable-diffusion-3.5-medium" / "snapshots" / "1a2b"
+    local, recorded = tmp_path / "my-sd3", tmp_path / "saved"
+    for place, name in ((snapshot, None), (local, None), (recorded, str(snapshot))):
+        place.mkdir(parents=True)
+        index = {"_class_name": "StableDiffusion3Pipeline", "_name_or_path": name}
+        write_json(place / "model_index.json", {k: v for k, v in index.items() if v})
+    config = run_config(folder)
+    for place, expected in ((snapshot, SD3), (recorded, SD3), (local, "my-sd3")):
+        header = card_text(folder, config.replace(model=str(place))).split("---\n")[1]
+        values = yaml.safe_load(header)
+        assert values["base_model"] == expected and values["base_model_relation"] == "adapter"
+        assert ("local folder" in header) == (place == local)
 
 
 def test_an_evaluation_and_names_with_special_characters(folder):

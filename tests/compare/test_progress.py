@@ -65,6 +65,13 @@ def test_a_fallen_reward_is_a_mark_and_other_warnings_come_once(tmp_path, termin
     assert ("1 fell back" in text) == (not terminal)
 
 
+def test_changes_since_the_start_of_a_run_come_once(tmp_path):
+    shown, changed = Clocked(tmp_path, False), "changed settings: iterations 2 -> 4"
+    for iteration in (1, 5):
+        text = shown.watch(tp_grpo__1=running(iteration, changed=changed))
+    assert text.count(f"tp-grpo, seed 1: {changed}\n") == 1
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_commands_are_whole_and_a_pause_leaves_the_iterations_that_are_done(tmp_path, terminal):
     command = f"flowrl compare --resume runs/{'long-name-' * 9} --trust"

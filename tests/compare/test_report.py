@@ -37,7 +37,7 @@ from flowrl_compare.results import (
     summarise,
 )
 from flowrl_compare.style import PALE, colour, marker, save, spread_labels
-from flowrl_compare.tuned import tuned, tuned_arms
+from flowrl_compare.tuned import tuned_arms
 from flowrl_compare.weight_comparison import (
     SamplingSettings,
     ScoredImages,
@@ -52,7 +52,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.io import write_json
 from flowrl.methods import METHODS
 from flowrl.training.config import preset
-from flowrl.training.presets import MODEL_ONLY, method_overrides
+from flowrl.training.presets import MODEL_ONLY, method_overrides, tuned
 
 EVIL = '<script>alert("1")</script>'
 REMOTE = re.compile(r"""(src|href|url)\s*[=(]\s*["']?(http|//|file)""")

@@ -5,9 +5,12 @@ program.
 import json
 import math
 import shutil
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from flowrl_compare.evaluate import table
 from flowrl_compare.weight_comparison import SamplingSettings, compare_scores, sample_and_score
 from flowrl_testing.tiny import tiny_flux_policy, tiny_sd3
 from safetensors.torch import load_file, save_file
@@ -136,6 +139,24 @@ def test_the_interval_is_students_over_prompts():
     assert (score.low, score.high) == pytest.approx((interval.low, interval.high), abs=1e-9)
     assert score.difference == pytest.approx(score.trained - score.base)
     assert score.better == pytest.approx(float((after.mean(1) > before.mean(1)).double().mean()))
+
+
+def test_a_small_difference_has_digits_in_the_table_and_the_page():
+    trained = torch.tensor([[0.5], [0.25], [0.75]])
+    score = compare_scores(trained - torch.tensor([[2e-5], [1e-5], [3e-5]]), trained)
+    found = SimpleNamespace(
+        scores={
+            "small": score,
+            "one": replace(score, prompts=1),
+            "large": replace(score, low=-9.5),
+        },
+        prompts=("a", "b", "c"),
+        how=SamplingSettings(),
+    )
+    head, small, one, large, _ = table(found).splitlines()
+    assert "0.499980  0.500000" in small and "+0.000020 [-0.000005, +0.000045]" in small
+    assert "[one prompt]" in one and "+0.0000 [-9.5000, +0.0000]" in large
+    assert len({len(line) for line in (head, small, one, large)}) == 1
 
 
 def test_invalid_pairs_are_left_out():

@@ -4,6 +4,7 @@ mistakes; lessons have the promised parts.
 
 import ast
 import importlib
+import json
 import re
 from functools import cache
 from types import SimpleNamespace
@@ -124,6 +125,46 @@ def test_likely_mistakes_are_named(lesson, check, find, replace, message):
     assert message in str(problem), "a wrong answer is accepted"
 
 
+@pytest.mark.parametrize(
+    ("lesson", "check", "find", "replace"),
+    [
+        (
+            "lesson_03",
+            "check_iteration",
+            "reward_of(nodes[-1], direction)",
+            "(-(nodes[-1] - 2 * direction).square().sum(1) / 2).exp()",
+        ),
+        (
+            "lesson_04",
+            "check_repaired",
+            "credit.mean(dim=0, keepdim=True)",
+            "(credit.sum(dim=0) - credit) / (len(credit) - 1)",
+        ),
+        (
+            "lesson_06",
+            "check_choice_of_probe",
+            '{"nodes": [4, 8, 12, 16, 20], "probe": 5}',
+            '{"probe": 9, "nodes": [0, 1, 2, 3, 4]}',
+        ),
+        (
+            "lesson_07",
+            "check_random_marks",
+            "early.gather(-1, order)",
+            "order.argsort(-1) < early.sum(-1, keepdim=True)",
+        ),
+        (
+            "lesson_08",
+            "check_summary",
+            "median(math.inf if math.isnan(cost) else cost for cost in costs.tolist())",
+            "float(costs.nan_to_num(math.inf).quantile(0.5))",
+        ),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_other_right_answers_are_accepted(lesson, check, find, replace):
+    assert verdict(lesson, check, find, replace).passed
+
+
 @pytest.mark.parametrize("lesson", SOURCES)
 def test_lessons_have_their_parts(lesson):
     """Symbols, a quiz, and exercises, three or more of which ask for a design, a prediction or the
@@ -165,6 +206,7 @@ def test_a_quiz_has_five_questions_with_a_reason_against_every_wrong_answer(less
     exercise, check = exercises(lesson)["check_quiz"], lesson_check(lesson, "check_quiz")
     right = eval(exercise.answer.removeprefix("quiz = "))
     assert list(right) == [1, 2, 3, 4, 5] and check(right).passed
+    assert check(dict(reversed(right.items()))).passed
     for number, letter in right.items():
         question = re.search(
             rf"^# {number}\. .*", SOURCES[lesson].read_text().rpartition("# ## Quiz")[2], re.M
@@ -203,6 +245,25 @@ def test_right_answers_in_another_form_are_accepted(lesson, check, find, replace
 
 def lesson_check(lesson, name):
     return getattr(importlib.import_module(f"flowrl_course.{lesson}"), name)
+
+
+def test_the_text_on_the_controls_has_the_numbers_above_it():
+    """Lesson 8: the text quotes both differences, and says undecided if the interval contains 0."""
+    notebook = json.loads((ROOT / "tutorials/08_side_by_side.ipynb").read_text())
+    cells = notebook["cells"]
+    (at,) = (
+        n for n, cell in enumerate(cells) if "Both intervals contain 0" in "".join(cell["source"])
+    )
+    text, printed = "".join(cells[at]["source"]), "".join(cells[at - 2]["outputs"][0]["text"])
+    against = {
+        name: (float(mean), float(half))
+        for name, mean, half in re.findall(r"minus (.*?) +after .*?: (\S+) ± ([\d.]+)", printed)
+    }
+    mean, half = against["random steps"]
+    assert f"{mean:+.3f} ± {half:.3f}, so with six seeds it is undecided" in text
+    assert all(abs(against[name][0]) < against[name][1] for name in ("random steps", "none"))
+    assert abs(against["none"][0]) + against["none"][1] < 0.1
+    assert f"the lead over Flow-GRPO is {against['Flow-GRPO'][0]:.2f}" in text
 
 
 def test_a_failed_check_shows_symptom_then_cause_then_remedy():

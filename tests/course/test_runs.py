@@ -1,10 +1,11 @@
 """The short runs that lessons train: what they count, and that they repeat."""
 
 import torch
+from flowrl_course.batches import sample_groups
 from flowrl_course.runs import learn, start
 
 from flowrl.credit import StepwiseGain, Uniform
-from flowrl.probes import Tweedie
+from flowrl.probes import Completion, Tweedie
 
 
 def test_counts_of_a_run():
@@ -30,3 +31,21 @@ def test_a_rule_brings_its_own_noise_sharing():
     assert start(rule=Uniform(), initial_noise="shared").groups.shared_noise
     assert start("stepwise-flow-grpo").groups.shared_noise
     assert learn(rule=rule, iterations=1).sampled[-1] == 9 * 96 + 12
+
+
+def test_a_state_has_one_completion():
+    """The first question of the quiz on TP-GRPO: before decision 0 the members of a group share
+    their state, and after it they do not.
+    """
+    trainer = start()
+    drawn = sample_groups(
+        trainer.policy,
+        trainer.reward,
+        trainer.prompts.prompts[:3],
+        4,
+        trainer.draw_sampler(),
+        Completion(),
+        shared_noise=True,
+    )
+    spread = drawn.values.std(1)  # [prompt, decision+1]
+    assert (spread[:, 0] < 1e-6).all() and (spread[:, [1, -1]] > 1e-3).all()

@@ -126,3 +126,17 @@ def test_the_page_of_presets_names_them_all():
     first = (ROOT / "docs" / "presets.md").read_text().split("\n\n")[1]
     names = {file.stem for file in files if file.parent.name != "definitions"}
     assert len(names) > 20 and set(re.findall(r"`([\w.-]+)`", first)) == names | {"exact"}
+
+
+def test_the_guides_metrics_are_entries_of_rows(tmp_path):
+    """Those that a short run has, or that the code names as text."""
+    page = (GUIDES / "watching-a-run.md").read_text()
+    table = page.partition("## Metrics")[2].partition("## Warnings")[0]
+    columns = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
+    names = {name for column in columns for name in re.findall(r"`(\w+)`", column)}
+    assert {"zero_rows", "stopped"} < names and len(names) > 40
+    options = "--preset tiny --world mixture --kl-weight 0.1"
+    assert main(["train", *options.split(), "--out", str(tmp_path / "run")]) == 0
+    known = {name for row in rows_of(tmp_path / "run") for name in row}
+    code = "".join(path.read_text() for path in (ROOT / "flowrl").rglob("*.py"))
+    assert not {name for name in names - known if f'"{name}"' not in code}

@@ -39,7 +39,9 @@ def texts(prompts):
 
 
 def test_text_file_with_blank_and_repeated_lines(tmp_path):
-    path = written(tmp_path, "p.txt", "# comment", "a fox", "", "a car", "  a fox ", " ", "a fox")
+    path = written(
+        tmp_path, "p.txt", "# b", "a fox", "", "a car", "  a fox ", " ", "a fox", "#", "## c"
+    )
     with pytest.warns(UserWarning, match=r"p\.txt: line 5 repeats line 2; line 7 repeats line 2$"):
         assert texts(read_prompts(path)) == ["a fox", "a car", "a fox", "a fox"]
 
@@ -67,6 +69,40 @@ def test_every_bad_line_is_named(tmp_path):
     message = str(caught.value)
     assert all(f"line {n} is not a JSON object" in message for n in (2, 3, 5, 6, 7))
     assert message.endswith("and 1 more")
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "problem"),
+    [
+        (
+            "p.txt",
+            ["a fox", "#1 fan"],
+            'line 2 starts with "#": .*for a comment, .*{"prompt": "#1 fan"} in',
+        ),
+        ("p.txt", ['{"prompt": "a fox"}'], "line 1 is JSON, which is read from a .jsonl file"),
+        ("p", ["[photo] of a fox", '["a fox"]'], r"p, line 2 is JSON"),
+        (
+            "p.json",
+            ['{"prompt": "a fox"}'],
+            r"'.*p\.json' .*one prompt per line.*hf\(name=.*p\.json\)",
+        ),
+        ("p.yaml", ["- a fox"], r"p\.yaml' is not allowed"),
+        ("p.CSV", ["prompt", "a fox"], r"p\.CSV' is not allowed"),
+        ("p.ndjson", ['{"promt": "a fox"}'], "line 1 is not .*did you mean 'prompt' by 'promt'"),
+    ],
+)
+def test_lines_of_another_form_are_no_prompts(tmp_path, name, lines, problem):
+    with pytest.raises(ConfigError, match=problem):
+        read_prompts(written(tmp_path, name, *lines))
+
+
+def test_entries_that_nothing_reads_are_named(tmp_path, capsys):
+    entries = {"negative_prompt": "blurry", "includes": [], "tag": "x", "text": "y", "promt": "z"}
+    path = written(tmp_path, "p.jsonl", {"prompt": "a fox"}, {"prompt": "a car", **entries})
+    hints = ("'includes' (did you mean 'include'?)", "'promt' (did you mean 'prompt'?)")
+    unread = ", 'negative_prompt', ".join(hints)
+    assert main(["prompts", "check", "--file", str(path)]) == 0
+    assert f"Warning: {path}: flowrl does not read the entries {unread}" in capsys.readouterr().out
 
 
 DOG = {"class": "dog"}

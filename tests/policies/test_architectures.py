@@ -13,6 +13,7 @@ import torch
 from flowrl_testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 from small_run import TINY_MODEL
 
+from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
 from flowrl.io import cache_folder
 from flowrl.policies import ARCHITECTURES, Adapters, StorageCounter, architecture_of, memory
@@ -126,7 +127,31 @@ def test_presets_fill_a_card_and_dispatch_few_operations():
     assert "1,265 prompts x 1.7 MB = 2.1 GB" in memory_text(counts, config)
     assert not times_text(counts, config.replace(model="unknown"), card)
     large = sized(preset("flux.1-dev,flow-grpo,ocr").apply(planned=True), card)
-    assert "does not fit       37.8 GB of 24" in times_text(plan(large), large, card)
+    shown = times_text(plan(large), large, card)
+    assert "does not fit       37.8 GB of 24" in shown and "hours" not in shown
+    assert shown.endswith("remedy             with --quantize nf4 it needs 20.0 GB")
+    nf4 = sized(preset("flux.1-dev,flow-grpo,ocr").apply(planned=True, quantize="nf4"), "24GB")
+    assert "speed is unknown" in times_text(plan(nf4), nf4, "24GB")
+    many = nf4.replace(decode_batch=8, gradient_checkpointing=False, micro_batch=8)
+    options = "with --gradient-checkpointing True it needs 20.0 GB"
+    assert options in times_text(plan(many), many, "RTX 3090")
+    assert "GB also with --gradient-checkpointing True" in times_text(plan(nf4), nf4, "16 GB")
+
+
+def test_images_are_decoded_in_batches_that_fit(monkeypatch):
+    """8 images take 6.7 GB, 4 take 3.5; without text encoders, which would need 11."""
+    known = replace(ARCHITECTURES["sd3.5-medium"], encoder_parameters=0)
+    monkeypatch.setattr("flowrl.training.plan.known_architecture", lambda config: known)
+    rows = {"micro_batch": 1, "max_batch": 1, "gradient_checkpointing": True}
+    config = preset("sd3.5-medium,flow-grpo,ocr").apply(planned=True, **rows)
+    for card, count in (("20GB", 8), ("12GB", 4), ("8GB", 1)):
+        assert sized(config, card).batches.decode_batch == count
+    config = config.replace(decode_batch=8)
+    shown = times_text(plan(config), config, "9 GB")
+    assert shown.endswith("remedy             with --decode-batch 1 it needs 7.3 GB")
+    for card in ("RTX 9", "0GB", "GB"):
+        with pytest.raises(ConfigError, match=r"allowed: one of H100, .* as in 16GB"):
+            sized(config, card)
 
 
 @pytest.mark.satellite
@@ -171,9 +196,16 @@ def test_the_network_is_called_as_often_as_the_plan_counts(method, changes, micr
 
 
 def test_a_finished_run_has_planned_and_measured_seconds():
-    names = "H100 80GB HBM3", "A100-SXM4-80GB", "GeForce RTX 4090", "L40S", "L40"
+    names = (
+        "H100 80GB HBM3",
+        "A100-SXM4-80GB",
+        "GeForce RTX 4090",
+        "L40S",
+        "RTX 6000 Ada Generation",
+        "T4",
+    )
     cards = [named_card(f"NVIDIA {name}") for name in names]
-    assert cards == ["H100", "A100", "RTX 4090", "L40S", ""]
+    assert cards == ["H100", "A100", "RTX 4090", "L40S", "RTX 6000 Ada", ""]
     config = sized(preset("sd3.5-medium,flow-grpo,ocr").apply(planned=True), "L4")
     phases = {"rollout": 20.0, "reward": 2.0, "update": 30.0}
     rows = [{"iteration": n, "phases": {k: n * v for k, v in phases.items()}} for n in range(3)]

@@ -21,6 +21,7 @@ from flowrl.policies import (
     has_compiled_blocks,
     load,
     load_policy,
+    lora,
 )
 from flowrl.training.plan import plan
 
@@ -147,10 +148,26 @@ def test_a_lora_of_plain_diffusers_is_taken_up_with_its_own_alpha(pair, tmp_path
     policy = pair.policy(lora_rank=2, lora_alpha=2.0, **options)
     picture = pair.picture(pipe, noise_of(policy))
     assert_close(draw(policy), picture, atol=5e-6, rtol=0)
-    with pytest.raises(CheckpointError, match="does not match lora_targets or lora_rank"):
-        pair.policy(lora_rank=4, **options)
+    for changes, message in (
+        ({"lora_rank": 4}, "lora_rank: its rank is 2, lora_rank is 4"),
+        (
+            {"lora_targets": ("to_q", "to_v")},
+            r"lora_targets or the model: .* others, such as .*to_k.*missing, such as .*to_v",
+        ),
+        ({"lora_targets": ("to_q",)}, r"lora_targets .* others, such as .*to_k\S*$"),
+    ):
+        with pytest.raises(CheckpointError, match=f"does not match {message}"):
+            pair.policy(**{"lora_rank": 2, **options, **changes})
     with pytest.raises(CheckpointError, match="does not exist"):
         pair.policy(adapter=str(tmp_path / "none"))
+
+
+def test_a_lora_of_another_model_is_named(tmp_path):
+    """With the same layers and rank, but other widths."""
+    shapes = {"x.lora_A.weight": (2, 8), "x.lora_B.weight": (8, 2)}
+    other = {"x.lora_A.weight": (2, 16), "x.lora_B.weight": (8, 2)}
+    problem = lora._mismatch(other, shapes)
+    assert problem.startswith("the model: x.lora_A.weight is [2, 16], [2, 8] expected")
 
 
 def test_full_fine_tuning_and_its_reference(pair, tmp_path):
@@ -383,9 +400,43 @@ def test_wrong_pipelines_and_models_are_refused(tmp_path):
         PipelinePolicy(tiny_flux(), policy.family, policy.options)
     card = tmp_path / "model_index.json"
     card.write_text(card.read_text().replace("StableDiffusion3Pipeline", "PixArtAlphaPipeline"))
-    with pytest.raises(
-        ConfigError, match="PixArtAlphaPipeline is not supported; supported pipelines: Stable"
-    ):
+    supported = r"PixArtAlphaPipeline is not supported; supported pipelines: Stable.*, WanPipeline"
+    with pytest.raises(ConfigError, match=rf"{supported}.*; docs/model-families\.md shows how"):
         load_policy(str(tmp_path), TINY)
-    with pytest.raises(ConfigError, match=r"neither a folder with a model_index.json"):
-        load_policy(str(tmp_path / "none"), TINY)
+
+
+def only_fp16(folder):
+    tiny_sd3().save_pretrained(folder, variant="fp16")
+    return folder
+
+
+def single_file(folder):
+    file = folder / "sd3.5_medium.safetensors"
+    file.write_bytes(b"")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (only_fp16, r"variant 'fp16' only .*fp16.safetensors.*from_pretrained.*save_pretrained"),
+        (single_file, r"is a single file; .*from_single_file\(FILE\)\.save_pretrained"),
+        (lambda folder: folder, r"is a folder without a readable model_index\.json"),
+        (lambda folder: folder / "none", "does not exist; allowed: the folder of a pipeline"),
+        (
+            lambda folder: "owner/model",
+            r"downloads are off: set HF_HUB_OFFLINE=0, or .*hf download owner/",
+        ),
+    ],
+)
+def test_a_model_in_another_format_is_refused_with_a_remedy(make, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        load_policy(str(make(tmp_path)), TINY)
+
+
+def test_a_hub_that_cannot_be_read_is_not_blamed_on_the_setting(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    message = load._not_found("owner/model", OSError("401 Client Error"))
+    assert "HF_HUB_OFFLINE" not in message
+    for part in ("401 Client Error", "https://huggingface.co/owner/model", "HF_TOKEN", "licence"):
+        assert part in message

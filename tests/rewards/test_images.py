@@ -28,6 +28,9 @@ def test_bytes_round_and_clamp_and_channels_keep_their_order():
     assert to_bytes(levels).flatten().tolist() == [0, 0, 1, 255, 255, 0]
     (colour,) = to_pillow(torch.tensor([1.0, 0.0, 0.2]).view(1, 3, 1, 1))
     (grey,) = to_pillow(torch.full((1, 1, 1, 1), 0.2))
+    for value in (torch.nan, torch.inf):
+        with pytest.raises(RewardError, match="images have values that are not finite"):
+            to_bytes(torch.full((1, 3, 2, 2), value))
     assert (colour.getpixel((0, 0)), grey.getpixel((0, 0))) == ((255, 0, 51), (51, 51, 51))
 
 

@@ -82,7 +82,7 @@ def chosen(spec, stds, seed=0):
         (":", [1, 2, 3, 5]),
         (":-1", [1, 2, 3]),
         ("0:3", [1, 2]),
-        ("2:9", [2, 3, 5]),
+        ("2:6", [2, 3, 5]),
         ("-3:", [3, 5]),
         ("3:5", [3]),
         ("random(fraction=1)", [1, 2, 3, 5]),
@@ -109,6 +109,12 @@ def test_a_random_share_is_drawn_evenly_and_again_from_the_same_state():
 )
 def test_other_words_for_trained_steps_are_refused(spec):
     with pytest.raises(ConfigError, match=r"^trained_steps = .*allowed: a slice START:STOP"):
+        chosen(spec, [0.1, 0.1])
+
+
+@pytest.mark.parametrize("spec", ["0:3", "-3:", ":-4", "2:"])
+def test_trained_steps_outside_the_schedule_are_refused(spec):
+    with pytest.raises(ConfigError, match=rf"^trained_steps = '{spec}' .*(2 steps|one of the sto)"):
         chosen(spec, [0.1, 0.1])
 
 

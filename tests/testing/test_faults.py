@@ -24,6 +24,7 @@ from flowrl_testing import (
     check_world,
     credit_contract,
 )
+from flowrl_testing.tiny import TINY, tiny_sd3
 from seeded import randn
 
 from flowrl.core.errors import ConfigError, RewardError
@@ -43,6 +44,7 @@ from flowrl.credit.table import masked_std
 from flowrl.flow import expand
 from flowrl.flow.gaussian import log_prob
 from flowrl.losses import DGPO, GSPO, ClippedLoss
+from flowrl.policies import SD3, PipelinePolicy
 from flowrl.probes import Branch, Call, Completion, Cost, NoProbe, Probe
 from flowrl.rewards import win_rates
 from flowrl.samplers import FlowSDE, Multistep, Windowed
@@ -536,7 +538,39 @@ def by_size(p, prompts):
     return Condition({"direction": p.encode(prompts).tensors["direction"] * len(prompts)})
 
 
+def family(**methods):
+    """Makes a policy over the tiny SD3 whose family has these faulty functions."""
+    return lambda: PipelinePolicy(tiny_sd3(), type("Faulty", (SD3,), methods)(), TINY)
+
+
+def negated(self, *given):
+    return -SD3.velocity(self, *given)
+
+
+def from_data_to_noise(self, transformer, latent, timestep, *given):
+    return SD3.velocity(self, transformer, latent, 1000 - timestep, *given)
+
+
+def without_shift(self, pipe, latent, size):
+    return pipe.vae.decode(latent / pipe.vae.config.scaling_factor, return_dict=False)[0]
+
+
+def even_grid(self, scheduler, steps, *given):
+    scheduler.set_timesteps(sigmas=[1 - step / steps for step in range(steps)])
+
+
+def without_pooled(self, *given):
+    return [row | {"pooled": 0 * row["pooled"]} for row in SD3.encode(self, *given)]
+
+
 POLICIES = {
+    "agrees_with_its_pipeline": [
+        family(velocity=negated),
+        family(velocity=from_data_to_noise),
+        family(decode=without_shift),
+        family(set_timesteps=even_grid),
+        family(encode=without_pooled),
+    ],
     "has_all_members": [FaultyPolicy(decode=None)],
     "has_a_schedule": [grid(1, 0.01), grid(0.5, 0)],
     "gives_velocities": [

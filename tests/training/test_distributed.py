@@ -30,10 +30,11 @@ from small_run import (
     trainer_of,
     words,
 )
+from torch.distributed import HashStore
 
-from flowrl.core.errors import ConfigError, RewardError, TrainingError
+from flowrl.core.errors import ConfigError, FlowrlError, RewardError, TrainingError
 from flowrl.core.experience import Actions
-from flowrl.core.types import Prompt
+from flowrl.core.types import Prompt, named_call, watched_calls
 from flowrl.distributed import (
     Distributed,
     OtherProcessError,
@@ -274,7 +275,7 @@ def embedded(distributed, folder):
         policy.prompts.encode = lambda texts, add=done.extend, embed=embed: (
             add(texts) or embed(texts)
         )
-        policy.prompts.folder = folder / name
+        policy.prompts.place = lambda: folder / name  # noqa: B023
         policy.warm([Prompt(f"number {n}") for n in range(10)], distributed)
         assert len(list(policy.prompts.folder.iterdir())) == 11
         counts.append(len(done))
@@ -334,6 +335,7 @@ def everything(distributed, tell, folder):
         resumed = Run(RESUMED, folder / f"one-{kind}", distributed=some)
         tell(f"one-{kind}", resumed.execute(resume=True))
     tell("observed", observed(distributed, folder / "observed"))
+    tell("failed", failed(distributed, folder / "failed"))
     if distributed.rank == 1:
         raise OSError("the disk is full")
     distributed.gather(None)
@@ -360,6 +362,26 @@ def observed(distributed, folder):
     observer = Observes()
     ended = Run(OBSERVED, folder, distributed=distributed, observers=(observer,)).execute()
     return ended, observer.calls
+
+
+FAILS = """
+import os
+class Fails:
+    calls = 0
+    def score(self, images, prompts):
+        Fails.calls += 1
+        assert os.environ["RANK"] == "0" or Fails.calls < 4, "made up"
+        return images.flatten(1).mean(1)
+"""
+
+
+def failed(distributed, folder):
+    """The error of a run whose reward fails in process 1, in its second or third iteration."""
+    config = RESUMED.replace(checkpoint_every=9, reward=f"{folder}.py:Fails", iterations=9)
+    try:
+        Run(config, folder, distributed=distributed).execute()
+    except FlowrlError as error:
+        return str(error)
 
 
 def live(rank, world_size, port, folder):
@@ -408,6 +430,7 @@ def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     Run(RESUMED, folder / "alone").execute()
     write_models(folder / "models")
+    (folder / "failed.py").write_text(FAILS)
     for name in ("one-two", "one-sharded"):
         Run(RESUMED, folder / name, stop=lambda: True).execute()
     reports = lives(folder)
@@ -478,6 +501,13 @@ def test_an_error_in_one_process_stops_all_and_names_it(two):
     assert two[1]["end"] == "OSError: the disk is full"
     assert two[0]["end"].startswith("OtherProcessError: process 0 of 2 lost another process")
     assert [report["code"] for report in two] == [1, 1]
+
+
+def test_the_main_process_keeps_the_last_iteration_if_another_one_fails(two):
+    folder = two[0]["folder"] / "failed"
+    assert all("AssertionError: made up" in report["failed"] for report in two)
+    iteration = rows_of(folder)[-1]["iteration"]
+    assert iteration > 0 and Checkpoints(folder).names() == [f"{iteration:06d}"]
 
 
 def test_all_processes_find_the_sizes_of_the_fullest_and_slowest(two):
@@ -634,6 +664,20 @@ def test_with_sharded_weights_an_error_does_not_wait_for_processes_that_compute(
     alone = Distributed(0, 2, sharded=True).shared_errors()
     with pytest.raises(ValueError, match="the reward"), alone:
         raise ValueError("the reward")
+
+
+def test_a_time_out_names_the_slow_part_of_the_other_process(monkeypatch):
+    store = HashStore()
+    monkeypatch.setattr("flowrl.distributed._store", lambda: store)
+    monkeypatch.setattr("flowrl.core.types.SLOW", 0.1)
+    time_out = pytest.raises(OtherProcessError, match=r"only slow \(process 1: Mine.score\), raise")
+    with watched_calls(Distributed(1, 2).publish), named_call("Mine.score"):
+        time.sleep(0.2)
+        with time_out, Distributed(0, 2)._connected():
+            raise RuntimeError("Timed out")
+    Distributed(1, 2).publish("")
+    with pytest.raises(OtherProcessError, match="only slow, raise"), Distributed(0, 2)._connected():
+        raise RuntimeError("Timed out")
 
 
 def test_a_full_gpu_is_no_lost_connection():

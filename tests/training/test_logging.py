@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from flowrl_compare.results import load_run
 from PIL import Image
 from safetensors.torch import load_file
-from small_run import flowrl_, model_files, numbers, words
+from small_run import SMALL, flowrl_, model_files, numbers, words
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
@@ -131,6 +132,32 @@ def test_other_trackers_get_the_same(name, tmp_path, monkeypatch):
     assert [step for step, values in calls if values == pictures] == [0, 1, 2]
     logged = {step: values for step, values in calls if values != pictures}
     assert set(logged) == {0, 1, 2} and {"reward_mean", "evaluation/strict"} <= set(logged[2])
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_resumed_run_continues_its_record(name, tmp_path, monkeypatch):
+    """By an id in its folder, also from another working directory. From an earlier checkpoint it
+    is a new record, since W&B does not replace what it has. Two runs in folders of one name differ.
+    """
+    package = Mock(__spec__=ModuleSpec(name, None))
+    monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setattr("flowrl.training.logging.find_spec", lambda package: True)
+    config, key = (
+        SMALL.replace(tracker=name, keep_checkpoints=2),
+        "id" if name == "wandb" else "name",
+    )
+    for out in (tmp_path / "run", tmp_path / "other" / "run"):
+        assert not Run(config, out, stop=lambda: True).execute()
+    monkeypatch.chdir(tmp_path)
+    run = Run(config, Path("run"))
+    assert run.execute(resume=True) and run.execute(resume=True, start="000001")
+    first, other, resumed, earlier = (call.kwargs for call in package.init.call_args_list)
+    assert (
+        first[key] == resumed[key] and len({given[key] for given in (first, other, earlier)}) == 3
+    )
+    assert resumed["resume"] == "allow" and "run" in resumed["name"]
+    if name == "wandb":
+        assert (resumed["dir"], resumed["name"]) == ("run", "run")
 
 
 def test_numbers_of_a_row_by_name():

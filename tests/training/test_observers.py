@@ -60,19 +60,27 @@ def paused_after(iteration):
 
 
 @pytest.mark.parametrize(
-    ("rewards", "stops"),
+    ("rewards", "spread", "best", "stops"),
     [
-        ((0.5, 0.8, 0.55), True),
-        ((0.8, 0.5), True),  # the untrained model was best
-        ((0.5, 0.8, 0.1, None), False),  # nothing new
-        ((-2.0, -1.0, -1.25), False),
-        ((-2.0, -1.0, -1.35), True),
+        ((0.5, 0.8, 0.55), 0.1, 1, True),
+        ((0.8, 0.5), 0.1, 1, True),  # the untrained model was best
+        ((0.5, 0.8, 0.1, None), 0.1, None, False),  # nothing new
+        # the scales of PickScore, HPSv2.1 and CLIPScore
+        ((21, 23, 17), 1.5, 1, True),
+        ((0.28, 0.30, 0.33, 0.24), 0.02, 2, True),
+        ((0.8, 0.9, 0.65), 0.1, 1, True),
+        ((-2.0, -1.0, -1.25), 0.1, 1, False),  # a quarter of the gain
+        ((-2.0, -1.0, -1.35), 0.1, 1, True),
+        ((21, 21.02, 21.01, 20.8), 1.5, 1, False),  # a steady reward: 0.15 standard deviations
     ],
 )
-def test_a_collapse_is_a_fall_from_the_best_evaluation(rewards, stops):
-    *history, last = [{"evaluation": reward and {"reward": reward}} for reward in rewards]
+def test_a_collapse_is_a_fall_by_a_part_of_the_gain(rewards, spread, best, stops):
+    *history, last = [
+        {"iteration": i, "evaluation": reward and {"reward": reward}, "reward_std": spread}
+        for i, reward in enumerate(rewards)
+    ]
     actions = StopOnCollapse(drop=0.3).observe(Record(len(history), metrics=last, history=history))
-    assert bool(actions and actions.stop) == stops
+    assert bool(actions and actions.stop) == stops and (actions and actions.best) == best
 
 
 def test_a_budget_counts_evaluations_or_seconds():
@@ -271,6 +279,55 @@ def test_a_stopped_run_ends_like_a_finished_one(plain, tmp_path):
     resumed(start="000002")  # without the observer
     assert done() == {"iterations": 4} and len(rows_of(out)) == 5
     assert weights_of(out) == weights_of(plain)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_stop_for_collapse_ends_with_the_best_evaluated_checkpoint(keep, tmp_path):
+    """The files are those of a run that ends there, also if the process dies before it has written
+    them.
+    """
+    scores = {2: 0.2, 4: 0.9, 6: 0.8, 8: 0.4}
+
+    def act(record):
+        if not record.metrics["evaluation"]:
+            return None
+        record.metrics["evaluation"]["reward"] = scores[record.iteration]
+        for row in record.history:
+            if row["evaluation"]:
+                row["evaluation"]["reward"] = scores.get(row["iteration"], 0.1)
+        return StopOnCollapse(0.3).observe(record)
+
+    given = dict(eval_every=2, checkpoint_every=1, keep_checkpoints=keep)
+    config, out = RUN.replace(iterations=12, **given), tmp_path / "run"
+    watch, reports = Watch(("metrics", "history"), act), []
+    assert Run(config, out, reports.append, observers=(watch,)).execute()
+    assert Run(RUN.replace(iterations=4, **given), tmp_path / "short").execute()
+    names = sorted(path.stem for path in (out / "checkpoints").iterdir())
+    assert names == {1: ["000004", "000008"], 2: ["000004", "000007", "000008"]}[keep]
+    done = json.loads((out / "done.json").read_text())
+    assert (done["iterations"], done["exported"]) == (8, 4)
+    assert "fell to 0.400 from its best, 0.900 (it began at 0.100)" in done["stopped"]
+    (text,) = [state["warning"] for state in reports if "stopped" in state.get("kinds", ())]
+    assert text.endswith("; the weights and samples of the run are those of iteration 4")
+    files = "weights.safetensors", "samples.safetensors", "samples.json", "trajectory.json"
+    for name in files:
+        assert (out / name).read_bytes() == (tmp_path / "short" / name).read_bytes()
+    for name in (*files, "done.json"):
+        (out / name).unlink()
+    assert Run(config, out, observers=(watch,)).execute(resume=True)
+    for name in files:
+        assert (out / name).read_bytes() == (tmp_path / "short" / name).read_bytes()
+    assert json.loads((out / "done.json").read_text()) == done
+
+
+@pytest.mark.parametrize("best", [0, 2, "last"])
+def test_the_best_iteration_is_one_that_was(best, tmp_path):
+    watch = Watch((), lambda record: Actions(best=best))
+    run = Run(RUN.replace(strict=True), tmp_path / "run", observers=(watch,))
+    with pytest.raises(
+        PartError, match=r"best = .* is not allowed; allowed: (iterations 1 to 1|a)"
+    ):
+        run.execute()
 
 
 class Keeps:

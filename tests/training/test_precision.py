@@ -3,20 +3,25 @@ cost of training, not its numbers.
 """
 
 import json
+import shlex
 import sys
 import threading
 import time
 from functools import partialmethod
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.utils
-from small_run import TINY_RUN, trained, trainer_of, weights
+from flowrl_testing.tiny import tiny_sd3
+from small_run import TINY_RUN, flowrl_, model_files, trained, trainer_of, weights, words
 from torch import nn
 
 from flowrl.core.errors import ConfigError, RewardError, TrainingError
+from flowrl.core.types import Prompt
 from flowrl.rewards import Clipped, FunctionReward, NoisyReward, WeightedSum
+from flowrl.rollout.sampling import decoded
 from flowrl.serving.client import RemoteReward
 from flowrl.training.build import make_reward
 from flowrl.training.config import OptimConfig, preset
@@ -44,6 +49,55 @@ def test_overlapped_rewards_are_the_same_numbers_from_another_thread():
     with pytest.raises(RewardError, match="not finite"):
         trainer_of(overlapped, reward=NOT_FINITE).iteration()
     assert not [t for t in threading.enumerate() if t.name.startswith("rewards")]
+
+
+BROKEN = {
+    "decoder's images": lambda pipe: pipe.vae.decoder.conv_out.bias,
+    "sampled latents": lambda pipe: pipe.transformer.proj_out.bias,
+    "the text encoder's embedding": lambda pipe: (
+        pipe.text_encoder.text_model.embeddings.token_embedding.weight
+    ),
+}
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+@pytest.mark.parametrize("part", BROKEN)
+def test_the_first_part_with_values_that_are_not_finite_is_named(
+    command, part, tmp_path, capsys, monkeypatch
+):
+    """Not the reward, which sees images of 8 bits."""
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
+    pipe = tiny_sd3()
+    torch.nn.init.constant_(BROKEN[part](pipe), INFINITE - INFINITE)
+    files = model_files(tmp_path, pipe=pipe) | {"reward": "jpeg-compressibility"}
+    files["out"] = tmp_path / "out"
+    if command == "train":
+        files |= dict(preset="tiny", groups=2)
+    else:
+        files |= dict(weights=tmp_path / "model" / "transformer", num_steps=2)
+        del files["max_sequence_length"]
+    assert flowrl_(f"{command} {shlex.join(words(**files))}") == 1
+    error = capsys.readouterr().err
+    assert part in error and "not finite" in error
+
+
+@pytest.mark.parametrize(
+    ("embedding", "latent", "image", "named"),
+    [
+        (torch.nan, torch.nan, torch.nan, "embeddings of the prompts"),
+        (0.0, torch.inf, 1.0, "sampled latents"),
+        (0.0, 1.0, torch.nan, "decoder's images"),
+    ],
+)
+def test_values_that_are_not_finite_are_named_with_their_prompt(embedding, latent, image, named):
+    def second(value, size):
+        return torch.stack([torch.zeros(size), torch.full((size,), value)])
+
+    condition = SimpleNamespace(tensors={"embedding": second(embedding, 2)})
+    images = second(image, 12).view(2, 3, 2, 2)
+    policy: Any = SimpleNamespace(encode=lambda prompts: condition, decode=lambda latents: images)
+    with pytest.raises(TrainingError, match=f"the {named} .* in 1 of 2 samples, first .* 'b'; "):
+        decoded(policy, second(latent, 4), [Prompt("a"), Prompt("b")])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from flowrl_testing.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 from small_run import TINY_MODEL, error_of, flowrl_
 from tiny_rewards import tiny_clip, tiny_detector
 
+from flowrl.cli.options import base_of
 from flowrl.core.errors import ConfigError
 from flowrl.core.protocols import ForwardLoss
 from flowrl.io import write_json
@@ -166,6 +167,27 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     assert all(config.flat()[key] == value for key, value in kept.items() if key not in changes)
     assert (out / "lora" / "pytorch_lora_weights.safetensors").exists()
     assert config == load_config(out / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("words", "heldout"),
+    [
+        ("", "images[0:64]"),
+        (" --prompts p.txt", ""),
+        (" --prompts p.txt --heldout-prompts h.txt", ""),  # the option comes on top
+        (",prompts.yaml", ""),
+        (",heldout.yaml --prompts p.txt", "h.txt"),
+        (",prompts.yaml,heldout.yaml", "h.txt"),
+    ],
+)
+def test_prompts_of_the_user_are_not_evaluated_on_those_of_a_task(
+    words, heldout, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.yaml").write_text("environment: {prompts: p.txt}")
+    (tmp_path / "heldout.yaml").write_text("environment: {heldout_prompts: h.txt}")
+    base = base_of(f"--preset {SD3},flow-grpo,pickscore{words}".split())
+    assert base.environment.heldout_prompts == heldout
 
 
 def test_a_preset_is_shown_beside_what_is_published(tmp_path, capsys):

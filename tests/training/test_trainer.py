@@ -26,6 +26,7 @@ from flowrl.training.build import check, make_method, trial_stds
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.evaluation import evaluate
 from flowrl.training.run import Run
+from flowrl.training.trainer import asks_for_all
 from flowrl.worlds.base import world
 
 TINY = TINY_RUN.replace(iterations=4, minibatches=2)
@@ -88,6 +89,15 @@ def test_components_are_logged_and_credited_separately():
     expected = Uniform().assign(record.parts["small"], record.decisions)
     assert_close(GDPO(batch=False).credit(small).advantages, expected)
     assert trainer_of(TINY, reward=reward).iteration()["parts"].keys() == parts.keys()
+
+
+@pytest.mark.parametrize(
+    ("steps", "every"),
+    [("1:3", False), (":-1", False), ("random(fraction=0.5)", True), ("x()", True)],
+)
+def test_all_values_are_estimated_if_the_trained_steps_are_no_slice(steps, every):
+    """Whatever the name of what draws the steps, they are known after the rollout only."""
+    assert asks_for_all(TINY.replace(trained_steps=steps), named_method("tp-grpo", "")) == every
 
 
 def test_a_random_window_is_drawn_once_per_iteration():

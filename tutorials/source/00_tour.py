@@ -38,7 +38,7 @@ from flowrl.training.build import make_trainer
 from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_00 as lesson
 from flowrl_course.batches import ode_images
-from flowrl_course.figures import ACCENT, COLOURS, ImageRow, clean, panels, pixels, show_images
+from flowrl_course.figures import ACCENT, COLOURS, SIGNED, ImageRow, clean, panels, pixels, show_images
 
 shapes = world("shapes")
 policy = shapes.policy(PolicyOptions())
@@ -212,7 +212,7 @@ rules = {"flow-grpo": Uniform(), "stepwise-flow-grpo": StepwiseGain(probe=Comple
 figure, axes = panels(3, width=4.0, height=3.2)
 for cell, (name, rule) in zip(axes, rules.items(), strict=True):
     advantages = rule.assign(table, decisions)[0, order]  # [member, decision], the best member first
-    shown = cell.imshow(advantages, cmap="RdBu", vmin=-3, vmax=3, aspect="auto")
+    shown = cell.imshow(advantages, cmap=SIGNED, vmin=-3, vmax=3, aspect="auto")
     cell.set_title(name, color=COLOURS[name])
     cell.set(xlabel="decision", xticks=range(5), yticks=[0, 11], yticklabels=["best", "worst"])
     for member, decision in turning_points(table)[0, order].nonzero().tolist() if name == "tp-grpo" else []:

@@ -108,12 +108,15 @@ lesson.check_log_prob(log_prob)
 # %% [markdown]
 # ## The policy gradient
 #
-# The goal is a large expected reward, $J(\theta) = \mathbb E[R]$. The reward is computed by a program or by another model, and has no usable gradient. The policy has a gradient. Write $q(\text{path})$ for the probability density of a trajectory,
+# The goal is a large expected reward, $J(\theta) = \mathbb E[R]$. A program or a server has no gradient of $R$. If the reward is itself a network, its gradient can be propagated through the sampler, as in ReFL (arXiv 2304.05977), DRaFT (2309.17400) and AlignProp (2310.03739). The policy gradient works for every reward, because it differentiates the policy only. Write $q(\text{path})$ for the probability density of a trajectory,
 # $q(z_0) \prod_i \pi(z_{i+1} \mid z_i)$, in which $z_0$ is node 0, the noise. Then
 #
 # $$\nabla J = \nabla\!\int\! R\, q = \int\! R\, \nabla q = \int\! R\, q\, \nabla\log q = \mathbb E\Big[R \sum_i \nabla\log\pi(z_{i+1} \mid z_i)\Big].$$
 #
 # The third equality is the chain rule, $\nabla\log q = \nabla q / q$. In the fourth, $q(z_0)$ drops out, because it does not depend on the weights. The result needs samples, their rewards, and the gradients of log-probabilities (Williams 1992, REINFORCE).
+#
+# The derivation assumes that $R$ depends on the weights only through the drawn path. ODE steps use the network as well, but draw nothing. If they follow the last draw, the exact gradient has one more term, $\mathbb E[\nabla_\theta R]$ at fixed draws; ODE steps before the first draw add another. GRPO drops both terms, because they contain the gradient of the reward.
+# In this lesson they belong to one step, the last; with the window `2:7` of the lesson on Flow-GRPO, to five steps of ten. (The lesson Why a step may be credited measures them.) Training then improves the decisions, and changes the other steps only because all steps share the weights.
 #
 # Any number $b$ that does not depend on the action may be subtracted from $R$, because
 #

@@ -13,9 +13,9 @@
 # %% [markdown]
 # # 4 · Why a step may be credited
 #
-# **After this lesson you can** prove which credits leave the policy gradient unchanged, use values of states as baselines and as credit, choose $\lambda$, predict how the noise grows with the number of decisions, and decide how far old samples can be trusted.
+# **After this lesson you can** prove which credits leave the policy gradient unchanged, use values of states as baselines and as credit, choose $\lambda$, predict how the noise grows with the number of decisions, decide how far old samples can be trusted, and recognise a credit whose choice biases it.
 #
-# **Time** 90 minutes, of which the computer needs less than one. **You need** the lesson on GRPO.
+# **Time** 100 minutes, of which the computer needs less than one. **You need** the lesson on GRPO.
 #
 # The lesson on GRPO gave every step of a trajectory the same credit, which depends only on the reward of the finished sample. The papers of this course give each step a credit of its own. Is the result still the policy gradient? This lesson answers the question with one theorem, and checks every line of it against exact numbers.
 #
@@ -33,13 +33,13 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl import Prompt
-from flowrl.credit import generalised_gains, reward_to_go
+from flowrl.credit import generalised_gains, process_rewards, reward_to_go, turning_points
 from flowrl.probes import NoProbe
 from flowrl.rollout import Groups
 from flowrl_bench.exact import Exact, exact_advantages
 from flowrl_bench.gradients import RawCredit, Setting, alignment, pathwise_gradients, policy_gradients
 from flowrl_course import lesson_04 as lesson
-from flowrl_course.chain import CALM, TARGET, Chain, reward, velocity
+from flowrl_course.chain import CALM, TARGET, Chain, reward, velocity, walk
 from flowrl_course.figures import ACCENT, DATA, INK, NOISE, OTHERS, clean, panels, plane
 from flowrl_course.runs import start
 
@@ -712,6 +712,84 @@ plt.show()
 #
 # So there are two reasons for the clip. The weights of whole paths are right, but soon too noisy. One ratio per decision has little noise, but is wrong far from the old policy. Close to the old policy both are accurate. There is also a bound: the error of the surrogate is at most a constant times the largest KL divergence between the policies (Schulman et al. 2015, TRPO, theorem 1).
 #
+# ## A credit that chooses
+#
+# The gain and the reward to go have the same mean. May a rule choose between them, decision by decision? TP-GRPO (the lesson of this name) does: at *turning points* it credits $R - V_k$, elsewhere the gain. Write $F_k = R - V^*_{k+1}$ for the *luck* that follows decision $k$. Since $R - V^*_k = A^*_k + F_k$, the credit of such a rule is
+#
+# $$A_k = A^*_k + \mathbb 1[\text{decision } k \text{ is marked}]\;F_k .$$
+#
+# The second rule of this lesson removes the last term if its mean is 0 for every $z_{k+1}$. $F_k$ has this property. Does it also hold for $F_k$ at the marked decisions only?
+#
+# ### Exercise 9 · a credit that chooses
+#
+# *Difficulty: medium · kind: prediction · importance: useful · time: 10 minutes*
+#
+# Take exact values and a chain in one dimension, in which the reward rises with the state. Predict $\mathbb E[\psi_k A_k]$ for each way to mark decision $k$, in comparison with the true $\mathbb E[\psi_k A^*_k] > 0$. Answer `"equal"`, `"larger"` or `"smaller"`.
+#
+# | | decision $k$ is marked |
+# |---|---|
+# | A | always |
+# | B | if a coin shows heads |
+# | C | if the decision before lost value, $A^*_{k-1} < 0$ |
+# | D | if it gained value itself, $A^*_k > 0$ |
+# | E | if what follows has the sign of its gain, $A^*_k F_k > 0$ (TP-GRPO's rule for $k = 0$) |
+# | F | if what follows has the opposite sign, $A^*_k F_k < 0$ |
+# | G | as in E, but $k$ is the last decision |
+
+# %% tags=["exercise"]
+choosing = {"A": ..., "B": ..., "C": ..., "D": ..., "E": ..., "F": ..., "G": ...}
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Suppose that $z_{k+1}$ is known, so that the sign of $A^*_k$ is fixed. Which values of $F_k$ does the rule keep, and what is the mean of those?
+
+# %% tags=["solution"]
+choosing = {"A": "equal", "B": "equal", "C": "equal", "D": "equal", "E": "larger", "F": "smaller", "G": "equal"}
+
+# %%
+lesson.check_choosing(choosing)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** In A to D the mark is known once $z_{k+1}$ is known, or independent of the chain, so $F_k$ keeps its mean of 0. In E the rule looks at $F_k$ itself. Given $z_{k+1}$ it keeps only the luck with the sign of the gain. Because $\mathbb E[F_k \mid z_{k+1}] = 0$, the positive and the negative part of $F_k$ both have half of its mean absolute value, so the added credit has the mean
+#
+# $$\tfrac12 \operatorname{sign}(A^*_k)\;\mathbb E\big[\lvert F_k\rvert \mid z_{k+1}\big].$$
+#
+# It is a bonus in the direction of the gain, however small the gain is. F has the same bonus with the opposite sign. At the last decision $V^*_{k+1} = R$, so there is no luck to add.
+
+# %% [markdown]
+# The next cell measures the means in such a chain: five decisions with standard deviations of 1, 0.8, 0.6, 0.4 and 0.3, and $R = 1/(1 + e^{-3x})$ of the last state. The rule of TP-GRPO (with its condition of consistency) also asks for a change of sign at $k \ge 1$: the decision before must have gone against $R - V^*_0$, and decision $k$ along it.
+
+# %%
+line_values, line_scores = walk(1_000_000, seed=8)
+table = line_values[:, None]  # every sample is a group of one
+marked = turning_points(table)
+line_credits = {
+    "R": line_values[:, -1:].expand(-1, 5),
+    "R - V_k": reward_to_go(table)[:, 0],
+    "gain": line_values.diff(dim=-1),
+    "TP-GRPO": process_rewards(table, marked)[:, 0],
+}
+print("decision                        0     1     2     3     4")
+for name, credit in line_credits.items():
+    print(f"mean of psi_k A_k, {name:<8} " + " ".join(f"{mean:5.3f}" for mean in (line_scores * credit).mean(0)))
+errors = torch.stack([(line_scores * credit).std(0) for credit in line_credits.values()]) / len(table) ** 0.5
+print(f"largest standard error {float(errors.max()):.3f}")
+print("fraction of marks, TP-GRPO   " + " ".join(f"{share:5.2f}" for share in marked[:, 0].double().mean(0)))
+bonus = (line_credits["TP-GRPO"] - line_credits["gain"])[:, 0] * line_credits["gain"][:, 0].sign()
+luck = (line_values[:, -1] - line_values[:, 1]).abs().mean()
+print(
+    f"decision 0: added credit in the direction of the gain {float(bonus.mean()):.3f}, half of the mean |F| {float(luck) / 2:.3f}"
+)
+for name in ("gain", "TP-GRPO"):
+    credit = line_credits[name]
+    print(f"divided by the std, {name:<8} " + " ".join(f"{mean:5.2f}" for mean in (line_scores * credit).mean(0) / credit.std(0)))
+
+# %% [markdown]
+# The rows of $R$, $R - V_k$ and the gain agree within the standard errors. With TP-GRPO's rule the mean of decision 0 is a third too large, and the excess falls to 0 at the last decision. At decision 0 the added credit is half of the mean luck, as derived. With exact values a rule that chooses in this way is therefore biased: the sign of each decision's mean is right, but its weight relative to other decisions (and states, and prompts) is not.
+#
+# TP-GRPO then divides each decision's credit by its standard deviation over the group. The marks add luck to this deviation as well. After the division the mean of decision 0 is 13% *smaller* than that of the gain, not a third larger.
+#
+# The chain shows means only. It does not show which credit needs fewer samples: in one dimension most of the noise of $\psi_k A_k$ comes from the signal itself, and in an image with thousands of elements it does not.
+#
 # ## The same with the weights of a network
 #
 # The proof does not use any property of the wind. The next cell repeats the comparison with the policy of the 2-D world, a network with 4,802 weights, and all of its prompts, by functions of the library: `RawCredit` is a credit without normalisation, `Exact` the values by dynamic programming, and `policy_gradients` the estimate of each of 24 batches. The true gradient comes from another method (derivatives through the sampler with fixed noise).
@@ -740,6 +818,14 @@ for name, rule in RULES.items():
     print(
         f"{name:<26} scale {agreement.scale:.2f} [{low:.2f}, {high:.2f}]   noise of one batch {1 / agreement.signal_to_noise:.1f}"
     )
+for window in ("0:9", "2:7"):
+    of = start(window=window, initial_noise="independent")
+    one = Setting(of.policy, of.draw_sampler(), of.schedule, of.reward, of.prompts.prompts)
+    drawn_only, whole = (pathwise_gradients(one, batches=8, repeats=256, decisions_only=part).mean(0) for part in (True, False))
+    cosine = torch.cosine_similarity(drawn_only, whole, dim=0)
+    print(
+        f"decisions alone, window {window}: cosine with the gradient of all steps {cosine:.2f}, length {drawn_only.norm() / whole.norm():.2f}"
+    )
 
 # %% [markdown] tags=["expected"]
 # largest difference of our values from the library's: 0..1e-5
@@ -747,14 +833,19 @@ for name, rule in RULES.items():
 # uniform: R - others' mean  scale 0.96 [0.63, 1.29]   noise of one batch 3.1
 # reward to go: R - V        scale 1.00 [0.90, 1.11]   noise of one batch 0.9
 # exact: A*                  scale 0.98 [0.89, 1.07]   noise of one batch 0.8
+# decisions alone, window 0:9: cosine with the gradient of all steps 0.99..1.00, length 0.93..0.98
+# decisions alone, window 2:7: cosine with the gradient of all steps 0.97..1.00, length 0.62..0.72
 
 # %% [markdown]
 # All intervals contain the scale 1, so each credit gives the true gradient on average. However, the noise of one batch of 216 trajectories is about four times as large with uniform credit. So it needs about fifteen batches for the precision of one batch with exact credit.
 #
-# The theorem does *not* cover three parts of the methods of the next lessons:
+# The last two rows measure what the ODE steps contribute to the gradient, the terms that the lesson on GRPO dropped. If only the last step follows the ODE, they are 4% of its length. In the window `2:7`, they are a third, in nearly the same direction.
+#
+# The theorem does *not* cover four parts of the methods of the next lessons:
 #
 # - **Normalisation.** A division by a standard deviation changes the scale of a group, and so the weights of the prompts. With the member's own reward in the group's mean, the gradient is shorter by the factor $1 - 1/G$ (term H). A normalisation over members and decisions contains later decisions, like the second bug of exercise 4; its effect is small only because a group has many members.
-# - **Wrong values.** The gains of Stepwise-Flow-GRPO come from one-step estimates, so they are biased; TP-GRPO's reward to go is not. The lessons on both methods measure the bias.
+# - **Wrong values.** The gains of Stepwise-Flow-GRPO are differences of estimates by a few ODE substeps (five in the paper). They are biased as far as the error of an estimate depends on the decision. $R - V_k$ is unbiased for every $V_k$, if it is always used or its use does not depend on later draws. The lesson Test your own rule compares such credit with the true gradient.
+# - **A choice by later draws.** TP-GRPO uses $R - V_k$ where it agrees in sign with the gain, so it is biased even with exact values (exercise 9).
 # - **Old samples.** The theorem holds at the policy that made the samples. The clip keeps later updates near it.
 #
 # ## Quiz
@@ -793,7 +884,7 @@ lesson.check_quiz(quiz)
 # | $\mathbb E[\psi_k f(z_0, \dots, z_k)] = 0$ | causality; any baseline $b(z_k)$ leaves the mean unchanged | `flowrl_bench.gradients.RawCredit` |
 # | $V^*_k$, $Q_k = V^*_{k+1}(z_{k+1})$ | value before and after the decision | the probe `flowrl_bench.exact.Exact` |
 # | $A^*_k = V^*_{k+1}(z_{k+1}) - V^*_k(z_k)$ | gain; same expected gradient as $R$ | `credit.gains` |
-# | $R - V_k(z_k)$ | reward to go; unbiased for every $V_k$ | `credit.reward_to_go` |
+# | $R - V_k(z_k)$ | reward to go; unbiased for every $V_k$, unless later draws decide whether it is used | `credit.reward_to_go` |
 # | $A_k^\lambda$ | generalised advantage: gain at 0, reward to go at 1 | `credit.generalised_gains` |
 # | $\rho_k$; $\mathbb E_\pi[\sum_k\rho_k A^*_k]$ | ratio of a decision; surrogate, right near the old policy | `losses.ClippedLoss` |
 #

@@ -138,7 +138,7 @@ plt.show()
 #
 # ## Which steps are decisions?
 #
-# The loss contains only the decisions, the stochastic steps, in which the policy is a Gaussian with a log-probability. In Flow-GRPO every step but the last is stochastic. However, the noise of a
+# The loss contains only the decisions, the stochastic steps, in which the policy is a Gaussian with a log-probability. The effect of the ODE steps on the reward is not part of the gradient (the lesson on GRPO). In Flow-GRPO every step but the last is stochastic. However, the noise of a
 # step may have no visible effect on the image. To measure the effect, we let the members of a group start from the *same* noise and make *one* step stochastic. Then we compute the spread of
 # the final rewards within the group. Before we run this experiment, predict its result.
 #
@@ -751,7 +751,8 @@ lesson.check_changed_setting(changed_setting)
 # %% [markdown] tags=["explanation"]
 # **Why.** The members start from different noise, so their rewards differ, and the advantages are not 0. However, these differences come from the initial noise and the early ODE steps. The trained decisions are steps 7 and 8 (window `7:9`), whose noise has nearly no effect on the image, as the figure of exercise 2 shows. So the gradient
 # correlates rewards with noise that did not cause them, and its expectation is nearly 0. A useful test is to start the group from the same noise and look at `group_std`: here it would be near 0.
-#
+
+# %% [markdown]
 # ## The paper's figures, reproduced
 #
 # The training above is short. The repository also has recorded runs with settings from a search of equal size for every rule: 15 seeds in the 2-D world, and at least 11 seeds with images. The next cells read them from `benchmarks/results` of a clone. In an installation without these files, for example on Colab, they print a notice and show nothing else.

@@ -38,7 +38,20 @@ from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_06 as lesson
 from flowrl_course import recorded
 from flowrl_course.batches import credit_gradients, ode_images, pairwise_cosines, sample_groups
-from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, ImageRow, animation, clean, panels, pixels, show_images
+from flowrl_course.figures import (
+    ACCENT,
+    COLOURS,
+    DATA,
+    INK,
+    NOISE,
+    SIGNED,
+    ImageRow,
+    animation,
+    clean,
+    panels,
+    pixels,
+    show_images,
+)
 from flowrl_course.recorded import cosine, measured
 from flowrl_course.runs import train
 
@@ -466,10 +479,10 @@ for cell, values, title in (
     (axes[0], joint, "joint: late decisions are small"),
     (axes[1], alone, "step by step: all alike"),
 ):
-    shown = cell.imshow(values[group], cmap="PuOr_r", vmin=-3, vmax=3, aspect="auto")
+    shown = cell.imshow(values[group], cmap=SIGNED, vmin=-3, vmax=3, aspect="auto")
     cell.set(xlabel="decision", ylabel="member", title=title)
     cell.set_xticks(range(9))
-figure.colorbar(shown, ax=axes, label="advantage")
+figure.colorbar(shown, ax=axes, label="advantage (blue: positive)")
 plt.show()
 
 # %% [markdown]
@@ -634,7 +647,7 @@ print(f"with the update (5 decisions, 3 each): {(spent + 15) / (plain + 15):.1f}
 # *Difficulty: harder · kind: design · importance: useful · time: 8 minutes*
 #
 # You train a model with 40 sampling steps. Gains are computed at 5 decisions, and one trajectory may cost at most 80 evaluations for sampling and estimates. Each member starts from its own noise. An estimate with $T'$ substeps costs $T' - 1$ new evaluations, since the rollout has computed the first velocity. The ODE completion from node $j$ costs $40 - j - 1$. Choose the `nodes` of the five decisions (increasing, before node 39)
-# and the `probe`: `"completion"`, or the number $T'$ of substeps. The figures above show what one-step estimates look like, and after which part of the trajectory nearly nothing is gained.
+# and the `probe`: `"completion"`, or the number $T'$ of substeps. The estimates must be as close to the whole ODE as those of five substeps above. Another figure above shows after which part of the trajectory nearly nothing is gained.
 
 # %% tags=["exercise"]
 choice_of_probe = {"nodes": [...], "probe": ...}
@@ -649,8 +662,9 @@ choice_of_probe = {"nodes": [4, 8, 12, 16, 20], "probe": 5}
 lesson.check_choice_of_probe(choice_of_probe)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Five estimates of five substeps cost $5 \cdot 4 = 20$ evaluations at any nodes; up to nine substeps fit. Completions fit only if the remaining steps are few, that is, at late nodes, where nothing is gained any more. Substeps have the advantage that their cost does not depend on the number of sampling steps.
-#
+# **Why.** Five estimates of five substeps cost $5 \cdot 4 = 20$ evaluations at any nodes; up to nine substeps fit. Completions fit only if the remaining steps are few, that is, at late nodes, where nothing is gained any more. Two substeps would be cheaper, but their early estimates above are farther from $R$. Substeps have the advantage that their cost does not depend on the number of sampling steps.
+
+# %% [markdown]
 # ## Training
 #
 # The clearer gradient suggests faster training. To test this, the next cell trains for six iterations with each rule, with the same settings and seed (about half a minute).

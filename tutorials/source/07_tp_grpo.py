@@ -639,13 +639,13 @@ print(
 #
 # ## Does the position matter?
 #
-# Turning points give long-term credit to certain decisions. To learn whether the *position* of these decisions matters, we need a control that differs in the position only.
+# Turning points give long-term credit to certain decisions. To learn whether the *position* of these decisions matters, we need a control that differs in the position only. A mark at decision $k$ changes the credit by $R - V_{k+1}$, so the control should also change the credit as much.
 #
 # ### Exercise 10 · a control
 #
 # *Difficulty: medium · kind: design · importance: useful · time: 8 minutes*
 #
-# Write the control: from `turns` `[prompt, member, decision]` (booleans) return marks of the same shape, at random decisions. Decide first what the control must have in common with `turns`, so that a difference in training can only come from the position. Use `generator` for all random numbers.
+# Write the control: from `turns` `[prompt, member, decision]` (booleans, consistent turning points) return marks of the same shape, at random decisions. Every trajectory must keep its number of marks. Decide first at which decisions a mark has an effect, and make these equally likely. Use `generator` for all random numbers.
 
 
 # %% tags=["exercise"]
@@ -655,20 +655,22 @@ def random_marks(turns, generator):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** If a trajectory has three turning points, how many marks should the same trajectory have in the control? One random permutation per trajectory is enough: `torch.rand(turns.shape, generator=generator).argsort(-1)` has one in each row.
+# **Hint.** If a trajectory has three turning points, how many marks should the same trajectory have in the control? `torch.rand(shape, generator=generator).argsort(-1)` has one random permutation in each row. What is $R - V_{k+1}$ at the last decision?
 
 
 # %% tags=["solution"]
 def random_marks(turns, generator):
     """As `turns`, but at random decisions."""
-    return turns.gather(-1, torch.rand(turns.shape, generator=generator).argsort(-1))
+    early, last = turns[..., :-1], turns[..., -1:]
+    order = torch.rand(early.shape, generator=generator).argsort(-1)
+    return torch.cat([early.gather(-1, order), last], dim=-1)
 
 
 # %%
 lesson.check_random_marks(random_marks)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The control keeps the number of marks of *every* trajectory. Marks with the same overall rate would also change how many a trajectory has, which depends on its rewards. A permutation of trajectories would do the same. The control is not perfect: at the last decision $R - V_k = g_k$, so a mark there changes nothing. In `flowrl` this control is `TurningPointVariant(where="random")`.
+# **Why.** The control keeps the number of marks of *every* trajectory. Marks with the same overall rate would also change how many a trajectory has, which depends on its rewards. A permutation of trajectories would do the same. At the last decision $R - V_k = g_k$, so a mark there changes nothing, and a consistent turning point is never there. The control of `flowrl`, `TurningPointVariant(where="random")`, permutes this decision too, and is therefore weaker.
 
 # %% [markdown]
 # The next cell compares versions of the rule on the same trajectories: increments alone, turning points, and this control. As in the lesson on Stepwise-Flow-GRPO, it prints the cosine between the gradients of four independent batches (task `preference`, window `2:7`: steps 2 to 6 are decisions 0 to 4). The rule for the first decision acts on step 2 here, and the last decision, step 6, never turns.
@@ -689,14 +691,36 @@ by_batch = [credit_gradients(batch, list(rules.values())) for batch in batches]
 for name, gradients in zip(rules, zip(*by_batch, strict=True), strict=True):
     pairs = pairwise_cosines(gradients)
     print(f"{name:<22} cosine between batches {pairs.mean():.2f} (std over pairs {pairs.std():.2f})")
-selected = torch.cat([TurningPoint().selected(batch.values, batch.decisions.mask) for batch in batches])
-print(
-    f"fraction of decisions with credit R - V_k: {float(selected.float().mean()):.0%}; by decision:",
-    *(f"{share:.0%}" for share in selected.float().mean((0, 1))),
-)
 
 # %% [markdown]
-# Increments alone, turning points, and random decisions give equally clear gradients. The gain over uniform credit therefore comes from the credit of single decisions. The *position* of the long-term reward makes no measurable difference, in part because few decisions have it: 15%, about half of them the first decision, for which the rule has one condition only. Joint instead of step-by-step normalisation, the choice of the lesson on Stepwise-Flow-GRPO, gives
+# How much do the marks of each rule change the credit? The next cell prints the fraction of decisions with a mark, and $|R - V_{k+1}|$ at the marks.
+
+# %%
+drawn = torch.cat([batch.values for batch in batches])
+changed = (drawn[..., -1:] - drawn[..., 1:]).abs()  # [prompt, member, decision]
+marks = {
+    name: torch.cat([rules[name].selected(batch.values, batch.decisions.mask) for batch in batches])
+    for name in ("turning points", "random decisions")
+}
+marks["exercise 10"] = random_marks(marks["turning points"], torch.Generator().manual_seed(0))
+for name, chosen in marks.items():
+    by_decision = " ".join(f"{share:4.0%}" for share in chosen.float().mean((0, 1)))
+    print(
+        f"{name:<17} marks {float(chosen.float().mean()):.0%} of the decisions, one by one {by_decision}; "
+        f"{float(chosen[..., -1].sum() / chosen.sum()):.0%} of the marks are at the last decision; median change {float(changed[chosen].median()):.4f}"
+    )
+
+# %% [markdown] tags=["expected"]
+# turning points    marks 15% of the decisions, one by one  38..41%  11..14%  11..14%  9..12%   0%; 0% of the marks are at the last decision; median change 0.0240..0.0300
+# random decisions  marks 15% of the decisions, one by one  18..21%   6..9%  12..16%  21..25%  10..14%; 14..18% of the marks are at the last decision; median change 0.0060..0.0095
+# exercise 10       marks 15% of the decisions, one by one  14..25%  14..25%  14..25%  14..25%   0%; 0% of the marks are at the last decision; median change 0.0060..0.0300
+
+# %% [markdown]
+# Increments alone, turning points, and random decisions give equally clear gradients. The gain over uniform credit therefore comes from the credit of single decisions. The long-term reward makes no measurable difference, in part because few decisions have it: 15%, about half of them the first decision, for which the rule has one condition only.
+#
+# However, the control of `flowrl` **changes the credit less** than turning points do. 16% of its marks are at the last decision, where they change nothing, and the median change at a mark is 0.0077 instead of 0.0272. Its marks are also spread unevenly, on 7% to 23% of the trajectories by decision, because trajectories whose rewards have the same order share a permutation. So all comparisons with this control, here and in the recorded runs below, mix the position of the marks with the size of the changes.
+#
+# Joint instead of step-by-step normalisation, the choice of the lesson on Stepwise-Flow-GRPO, gives
 # clearer gradients, although the recorded runs below have no more reward with it. The paper reports that turning points improve SD3.5, without a control at random decisions. Four batches cannot resolve effects of the reported size.
 #
 # ## Training
@@ -741,7 +765,7 @@ plt.show()
 
 # %% [markdown]
 # The curves of the two versions of TP-GRPO, with turning points and with random decisions, are almost equal. The differences between all three runs are within chance (the standard error of `strict` is about 0.05), and the two versions cost 3.5 times the sampling. However, five iterations with one seed prove nothing about the method. A conclusive comparison needs several seeds, the cost, and a
-# control that differs only in the idea itself. The recorded runs below have all three, and the lesson Side by side shows how such a comparison is made.
+# control that differs only in the idea itself. The recorded runs below have the first two; their control also changes the credit less. The lesson Side by side shows how such a comparison is made.
 #
 # ## The paper's figures, reproduced
 #
@@ -802,17 +826,17 @@ recorded.dots(
 )
 
 # %% [markdown]
-# No ablation shows an effect that matters, and several are undecided, such as that of the noise level. In particular, random positions of the long-term reward do as well as turning points, here with 15 seeds. With and without the first step the cosines agree to within 0.01, and balancing changes the reward by less than 0.01.
+# No ablation shows an effect that matters, and several are undecided, such as that of the noise level. In particular, long-term rewards at random positions do as well as turning points, here with 15 seeds, although this control changes the credit less. Increments alone do as well, too. With and without the first step the cosines agree to within 0.01, and balancing changes the reward by less than 0.01.
 #
 # ## Quiz
 #
 # *Kind: quiz · time: 5 minutes*
 #
-# 1. A completion from the state before decision $k$ is the same for two trajectories. Then **a** they share all decisions before $k$, or their noise had no effect, **b** they have the same $R$, **c** they have the same gain $g_k$.
+# 1. Two trajectories are in the same state before decision $k$, and draw different noise from there on. Which of their rewards must be equal? **a** $V_k$ **b** $R$ **c** $V_{k+1}$, and so the gain $g_k$
 # 2. A trajectory rises at every decision. Under the consistent rule its turning points are **a** all decisions, **b** decision 0 only, **c** none.
 # 3. At a turning point, why is $R - V_k$ not simply a larger gain? **a** It contains the luck of all later decisions. **b** It has the wrong sign if the trend is down. **c** It does not depend on decision $k$.
 # 4. A method marks 1.6 decisions per trajectory, and pure noise has 1.6, too. This shows that **a** the method is useless, **b** the marks are at random positions, **c** the count is not evidence for the method.
-# 5. Which comparison tests whether turning points help? **a** TP-GRPO against Flow-GRPO **b** TP-GRPO against increments alone and against random decisions **c** TP-GRPO with and without KL
+# 5. Which comparison tests whether turning points help? **a** TP-GRPO against Flow-GRPO **b** TP-GRPO against increments alone, and against changes of equal size at random decisions **c** TP-GRPO with and without KL
 
 # %% tags=["exercise"]
 quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
@@ -827,7 +851,7 @@ quiz = {1: "a", 2: "b", 3: "a", 4: "c", 5: "b"}
 lesson.check_quiz(quiz)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** 1: the completion is a function of the state, and decision $k$ and everything after it come later. 2: no decision $k \ge 1$ follows one against the trend, but decision 0 goes up, and so does the rest. 3: $R - V_k = g_k + g_{k+1} + \dots$, and the later gains do not depend on the noise of decision $k$ alone. 4: a null model refutes the argument from the count, not the method. 5: the other comparisons change several ideas at once.
+# **Why.** 1: the completion is a function of the state and draws no noise, whereas $V_{k+1}$ and $R$ depend on the noise of decision $k$. 2: no decision $k \ge 1$ follows one against the trend, but decision 0 goes up, and so does the rest. 3: $R - V_k = g_k + g_{k+1} + \dots$, and the later gains do not depend on the noise of decision $k$ alone. 4: a null model refutes the argument from the count, not the method. 5: the other comparisons change several ideas at once.
 
 # %% [markdown]
 # ## Summary

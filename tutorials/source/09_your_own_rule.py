@@ -17,7 +17,7 @@
 #
 # **Time** 55 minutes and two projects of 20 and 45 minutes; the computer needs less than half a minute. **You need** the lessons from GRPO on a flow to TP-GRPO.
 #
-# A credit rule maps a table of values to a table of advantages. On the left, the figure shows the table of one group: rewards of ODE completions, and those of the finished samples in the last column. The other three panels show the credit that three rules compute from this table (red is positive, blue negative).
+# A credit rule maps a table of values to a table of advantages. On the left, the figure shows the table of one group: rewards of ODE completions, and those of the finished samples in the last column. The other three panels show the credit that three rules compute from this table (blue is positive, red negative).
 #
 # **Symbols of this lesson**
 #
@@ -38,7 +38,7 @@ from flowrl.parts.registry import build
 from flowrl_testing import check_credit
 from flowrl_course import lesson_09 as lesson
 from flowrl_course.batches import sample_groups
-from flowrl_course.figures import clean, panels
+from flowrl_course.figures import SIGNED, clean, panels
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
@@ -69,7 +69,7 @@ def opening():
     for cell, (name, rule) in zip(
         axes[1:], {"Flow-GRPO": Uniform(), "Stepwise": StepwiseGain(), "TP-GRPO": TurningPoint()}.items(), strict=True
     ):
-        cell.imshow(rule.assign(table, decisions)[group], cmap="RdBu_r", vmin=-3, vmax=3, aspect="auto")
+        cell.imshow(rule.assign(table, decisions)[group], cmap=SIGNED, vmin=-3, vmax=3, aspect="auto")
         cell.set(title=f"{name}: credit (-3 to 3)", xlabel="decision", xticks=range(0, 9, 2))
     plt.show()
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import flowrl_compare.tuned
 from flowrl_compare.arms import (
     check_arms,
     credit_arms,
@@ -22,6 +21,7 @@ from flowrl.core.errors import ConfigError, require
 from flowrl.methods import METHODS
 from flowrl.parts.registry import options_of
 from flowrl.parts.specs import parse_options, parse_spec
+from flowrl.training import presets
 from flowrl.training.build import check, run_method
 from flowrl.training.config import RunConfig, preset, words
 from flowrl.training.presets import METHOD_SETTINGS
@@ -297,7 +297,7 @@ ARMS: dict[str, Arm] = {arm.name: arm for arm in _ARMS}
 
 def tuned(world: str, arm: str) -> dict[str, float]:
     """The tuned values of an arm in a world; the start of the grid without a search."""
-    entry = flowrl_compare.tuned.tuned().get(world, {}).get(arm)
+    entry = presets.tuned().get(world, {}).get(arm)
     return entry["values"] if entry else ARMS[arm].values(world, {})
 
 
@@ -308,7 +308,7 @@ def in_world(arm: Arm, world: str) -> bool:
 
 def is_tuned(world: str, arm: str) -> bool:
     """Whether an arm has tuned values in a world."""
-    return arm in flowrl_compare.tuned.tuned().get(world, {})
+    return arm in presets.tuned().get(world, {})
 
 
 def tuned_entry(arm: Arm, world: str, values: Mapping[str, float]) -> dict[str, Any]:

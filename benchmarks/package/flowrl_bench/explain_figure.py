@@ -64,7 +64,7 @@ def _values(axes: Axes, shown: Explanation, prompt: int) -> None:
 def _cells(axes: Axes, shown: Explanation, prompt: int, values: Tensor, title: str) -> None:
     """A table of colours; frames mark the decisions that receive the long-term reward."""
     members, steps = values.shape
-    shades, limit = matplotlib.colormaps["PuOr_r"], float(values.abs().max()) or 1.0
+    shades, limit = matplotlib.colormaps["RdBu"], float(values.abs().max()) or 1.0
     for member in range(members):
         for step in range(steps):
             value = float(values[member, step])

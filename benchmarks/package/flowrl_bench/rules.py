@@ -137,7 +137,8 @@ def random_steps(values: ValueTable, selected: Steps, seed: int, mask: Mask) -> 
 
     The positions come from a pseudo-random permutation of the decisions, drawn from `seed` and the
     rank order of the trajectory's values. They do not change if members are permuted or a constant
-    is added. Trajectories of the same rank order share the permutation.
+    is added. Trajectories of the same rank order share the permutation, so the decisions are not
+    marked equally often.
     """
     count = selected.shape[-1]
     orders = [tuple(order) for order in values.argsort(dim=-1, stable=True).flatten(0, 1).tolist()]
@@ -161,7 +162,9 @@ class TurningPointVariant(RuleAround):
 
     Args:
         where: the long-term reward at turning points, at as many random decisions per trajectory,
-            or nowhere ("none"). A control for whether the position of a turning point matters.
+            or nowhere ("none"). "random" is a control for the position of a turning point, which
+            changes the credit less: some of its marks are at the last decision, where R - V_k is
+            the gain, and consistent turning points never are.
         min_size: smallest |R - V_k| of a turning point, in units of the reward.
         confidence: threshold of `clear_swings`.
         permutation: seed of the random decisions.

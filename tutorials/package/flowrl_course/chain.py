@@ -1,11 +1,12 @@
-"""A denoising chain in the plane with one parameter, the wind, so that the gradient of the expected
-reward is a vector in the plane and exact.
+"""Denoising chains that are exact: one in the plane with one parameter, the wind, so that the
+gradient of the expected reward is a vector in the plane, and a random walk in one dimension.
 """
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from flowrl_bench.exact import ValueGrid
 from torch import Tensor
@@ -146,3 +147,27 @@ class Chain:
         """V_k at the points of the grid."""
         means = self.mean(self.grid.places, k, wind)
         return self.grid.at(table[None], means[None])[0].view(self.points, self.points)
+
+
+def walk(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A chain in one dimension with five decisions: exact values [sample, 6], of which the last
+    column is the reward, and scores [sample, 5].
+
+    The state begins at -0.5, and decision k adds noise with a standard deviation of 1, 0.8, 0.6,
+    0.4 and 0.3. The reward is sigmoid(3 x) of the last state. V_k is its mean over the rest of the
+    noise, by Gauss-Hermite quadrature. The parameter is added to the mean of every decision.
+    """
+    stds = torch.tensor([1.0, 0.8, 0.6, 0.4, 0.3], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(count, len(stds), generator=generator, dtype=torch.float64)
+    start = torch.full((count, 1), -0.5, dtype=torch.float64)
+    states = torch.cat([start, noise * stds], 1).cumsum(1)
+    places, weights = np.polynomial.hermite_e.hermegauss(48)
+    columns = []
+    for k in range(len(stds)):
+        rest = float(stds[k:].square().sum().sqrt())
+        column = torch.zeros_like(states[:, k])
+        for place, weight in zip(places, weights / weights.sum(), strict=True):
+            column += weight * torch.sigmoid(3 * (states[:, k] + rest * place))
+        columns.append(column)
+    return torch.stack([*columns, torch.sigmoid(3 * states[:, -1])], 1), noise / stds

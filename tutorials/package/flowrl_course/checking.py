@@ -292,6 +292,21 @@ def same(got: Any, wanted: Any, tolerance: float = 1e-4) -> bool:
     return bool((got - wanted).abs().max() <= tolerance * max(1.0, float(wanted.abs().max())))
 
 
+def same_gradient(got: Tensor, wanted: Tensor, leaf: Tensor) -> None:
+    """Raise `Unsolved` unless both results, summed, have the same derivative by `leaf`."""
+    expect(
+        got.requires_grad,
+        "the value is right, but carries no gradient: leave out detach, no_grad and item",
+    )
+    grown, right = (
+        torch.autograd.grad(result.sum(), leaf, allow_unused=True)[0] for result in (got, wanted)
+    )
+    expect(
+        grown is not None and same(grown, right, 1e-5),
+        "the value is right, but not its gradient: is a part detached?",
+    )
+
+
 def close(
     got: Any,
     wanted: Any,
@@ -311,23 +326,6 @@ def close(
         if same(got, value, tolerance):
             raise Unsolved(message, symptom)
     raise Unsolved(otherwise, symptom)
-
-
-def same_gradient(got: Tensor, wanted: Tensor, leaf: Tensor) -> None:
-    """Raise `Unsolved` unless `got`, whose value is right, has the gradient of `wanted` by
-    `leaf`.
-    """
-    expect(
-        got.requires_grad,
-        "the value is right, but carries no gradient: leave out detach, no_grad and item",
-    )
-    found, right = (
-        torch.autograd.grad(result.sum(), leaf, allow_unused=True)[0] for result in (got, wanted)
-    )
-    expect(
-        found is not None and same(found, right),
-        "the value is right, but not its gradient: is a part detached?",
-    )
 
 
 def _symptom(got: Tensor, wanted: Tensor, tolerance: float) -> str:

@@ -27,7 +27,7 @@ Answer = Callable[..., Any]
 
 def _batch(count: int = 5, dim: int = 3) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    clean, noise = (torch.randn(count, dim, generator=generator) for _ in range(2))
+    clean, noise = (2 * torch.randn(count, dim, generator=generator) for _ in range(2))
     return clean, noise, torch.linspace(0.1, 0.9, count)
 
 
@@ -147,7 +147,7 @@ def check_train(answer: Answer) -> None:
     )
     expect(len(drawn) == updates, "all updates see the same data: sample inside the loop")
     expect(same(train()[1], trained), "two runs with equal generators differ: pass `generator`")
-    plain, summed, total = 0.0, 0.0, 0.0
+    plain, summed, total, wanted = 0.0, 0.0, 0.0, []
     for clean, (x, t) in zip(drawn, seen, strict=True):
         expect(t.shape == (size,) == clean.shape[:1], "each of the `size` samples needs a time")
         expect(t.std() > 0.01, "the whole batch has one time: draw torch.rand(size)")
@@ -158,7 +158,10 @@ def check_train(answer: Answer) -> None:
         standard = abs(late.mean()) < 0.2 and abs(late.std() - 1) < 0.2
         expect(late.std(0).min() > 0.1, "the noise is equal for all samples: torch.randn(size, 2)")
         expect(standard, "the noise is not standard normal: use torch.randn")
+        related = float(torch.corrcoef(late.T)[0, 1])
+        expect(abs(related) < 0.5, "both coordinates get the same noise: torch.randn(size, 2)")
         target = noise - clean
+        wanted.append(float((plain * x - target).square().mean()))
         plain -= 0.2 * float((2 * x * (plain * x - target)).mean())
         total += float((2 * x * (summed * x - target)).mean())
         summed -= 0.2 * total
@@ -169,6 +172,12 @@ def check_train(answer: Answer) -> None:
     expect(trained != 0, "the weights did not change: loss.backward(), then optimizer.step()")
     mistakes = {"gradients add up over the updates: call optimizer.zero_grad()": summed}
     close(trained, plain, "the weights are not those of one step per update", mistakes, 1e-3)
+    close(
+        torch.tensor(losses),
+        torch.tensor(wanted),
+        "these are not the losses of the updates, in their order: append loss.item() in each",
+        tolerance=1e-3,
+    )
 
 
 @check("Exercise 4")
@@ -315,7 +324,7 @@ def check_euler_error(answer: Answer) -> None:
         gap.square().sum(1).mean().sqrt(),
         "the error with 10 steps is not what Euler's method gives",
         mistakes,
-        1e-3,
+        2e-4,
     )
 
 

@@ -3,9 +3,11 @@
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flowrl_course.checking import (
     answered,
@@ -16,6 +18,7 @@ from flowrl_course.checking import (
     number,
     quiz,
     same,
+    same_gradient,
     tensor,
 )
 
@@ -26,15 +29,15 @@ Answer = Callable[..., Any]
 def check_log_prob(answer: Answer) -> None:
     """`answer(x, mean, std)` is the Gaussian log-density, mean over elements."""
     generator = torch.Generator().manual_seed(0)
-    x, mean = torch.randn(2, 5, 3, generator=generator)
-    std = torch.linspace(0.2, 1.1, 5)
+    x, mean = (torch.randn(5, 3, generator=generator) for _ in range(2))
+    mean, std = mean.requires_grad_(), torch.linspace(0.2, 1.1, 5)
     normal = torch.distributions.Normal(mean, std[:, None])
     truth = normal.log_prob(x).mean(1)
     squares = (x - mean).square()
     constant = std.log() + 0.5 * math.log(2 * math.pi)
     got = answered(answer(x, mean, std), "log_prob")
     expect(
-        not isinstance(got, torch.Tensor) or got.shape != (5, 3),
+        not isinstance(got, Tensor) or got.shape != (5, 3),
         "return one number per sample: take the mean over elements",
     )
     mistakes = {
@@ -59,6 +62,7 @@ def check_log_prob(answer: Answer) -> None:
         "this is not the log-density of a Gaussian, averaged over elements",
         mistakes,
     )
+    same_gradient(got, truth, mean)
 
 
 @check("Exercise 2")
@@ -113,11 +117,11 @@ def check_gradient_samples(answer: Answer) -> None:
 @check("Exercise 3")
 def check_group_advantage(answer: Answer) -> None:
     """`answer(rewards)` is the z-score within each prompt."""
-    rewards = (
-        torch.rand(4, 6, generator=torch.Generator().manual_seed(1)) + torch.arange(4.0)[:, None]
-    )
+    spread = torch.tensor([[1.0], [0.2], [3.0], [0.5]])
+    rewards = spread * torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    rewards = rewards + torch.arange(-1.0, 3.0)[:, None]
 
-    def score(mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    def score(mean: Tensor, std: Tensor) -> Tensor:
         return (rewards - mean) / (std + 1e-4)
 
     mean, std = rewards.mean(1, keepdim=True), rewards.std(1, correction=0, keepdim=True)
@@ -164,7 +168,7 @@ def check_clipped_loss(answer: Answer) -> None:
         "the loss is a plain number, and carries no gradient: leave out .item()",
     )
     expect(
-        isinstance(got, torch.Tensor) and got.ndim == 0,
+        isinstance(got, Tensor) and got.ndim == 0,
         "the loss must be one number: take the mean",
     )
     other = (old - new).exp()
@@ -202,21 +206,15 @@ def check_clipped_loss(answer: Answer) -> None:
         mistakes,
         1e-5,
     )
-    expect(got.requires_grad, "the loss carries no gradient to the new log-probability")
-    wanted, grown = (
-        torch.autograd.grad(loss, new)[0] for loss in (torch.maximum(plain, held).mean(), got)
-    )
-    expect(
-        same(grown, wanted, 1e-5), "the value is right, but not its gradient: is a part detached?"
-    )
+    same_gradient(got, torch.maximum(plain, held).mean(), new)
 
 
 @check("Exercise 5")
 def check_kl(answer: Answer) -> None:
     """`answer(mean, reference_mean, std)` is the KL per element."""
     generator = torch.Generator().manual_seed(2)
-    mean, reference = torch.randn(2, 5, 3, generator=generator)
-    std = torch.linspace(0.2, 1.1, 5)
+    mean, reference = (torch.randn(5, 3, generator=generator) for _ in range(2))
+    mean, std = mean.requires_grad_(), torch.linspace(0.2, 1.1, 5)
     p, q = (torch.distributions.Normal(m, std[:, None]) for m in (mean, reference))
     truth = torch.distributions.kl_divergence(p, q).mean(1)
     mistakes = {
@@ -237,6 +235,7 @@ def check_kl(answer: Answer) -> None:
         "this is not ||mu - mu_ref||^2 / (2 std^2), averaged over elements",
         mistakes,
     )
+    same_gradient(got, truth, mean)
 
 
 @check("Exercise 8")
@@ -293,86 +292,203 @@ def check_diagnosis(answer: dict[int, str]) -> None:
     )
 
 
+@dataclass(frozen=True)
+class _Run:
+    """One iteration: the rewards that it computed, the arguments of the loss in each mini-batch,
+    and the weights after it.
+    """
+
+    rewards: list[Tensor]
+    losses: list[tuple[Any, ...]]
+    weights: Tensor
+
+    def pairs(self, argument: int) -> Tensor:
+        """An argument of the loss, 1 the old log-probability and 2 the advantage, in the order of
+        the permutation [pair].
+        """
+        return torch.cat([given[argument].detach().flatten() for given in self.losses])
+
+
+def _run(notebook: dict[str, Any], net: torch.nn.Module, iteration: Answer) -> _Run:
+    """`iteration` with a clip range of 0.02 and three mini-batches, from the present weights of
+    `net`, which are restored.
+    """
+    start = {name: value.clone() for name, value in net.state_dict().items()}
+    rewards, losses = [], []
+    loss, reward_of = notebook["clipped_loss"], notebook["reward_of"]
+
+    def watched_loss(new: Any, old: Any, advantage: Any, clip_range: Any) -> Any:
+        losses.append((new.detach(), old, advantage, clip_range))
+        return loss(new, old, advantage, clip_range)
+
+    def watched_reward(points: Any, direction: Any) -> Any:
+        rewards.append(reward_of(points, direction))
+        return rewards[-1]
+
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    optimizer.zero_grad()
+    notebook |= {"clipped_loss": watched_loss, "reward_of": watched_reward}
+    try:
+        iteration(optimizer, torch.Generator().manual_seed(5), 0.02, 3)
+        weights = torch.cat([value.detach().flatten() for value in net.parameters()])
+        return _Run(rewards, losses, weights)
+    finally:
+        notebook |= {"clipped_loss": loss, "reward_of": reward_of}
+        net.load_state_dict(start)
+
+
 @check("Exercise 6")
 def check_iteration(answer: Answer, net: torch.nn.Module) -> None:
     """`answer(optimizer, generator, clip_range, minibatches)` trains `net` for one iteration."""
-    notebook, clip = inspect.unwrap(answer).__globals__, 0.02
-    loss = notebook["clipped_loss"]
-    start = {name: value.clone() for name, value in net.state_dict().items()}
-
-    def trained(function: Answer) -> tuple[torch.Tensor, list[tuple[Any, ...]]]:
-        """The weights after an iteration, and the arguments of the loss in each mini-batch."""
-        calls: list[tuple[Any, ...]] = []
-
-        def watched(new: Any, old: Any, advantage: Any, clip_range: Any) -> Any:
-            calls.append((new.detach(), old.detach(), advantage, clip_range))
-            return loss(new, old, advantage, clip_range)
-
-        net.load_state_dict(start)
-        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-        optimizer.zero_grad()
-        notebook["clipped_loss"] = watched
-        try:
-            function(optimizer, torch.Generator().manual_seed(5), clip, 3)
-            return torch.cat([value.detach().flatten() for value in net.parameters()]), calls
-        finally:
-            notebook["clipped_loss"] = loss
-            net.load_state_dict(start)
-
-    (weights, right), (got, calls) = trained(_iteration(notebook)), trained(answer)
-    pairs = sum(len(new) for new, *_ in right)
-    untouched = torch.cat([value.flatten() for value in start.values()])
-    expect(calls, "the loss was never computed: call clipped_loss once per mini-batch")
+    notebook = inspect.unwrap(answer).__globals__
+    before = torch.cat([value.detach().clone().flatten() for value in net.parameters()])
+    right, got = (_run(notebook, net, run) for run in (_iteration(notebook), answer))
+    expect(got.losses, "the loss was never computed: call clipped_loss once per mini-batch")
     expect(
-        len(calls) == 3,
-        f"the loss was computed {len(calls)} times for 3 mini-batches: split the permutation with"
-        " chunk(minibatches), and compute one loss for each chunk",
+        len(got.losses) == 3,
+        f"the loss was computed {len(got.losses)} times for 3 mini-batches: split the permutation"
+        " with chunk(minibatches), and compute one loss for each chunk",
     )
-    seen = sum(len(new) for new, *_ in calls)
+    seen, wanted = (sum(len(new) for new, *_ in run.losses) for run in (got, right))
     expect(
-        seen == pairs,
-        f"the mini-batches have {seen} pairs instead of {pairs}: a sample has STEPS - 1",
+        seen == wanted,
+        f"the mini-batches have {seen} pairs instead of {wanted}: a sample has STEPS - 1",
     )
     expect(
-        same(calls[0][0], calls[0][1], 1e-5),
+        all(given[3] == 0.02 for given in got.losses),
+        "the clip range is not the argument: pass clip_range",
+    )
+    if got.rewards:
+        _check_rewards(notebook, got.rewards[-1], right.rewards[-1])
+    _check_log_probs(got, right)
+    _check_advantages(notebook, got, right)
+    _check_order(notebook, got, right)
+    expect(
+        not same(got.weights, before),
+        "the weights did not change: loss.backward(), optimizer.step()",
+    )
+    faults = {
+        "add": "gradients add up over the mini-batches: call optimizer.zero_grad() before backward",
+        "up": "the update makes the loss larger: clipped_loss is a loss already, minimise it",
+    }
+    close(
+        got.weights,
+        right.weights,
+        "the mini-batches are right, but not the update: zero_grad, backward and step, once each",
+        {
+            text: _run(notebook, net, _iteration(notebook, name)).weights
+            for name, text in faults.items()
+        },
+    )
+
+
+def _check_rewards(notebook: dict[str, Any], got: Tensor, right: Tensor) -> None:
+    """The rewards [sample], in the order of the samples."""
+    generator, reward_of = torch.Generator().manual_seed(5), notebook["reward_of"]
+    members, steps = notebook["MEMBERS"], notebook["STEPS"]
+    with torch.no_grad():
+        prompts = notebook["directions"](notebook["PROMPTS"], generator)
+        state = generator.get_state()
+
+        def nodes(direction: Tensor, random_steps: int) -> Tensor:
+            return notebook["rollout"](direction, generator.set_state(state), random_steps)
+
+        own, mixed = prompts.repeat_interleave(members, 0), prompts.repeat(members, 1)
+        mistakes = {
+            "these are the rewards of node 0, the noise: the image is the last node": reward_of(
+                nodes(own, steps - 1)[0], own
+            ),
+            "the last step is random too: it follows the ODE, as in rollout(direction, "
+            "generator)": reward_of(nodes(own, steps)[-1], own),
+            "the members of a prompt are not adjacent: use repeat_interleave, not repeat": (
+                reward_of(nodes(mixed, steps - 1)[-1], mixed)
+            ),
+        }
+    close(
+        got.detach().flatten(),
+        right,
+        "these are not the rewards of the last nodes: draw the directions, then roll out, both with"
+        " `generator`, and score every sample with its own direction",
+        mistakes,
+    )
+
+
+def _check_log_probs(got: _Run, right: _Run) -> None:
+    """The old log-probabilities, whatever the order of the pairs."""
+    new, old, *_ = got.losses[0]
+    expect(
+        same(new, old, 1e-5),
         "the first ratio is not 1: the old log-probability belongs to another pair, state, next"
         " state or direction than the new one",
     )
     expect(
-        all(given[3] == clip for given in calls),
-        "the clip range is not the argument: pass clip_range",
-    )
-    advantages = [torch.cat([given[2] for given in run]).sort().values for run in (calls, right)]
-    expect(
-        same(advantages[0], advantages[1]),
-        "the advantages are not the group advantages of the rewards: are the members of a prompt"
-        " adjacent (repeat_interleave), and has every pair the advantage of its sample?",
-    )
-    expect(
-        not same(calls[2][0], calls[2][1], 1e-9),
+        not same(got.losses[2][0], got.losses[2][1], 1e-9),
         "the last ratio is exactly 1: compute the old log-probability once, before the updates,"
         " and take a step of the optimizer after every mini-batch",
     )
-    expect(
-        not same(got, untouched), "the weights did not change: loss.backward(), optimizer.step()"
-    )
-    wrong = {
-        "gradients add up over the mini-batches: call optimizer.zero_grad() before backward": (
-            "add"
-        ),
-        "the pairs are not shuffled: split torch.randperm(pairs), not the pairs in order": "order",
-    }
     close(
-        got,
-        weights,
-        "the update differs from the one described: number the pairs sample * (STEPS - 1) + step,"
-        " pass the generator to directions, rollout and randperm, and draw in this order",
-        {text: trained(_iteration(notebook, fault))[0] for text, fault in wrong.items()},
+        got.pairs(1).sort().values,
+        right.pairs(1).sort().values,
+        "these are not the log-probabilities of the rollout's own transitions: a pair leads from"
+        " nodes[step, sample] to nodes[step + 1, sample], with direction[sample]",
+    )
+
+
+def _check_advantages(notebook: dict[str, Any], got: _Run, right: _Run) -> None:
+    """The advantages of the pairs, whatever their order."""
+    rewards, score = right.rewards[-1], notebook["group_advantage"]
+    groups = rewards.view(notebook["PROMPTS"], notebook["MEMBERS"])
+    credits = {
+        "the advantages have the wrong sign: a better sample has a larger one": -score(groups),
+        "these are the rewards: compare them within each group with group_advantage": rewards,
+        "the mean of the group is subtracted, but not divided by its std: use group_advantage": (
+            groups - groups.mean(1, keepdim=True)
+        ),
+        "all samples are one group here: view the rewards as [PROMPTS, MEMBERS]": score(
+            rewards[None]
+        ),
+        "the rows are not groups: view the rewards as [PROMPTS, MEMBERS]": score(
+            rewards.view(notebook["MEMBERS"], notebook["PROMPTS"])
+        ),
+    }
+    steps = notebook["STEPS"] - 1
+    otherwise = "a pair has another advantage than its sample: advantage[sample]"
+    close(
+        got.pairs(2).sort().values,
+        right.pairs(2).sort().values,
+        otherwise,
+        {text: credit.flatten().repeat(steps).sort().values for text, credit in credits.items()},
+    )
+    close(got.pairs(2)[got.pairs(1).argsort()], right.pairs(2)[right.pairs(1).argsort()], otherwise)
+
+
+def _check_order(notebook: dict[str, Any], got: _Run, right: _Run) -> None:
+    """The order of the pairs in the mini-batches."""
+    samples, steps = notebook["PROMPTS"] * notebook["MEMBERS"], notebook["STEPS"] - 1
+    order = torch.arange(len(right.pairs(1)))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        direction = notebook["directions"](notebook["PROMPTS"], generator)
+        notebook["rollout"](direction.repeat_interleave(notebook["MEMBERS"], 0), generator)
+    permutation = torch.randperm(len(order), generator=generator)
+    plain = right.pairs(1)[permutation.argsort()]  # by the number of the pair
+    close(
+        got.pairs(1),
+        right.pairs(1),
+        "the permutation is another one: draw torch.randperm with `generator`, after the rollout",
+        {
+            "the pairs are not shuffled: split torch.randperm(pairs), not the pairs": plain,
+            "the pairs are numbered step by step: number them sample * (STEPS - 1) + step": (
+                plain.view(samples, steps).T.flatten()[permutation]
+            ),
+        },
     )
 
 
 def _iteration(notebook: dict[str, Any], fault: str = "") -> Answer:
-    """The iteration of the exercise with the lesson's functions, or with one fault."""
+    """The iteration of the exercise with the lesson's functions, or with one fault of its update:
+    "add" or "up".
+    """
     count, members, steps = (notebook[name] for name in ("PROMPTS", "MEMBERS", "STEPS"))
 
     def run(
@@ -385,9 +501,9 @@ def _iteration(notebook: dict[str, Any], fault: str = "") -> Answer:
             advantage = notebook["group_advantage"](rewards.view(count, members)).flatten()
             pairs = torch.cartesian_prod(torch.arange(len(direction)), torch.arange(steps - 1))
             order = torch.randperm(len(pairs), generator=generator)
-        sample, step = (pairs if fault == "order" else pairs[order]).unbind(1)
+        sample, step = pairs[order].unbind(1)
 
-        def log_probs(part: torch.Tensor) -> torch.Tensor:
+        def log_probs(part: Tensor) -> Tensor:
             i, chosen = step[part], sample[part]
             gaussian = notebook["transition"](nodes[i, chosen], i, direction[chosen])
             return notebook["log_prob"](nodes[i + 1, chosen], *gaussian)
@@ -401,7 +517,7 @@ def _iteration(notebook: dict[str, Any], fault: str = "") -> Answer:
             lost = notebook["clipped_loss"](
                 after, before[part], advantage[sample[part]], clip_range
             )
-            lost.backward()
+            (-lost if fault == "up" else lost).backward()
             optimizer.step()
 
     return run

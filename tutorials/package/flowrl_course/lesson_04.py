@@ -27,7 +27,7 @@ def _values() -> Tensor:
     """Values of 5 trajectories with 4 decisions."""
     generator = torch.Generator().manual_seed(21)
     steps = torch.randn(5, 5, generator=generator) * torch.tensor([0.3, 0.2, 0.5, 0.4, 0.1])
-    return 0.5 + steps.cumsum(-1)
+    return 1.5 + 4 * steps.cumsum(-1)
 
 
 @check("Exercise 1")
@@ -146,9 +146,11 @@ def check_repaired(answer: Answer) -> None:
     values = _values()
     scores = torch.randn(5, 4, 2, generator=torch.Generator().manual_seed(5))
 
+    def weighted(credit: Tensor) -> Tensor:
+        return (scores * credit[..., None]).sum(1)
+
     def estimate(credit: Tensor, over: int | None) -> Tensor:
-        centred = credit if over is None else credit - credit.mean(over, keepdim=True)
-        return (scores * centred[..., None]).sum(1)
+        return weighted(credit if over is None else credit - credit.mean(over, keepdim=True))
 
     before = values[:, -1:] - values[:, :-1]
     after = values[:, -1:] - values[:, 1:]
@@ -163,13 +165,14 @@ def check_repaired(answer: Answer) -> None:
         "the baseline is right; the mean of a decision's credit over trajectories should still be "
         "subtracted": estimate(before, None),
         "the mean is taken over everything; each decision has its own": (
-            (scores * (before - before.mean())[..., None]).sum(1)
+            weighted(before - before.mean())
         ),
         "this credits gains V_{k+1} - V_k; the function is to credit the reward to go, R - V_k": (
             estimate(values.diff(dim=-1), 0)
         ),
     }
-    wanted = estimate(before, 0)
+    others = weighted(before - (before.sum(0) - before) / (len(before) - 1))
+    wanted = others if same(got, others) else estimate(before, 0)
     close(got, wanted, "this is not the sum of psi_k (R - V_k), centred", mistakes)
 
 
@@ -307,6 +310,35 @@ def check_improvement(answer: Answer) -> None:
         "both numbers use one ratio per decision": two(ratios, ratios),
     }
     close(result, right, "these are not the means of sums of ratio times A*", mistakes)
+
+
+CHOICES = {
+    "A": ("equal", "A: this is R - V_k itself"),
+    "B": ("equal", "B: the coin knows nothing of what follows, so that F_k keeps its mean of 0"),
+    "C": ("equal", "C: this is known before decision k, and F_k has mean 0 for every z_{k+1}"),
+    "D": ("equal", "D: this is known with z_{k+1}, and F_k has mean 0 for every z_{k+1}"),
+    "E": ("larger", "E: of F_k, only values with the sign of the gain remain; is their mean 0?"),
+    "F": ("smaller", "F: of F_k, only values against the gain remain; in which direction?"),
+    "G": ("equal", "G: after the last decision nothing is drawn: what is F_k?"),
+}
+"""How E[psi_k A_k] of each rule compares with that of the gain, and the reason."""
+
+
+@check("Exercise 9")
+def check_choosing(answer: Mapping[str, str]) -> None:
+    """`answer` maps the letters A to G to "equal", "larger" or "smaller"."""
+    expect(
+        isinstance(answer, Mapping) and set(answer) == set(CHOICES),
+        f"give a dict with the keys {', '.join(CHOICES)}",
+    )
+    answered(None if any(value is ... for value in answer.values()) else answer, "all rules")
+    for letter, (right, reason) in CHOICES.items():
+        given = str(answer[letter]).strip().lower()
+        expect(
+            given in ("equal", "larger", "smaller"),
+            f'{letter}: answer "equal", "larger" or "smaller"',
+        )
+        expect(given == right, f"look again at {reason}")
 
 
 check_quiz = quiz(

@@ -20,6 +20,7 @@ from flowrl_course.checking import (
     number,
     quiz,
     same,
+    same_gradient,
     tensor,
 )
 
@@ -27,11 +28,11 @@ Answer = Callable[..., Any]
 
 
 def _finals() -> Tensor:
-    """Rewards of 3 prompts of different difficulty with 4 members each."""
+    """Rewards of 3 prompts of different difficulty with 4 members each, of both signs."""
     generator = torch.Generator().manual_seed(4)
     return torch.rand(3, 4, generator=generator) * torch.tensor(
         [[0.1], [0.4], [0.2]]
-    ) + torch.tensor([[0.1], [0.3], [0.7]])
+    ) + torch.tensor([[-0.05], [-0.4], [0.7]])
 
 
 def _scores(
@@ -195,7 +196,9 @@ def check_kl_from_velocities(answer: Answer) -> None:
     """
     t, s, a = 0.7, 0.55, 0.8
     schedule, index = Schedule(torch.tensor([0.9, t, s, 0.0])), torch.ones(6, dtype=torch.long)
-    x, velocity, reference = torch.randn(3, 6, 5, generator=torch.Generator().manual_seed(8))
+    generator = torch.Generator().manual_seed(8)
+    x, velocity, reference = (torch.randn(6, 5, generator=generator) for _ in range(3))
+    velocity.requires_grad_()
     new, old = (FlowSDE(a).transition(x, v, schedule, index) for v in (velocity, reference))
     wanted, delta, sigma = kl(new, old), t - s, a * (t / (1 - t)) ** 0.5
     squares = (velocity - reference).square().mean(1)
@@ -247,12 +250,13 @@ def check_kl_from_velocities(answer: Answer) -> None:
         "this is not the KL of the two Flow-SDE transitions (flow.kl)",
         mistakes,
     )
+    same_gradient(got, wanted, velocity)
 
 
 @check("Exercise 7")
 def check_kl_estimates(answer: Answer) -> None:
     """`answer(log_ratio)` is k1, k2, k3 of KL(pi || pi_ref)."""
-    ell = torch.tensor([-0.8, -0.1, 0.0, 0.3, 1.4])
+    ell = torch.tensor([0.3, -0.8, 1.4, 0.0, -0.1], requires_grad=True)
     got = answer(ell)
     expect(isinstance(got, tuple | list) and len(got) == 3, "return three tensors: k1, k2, k3")
     k1, k2, k3 = (
@@ -283,6 +287,8 @@ def check_kl_estimates(answer: Answer) -> None:
         "this is r - 1 alone, whose mean is 0: add log_ratio": (-ell).exp() - 1,
     }
     close(k3, (-ell).exp() - 1 + ell, "k3 is exp(-log_ratio) - 1 + log_ratio", others)
+    for value, wanted in zip(got, (ell, ell.square() / 2, (-ell).exp() - 1 + ell), strict=True):
+        same_gradient(value, wanted, ell)
 
 
 @check("Exercise 8")
@@ -326,8 +332,11 @@ def check_path_kl(answer: Answer) -> None:
 @check("Exercise 9")
 def check_pushing(answer: Answer) -> None:
     """`answer(ratio, advantage, clip)` says which pairs have a gradient."""
-    ratio = torch.tensor([0.7, 0.7, 0.95, 0.95, 1.0, 1.0, 1.05, 1.05, 1.4, 1.4])
-    advantage = torch.tensor([1.0, -1.0] * 5) * torch.linspace(0.3, 2.0, 10)
+    pairs = torch.cartesian_prod(
+        torch.tensor([0.7, 0.95, 1.0, 1.05, 1.4]), torch.tensor([0.3, -0.3, 2.0, -2.0])
+    )
+    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(1))
+    ratio, advantage = pairs[order].unbind(1)
     clip = 0.1
     leaf = ratio.clone().requires_grad_(True)
     torch.maximum(-advantage * leaf, -advantage * leaf.clamp(1 - clip, 1 + clip)).sum().backward()
@@ -345,7 +354,7 @@ def check_pushing(answer: Answer) -> None:
         "pushed down": (ratio <= 1 + clip),
         "pairs with negative advantages push too, down": wanted & positive,
         "not all of them: where the clipped term is the larger loss, it is constant in the ratio": (
-            torch.ones(10, dtype=torch.bool)
+            torch.ones_like(wanted)
         ),
     }
     got = _bools(answer(ratio, advantage, clip), len(ratio))

@@ -159,8 +159,11 @@ def check_by_hand(plain: Any, consistent: Any) -> None:
 
 
 def _table() -> Tensor:
-    """Many short trajectories with repeated values, so that zero differences occur."""
-    return torch.randint(0, 6, (2, 60, 6), generator=torch.Generator().manual_seed(8)).float() / 5
+    """Many short trajectories with repeated values of both signs, so that zero differences
+    occur.
+    """
+    drawn = torch.randint(0, 6, (2, 60, 6), generator=torch.Generator().manual_seed(8))
+    return (drawn.float() - 2) / 5
 
 
 def _bools(value: Any, shape: tuple[int, ...], what: str) -> Tensor:
@@ -349,7 +352,7 @@ def check_balance(answer: Answer) -> None:
     turns = torch.rand(2, 3, 4, generator=generator) < 0.7
     plus, minus = int((turns & (size > 0)).sum()), int((turns & (size < 0)).sum())
     k = min(plus, minus)
-    got = _bools(answer(turns.clone(), size.clone()), (2, 3, 4), "balance")
+    got = _bools(answer(turns, size), (2, 3, 4), "balance")
     scope = torch.stack(
         [balanced(size_to_values(s)[None], t[None])[0] for t, s in zip(turns, size, strict=True)]
     )
@@ -455,12 +458,14 @@ def check_against_chance(answer: str) -> None:
 
 @check("Exercise 10")
 def check_random_marks(answer: Answer) -> None:
-    """`answer(turns, generator)` has as many marks per trajectory, at random decisions."""
+    """`answer(turns, generator)` has as many marks per trajectory, at random decisions, none at the
+    last.
+    """
     turns = torch.rand(40, 50, 6, generator=torch.Generator().manual_seed(3)) < torch.tensor(
         [0.8, 0.5, 0.3, 0.2, 0.1, 0.0]
     )
     first, second, again = (
-        _bools(answer(turns.clone(), torch.Generator().manual_seed(seed)), turns.shape, "the marks")
+        _bools(answer(turns, torch.Generator().manual_seed(seed)), turns.shape, "the marks")
         for seed in (1, 2, 1)
     )
     expect(torch.equal(first, again), "the same generator gives other marks: pass `generator`")
@@ -475,6 +480,12 @@ def check_random_marks(answer: Answer) -> None:
     expect(not torch.equal(first, second), "the marks are not random: use `generator`")
     rates = first.float().mean((0, 1))
     expect(
+        rates[-1] == 0,
+        "the last decision is marked, where a mark changes nothing: R - V_k is its gain there;"
+        " permute the other decisions",
+    )
+    rates = rates[:-1]
+    expect(
         float(rates.max() - rates.min()) < 0.06,
         "some decisions are marked more often: permute every trajectory by itself",
     )
@@ -486,7 +497,7 @@ check_quiz = quiz(
         "a",
         {
             "b": "R also depends on the noise of decision k and of those after it",
-            "c": "the gain compares with the next completion, which may differ",
+            "c": "the gain compares with the next completion, which depends on the noise",
         },
     ),
     (

@@ -45,10 +45,7 @@ def check_mended(rule: Any) -> None:
     }
     rules.check_contract(made, hints)
     rules.check_one_step_probe(made)
-    expect(
-        getattr(made, "shared_noise", False),
-        "shared_noise = True is gone: then members start from different noise",
-    )
+    rules.check_shared_noise(made)
 
     def scaled(values: Tensor, std: Tensor, over: tuple[int, ...] = (0, 1, 2)) -> Tensor:
         return (values - values.mean(over, keepdim=True)) / (std + 1e-4)
@@ -86,6 +83,7 @@ def check_to_go(rule: Any) -> None:
     made = rules.make_rule(rule)
     rules.check_contract(made, {"gives_a_silent_group_zero": SILENT, **rules.MASKED})
     rules.check_one_step_probe(made)
+    rules.check_shared_noise(made)
     mistakes = {
         "this is R - V_{k+1}, what comes after the decision; its own gain belongs to it: R - V_k": (
             lambda table: centred_by_step(table[..., -1:] - table[..., 1:])
@@ -158,9 +156,15 @@ def check_robust(rule: Any) -> None:
     failed = 5.0 * (torch.rand(60, 12, generator=generator) < 0.2)
     table = rewards[..., None].repeat(1, 1, rules.COUNT + 1)
     correct = by_step(_every_decision(rewards, table))
+    table[..., :-1] = torch.nan  # as NoProbe() leaves them
     for rewarded, wanted, situation in ((rewards, 0.8, "no"), (rewards + failed, 0.55, "a fifth")):
         table[..., -1] = rewarded
         got = rules.advantages_of(made, table)
+        expect(
+            got.isfinite().all() and got.std() > 0,
+            "the credit is nan or 0: with NoProbe() all columns but the last are NaN, so read"
+            " values[..., -1]",
+        )
         expect(
             same(got, got[..., :1].expand_as(got)),
             "the credit differs between decisions: repeat one number per sample",
@@ -237,6 +241,7 @@ def check_remembers(rule: Any) -> None:
     }
     rules.check_contract(first, hints)
     rules.check_one_step_probe(first)
+    rules.check_shared_noise(first)
     tables = [
         table * factor for table, factor in zip(rules.value_tables(), (1.0, 3.0, 1.0), strict=True)
     ]
@@ -277,14 +282,18 @@ def check_remembers(rule: Any) -> None:
         "the third table's advantages are not (R - V_k - mean) / (running root mean square + 1e-4)"
     )
     close(got, _one_ruler(tables, 0.9), otherwise, mistakes, 2e-3)
-    outlier = tables[0].clone()
-    outlier[0, 0, -1] += 100.0
-    clamped = same(
-        rules.advantages_of(copy.deepcopy(first), outlier),
-        _one_ruler([*tables, outlier], 0.9),
-        2e-3,
-    )
-    expect(clamped, "with one reward far above all others advantages exceed 5: clamp them to ±5")
+    for size, where in ((100.0, "above"), (-100.0, "below")):
+        outlier = tables[0].clone()
+        outlier[0, 0, -1] += size
+        clamped = same(
+            rules.advantages_of(copy.deepcopy(first), outlier),
+            _one_ruler([*tables, outlier], 0.9),
+            2e-3,
+        )
+        expect(
+            clamped,
+            f"with one reward far {where} all others advantages are beyond 5: clamp them to ±5",
+        )
     if inspect.isclass(rule):
         again = rules.make_rule(rule)
         again.load_state_dict(first.state_dict())
@@ -315,6 +324,11 @@ def _check_memory_options(rule: Any, tables: list[Tensor]) -> None:
     rules.advantages_of(used, tables[0])
     used.load_state_dict({})
     expect(len(used.state_dict()) == 0, "loading an empty state must empty the memory")
+    small = 1e-3 * tables[0]
+    expect(
+        same(rules.advantages_of(copy.deepcopy(fresh), small), _one_ruler([small], 0.9), 2e-3),
+        "values of about 0.001 are divided by another scale: it is the root plus 1e-4",
+    )
     forgetful = copy.deepcopy(fresh)
     if hasattr(forgetful, "decay"):
         forgetful.decay = 0.0

@@ -140,6 +140,14 @@ def check_advantages(
         close(advantages_of(rule, table), solution(table), otherwise, wrong, 2e-3)
 
 
+def check_shared_noise(rule: Any) -> None:
+    """Raise `Unsolved` unless the members of a group start from the same noise."""
+    expect(
+        getattr(rule, "shared_noise", False),
+        "shared_noise = True is gone: then members start from different noise",
+    )
+
+
 def check_one_step_probe(rule: Any) -> None:
     """Raise `Unsolved` unless the rule scores unfinished samples by the one-step estimate."""
     probe: Probe = rule.probe

@@ -1,0 +1,169 @@
+"""No two encoders share stored embeddings of prompts."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from flowrl_testing.tiny import TINY, tiny_flux, tiny_sd3
+
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import Prompt
+from flowrl.policies import SD3, embedded, load_policy
+from flowrl.policies.families import Flux
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pipeline")
+    tiny_sd3().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "prompts"
+
+
+def stored(model, change=lambda policy: None, **options):
+    """The folder of the embeddings of one prompt."""
+    policy = load_policy(str(model), TINY, **options)
+    change(policy)
+    policy.prompts.warm(["a fox"])
+    return policy.prompts.folder
+
+
+def fake(*given, **settings):
+    words = torch.ones(8, 5, 64)
+    return words, None, words[:, 0], None
+
+
+class Loud(SD3):
+    def encode(self, pipe, texts, tokens, device):
+        return super().encode(pipe, [text.upper() for text in texts], tokens, device)
+
+
+def with_text_encoder(policy):
+    policy.pipe.text_encoder = tiny_sd3(seed=1).text_encoder
+
+
+def shorter(policy):
+    policy.pipe.tokenizer_max_length = 30
+
+
+REPLACED = {
+    "method": lambda policy: setattr(policy.pipe, "encode_prompt", fake),
+    "private method": lambda policy: setattr(
+        policy.pipe, "_get_t5_prompt_embeds", lambda **given: torch.zeros(8, 24, 64)
+    ),
+    "text encoder": with_text_encoder,
+    "tokenizer": lambda policy: setattr(policy.pipe, "tokenizer", tiny_flux().tokenizer),
+    "tokenizer in place": lambda policy: setattr(policy.pipe.tokenizer_3, "padding_side", "left"),
+    "length": shorter,
+    "family's function": lambda policy: setattr(
+        policy.family, "encode", lambda *given: [{"words": torch.ones(5, 64)}] * 8
+    ),
+}
+
+
+@pytest.mark.parametrize("change", REPLACED.values(), ids=REPLACED)
+def test_embeddings_of_a_replaced_part_are_not_stored(change, model, cache):
+    assert stored(model).parent == cache
+    assert cache not in stored(model, change).parents
+
+
+def test_a_given_text_encoder_is_the_one_that_embeds(model, cache):
+    base, other = (load_policy(str(model), TINY) for _ in range(2))
+    with_text_encoder(other)
+    first, second = (policy.prompts for policy in (base, other))
+    words = [c.rows(torch.tensor(c.numbers(["a fox"])))["words"] for c in (first, second)]
+    assert (words[0] - words[1]).abs().max() > 0.01
+
+
+PATCHED = {
+    "pipeline": ("diffusers.StableDiffusion3Pipeline.encode_prompt", fake),
+    "function": (
+        "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3.retrieve_timesteps",
+        fake,
+    ),
+    "text encoder": ("transformers.models.t5.modeling_t5.T5DenseActDense.forward", lambda s, x: x),
+    "family": ("flowrl.policies.SD3.encode", lambda *given: [{"words": torch.ones(5, 64)}] * 8),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), PATCHED.values(), ids=PATCHED)
+def test_embeddings_of_patched_libraries_are_not_stored(name, value, model, cache, monkeypatch):
+    monkeypatch.setattr(name, value)
+    assert cache not in stored(model).parents
+
+
+def test_embeddings_of_another_family_are_not_stored(model, cache):
+    assert cache not in stored(model, family=Loud()).parents
+
+
+def other_class(folder):
+    """A tokenizer of another class with the same files."""
+    entry = folder / "model_index.json"
+    named = {"tokenizer_2": ["transformers", "CLIPTokenizer"]}
+    entry.write_text(json.dumps(json.loads(entry.read_text()) | named))
+
+
+def one_number(folder):
+    """Of the last weight, where no sample of the file need be."""
+    path = folder / "text_encoder_2" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+
+
+def other_link(folder):
+    shutil.move(folder / "text_encoder", folder.with_name("first"))
+    tiny_sd3(seed=1).text_encoder.save_pretrained(folder.with_name("second"))
+    (folder / "text_encoder").symlink_to(folder.with_name("second"))
+
+
+@pytest.mark.parametrize("at_once", [0, 2**24])
+@pytest.mark.parametrize("change", [other_class, one_number, other_link])
+def test_other_files_have_another_folder(change, at_once, model, cache, tmp_path, monkeypatch):
+    """Also if the hashes of the files were stored."""
+    monkeypatch.setattr(embedded, "READ_AT_ONCE", at_once)
+    folder = shutil.copytree(model, tmp_path / "model")
+    first = stored(folder)
+    assert stored(folder) == first
+    change(folder)
+    assert stored(folder) != first
+    assert (cache.parent / "hashes").exists() == (at_once == 0)
+
+
+def test_weights_outside_the_folder_are_refused(model, cache, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    index = folder / "text_encoder" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "../text_encoder_2/model.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"index\.json = .*allowed: files of text_encoder"):
+        load_policy(str(folder), TINY)
+    index.unlink()
+    (folder / "text_encoder" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"text_encoder = 'a LoRA' .*merge_and_unload"):
+        load_policy(str(folder), TINY)
+
+
+def test_what_embeds_must_not_change_between_two_prompts(model, cache, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    policy, other, late = (load_policy(str(folder), TINY) for _ in range(3))
+    for used in (policy, other):
+        used.encode([Prompt("a fox")])
+    shorter(policy)
+    with pytest.raises(ConfigError, match=r"\['tokenizer_max_length'\].* make a new policy"):
+        policy.encode([Prompt("a fox")])
+    one_number(folder)
+    with pytest.raises(ConfigError, match="files or code of the text encoders = 'changed'"):
+        other.encode([Prompt("another fox")])
+    late.encode([Prompt("a fox")])
+    assert cache not in late.prompts.folder.parents
+
+
+def test_distilled_guidance_embeds_nothing(cache, tmp_path):
+    tiny_flux().save_pretrained(tmp_path / "model")
+    places = [stored(tmp_path / "model", family=Flux(guidance)) for guidance in (1.0, 7.0)]
+    assert places[0] == places[1] and places[0].parent == cache
