@@ -5,6 +5,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,18 +27,12 @@ EVIL = (
 
 def expanded(text: str) -> str:
     """A text of the table: <TEXT * COUNT> is repeated, <NUL> is a zero byte."""
-    for part in text.split("<")[1:]:
-        inside, _, _ = part.partition(">")
-        value, star, count = inside.rpartition(" * ")
-        if star:
-            text = text.replace(f"<{inside}>", value * int(count))
+    text = re.sub(r"<([^<>]+) \* (\d+)>", lambda part: part[1] * int(part[2]), text)
     return text.replace("<NUL>", "\0")
 
 
 def split(line: str) -> list[str]:
     """Words of a command line in the table; TINY stands for the smallest run."""
-    import shlex
-
     words = [expanded(word) for word in shlex.split(line)]
     return [word for each in words for word in (TINY if each == "TINY" else [each])]
 
@@ -48,13 +44,9 @@ def cases():
     for name, values in TABLE["settings"].items():
         for value in values:
             words = ["train", "--out", "new", f"--{name}={expanded(value)}"]
-            yield (
-                f"setting: {name}={value}",
-                words,
-                [name, *TABLE["known as"].get(name, [])],
-                None,
-                False,
-            )
+            options = [f"{option} = " for option in re.findall(r"(\w+)=", value)]
+            named = [name, *options, *TABLE["known as"].get(name, [])]
+            yield f"setting: {name}={value}", words, named, None, False
     for kind, (line, file, named, contents) in TABLE["files"].items():
         for label, text in contents.items():
             change = ("write", file, text)

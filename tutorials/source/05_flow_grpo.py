@@ -755,28 +755,17 @@ lesson.check_changed_setting(changed_setting)
 # %% [markdown]
 # ## The paper's figures, reproduced
 #
-# The training above is short. The repository also has recorded runs with settings from a search of equal size for every rule: 15 seeds in the 2-D world, and at least 11 seeds with images. The next cells read them from `benchmarks/results` of a clone. In an installation without these files, for example on Colab, they print a notice and show nothing else.
+# The training above is short. The next cells show recorded runs with settings from a search of equal size for every rule: 15 seeds in the 2-D world, and at least 11 seeds with images (`docs/studies.md` has their commands).
 #
-# Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded. *To be run*: the commands are in `docs/papers/coverage.md`.
+# Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded. The other items of the paper, and what is still to be run, are in `docs/papers/coverage.md`.
 
 # %%
 recorded.table(
-    ("SD3.5: GenEval, OCR", ".63 to .95, .59 to .92", "to be run", "untested"),
-    ("SD3.5: PickScore", "21.72 to 23.31", "to be run", "untested"),
     ("10 - 40 steps, at equal evaluations", "as good, over 4 times faster", measured("train-short"), "better"),
     ("  final reward", "the same", measured("train-short", 1), "worse"),
     ("different - same noise in a group", "better; curves not at hand", measured("different-noise"), "undecided"),
-    ("collapses: groups of 24 - 6", "6 falls again, 24 does not", measured("small-groups"), "untested"),
     ("KL - none: density at equal reward", "better", measured("kl-quality"), "undecided"),
     ("  reward", "training takes longer", measured("binding-kl"), "equal"),
-    ("KL without the step length (code)", "not at hand", measured("kl-scaling"), "undecided"),
-    ("noise levels", "not at hand", "the search below", "-"),
-    ("uniform: cosine to the true gradient", "not at hand", cosine("Uniform(group)"), "exact"),
-    ("  std of the batch (code)", "not at hand", cosine("Uniform(batch)"), "exact"),
-    ("curves and images", "figures not at hand", "the cells above", "-"),
-    ("ablations on images", "not at hand", "docs/papers/coverage.md", "-"),
-    ("FLUX.1-dev", "not at hand", "to be run", "untested"),
-    ("further scores, limitations", "not at hand", "-", "untested"),
 )
 
 # %% tags=["hide-input"]

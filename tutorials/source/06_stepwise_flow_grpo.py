@@ -705,23 +705,17 @@ plt.show()
 #
 # ## The paper's figures, reproduced
 #
-# The training above is short. The repository also has recorded runs with settings from a search of equal size for every rule: 15 seeds in the 2-D world, and at least 11 seeds with images. The next cells read them from `benchmarks/results` of a clone. In an installation without these files, for example on Colab, they print a notice and show nothing else.
+# The training above is short. The next cells show recorded runs with settings from a search of equal size for every rule: 15 seeds in the 2-D world, and at least 11 seeds with images (`docs/studies.md` has their commands).
 #
-# Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded. *To be run*: the commands are in `docs/papers/coverage.md`.
+# Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded. The other items of the paper, and what is still to be run, are in `docs/papers/coverage.md`.
 
 # %%
 recorded.table(
-    ("Figure 1: crossing curves", "two trajectories", "the first cell", "agrees"),
-    ("Figure 2: log2 of early over late gains", "positive (.031 to .0006)", measured("early-gains"), "agrees"),
     ("Figure 4: gains - uniform, per update", "better in 3 of 4", measured("stepwise-updates"), "undecided"),
     ("  images", "", measured("stepwise-updates", 0, "shapes"), "better"),
     ("Figure 5: per evaluation", "better per hour in 3 of 4", measured("stepwise-cost"), "worse"),
     ("  images", "", measured("stepwise-cost", 0, "shapes"), "worse"),
-    ("  per processor second", "", measured("stepwise-cost", 2), "undecided"),
     ("  images, per second of SD3.5-Medium", "", measured("stepwise-cost", 2, "shapes"), "worse"),
-    ("Figure 7: gains - moving average", "as good", measured("plain-gains"), "equal"),
-    ("  lambda 0.5 - gains", "as good", measured("lambda", 2), "slight"),
-    ("  lambda 1 - gains", "as good", measured("lambda"), "equal"),
     ("Figure 9: joint - by step", "better", measured("joint-normalisation"), "equal"),
     ("  joint: cosine to the true gradient", "not at hand", cosine("StepwiseGain(joint), T'=5"), "close"),
     ("  by step: cosine to the true gradient", "not at hand", cosine("StepwiseGain(step), T'=5"), "worse"),
@@ -730,9 +724,6 @@ recorded.table(
     ("  T' = 8 minus 5", "similar", measured("substeps", 2), "slight"),
     ("DDIM-inspired SDE - Flow-SDE, gains", "better; curves not at hand", measured("ddim-sde"), "slight"),
     ("  log-density of untrained samples", "cleaner", measured("ddim-sde", 2), "better"),
-    ("images from the same seed, per method", "not at hand", "the next cell", "-"),
-    ("ablations on images", "not at hand", "docs/papers/coverage.md", "-"),
-    ("Figures 1 (right), 3, 6, 8; Table 1", "not at hand", "-", "untested"),
 )
 
 # %% [markdown]

@@ -658,7 +658,7 @@ for price, budget in (("iterations", 6), ("work", 14_400)):
 # %% [markdown]
 # (14,400 forward passes are six iterations of Flow-GRPO.) Per iteration and tuned, the three rules are close. Per forward pass, tuned uniform credit is ahead. Two seeds per rule, three clip ranges, one learning rate and one world are too few to judge the rules. However, they show that the *first figure* of this lesson measures mainly the effect of a clip range.
 #
-# The project's own comparison has 15 seeds, 40 iterations and a larger search (`docs/claims.md`). Per iteration, the mean reward over training is higher than with tuned uniform credit: by 0.034 with Stepwise (95% interval 0.013 to 0.055) and by 0.040 with TP-GRPO (0.020 to 0.060). At equal cost in forward passes it is lower, by 0.044 and 0.041. These differences have the same signs as ours, but two seeds are too few to measure their size.
+# The project's own comparison has 15 seeds, 40 iterations and a larger search (the claims of `docs/studies.md`). Per iteration, the mean reward over training is higher than with tuned uniform credit: by 0.034 with Stepwise (95% interval 0.013 to 0.055) and by 0.040 with TP-GRPO (0.020 to 0.060). At equal cost in forward passes it is lower, by 0.044 and 0.041. These differences have the same signs as ours, but two seeds are too few to measure their size.
 #
 # ## 4 Is it the part that gives the rule its name?
 #
@@ -709,7 +709,7 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# Both intervals contain 0. After 8 iterations turning points minus random steps is +0.069 ± 0.092, so with six seeds it is undecided whether turning points help. However, without any turning point the reward changes by less than 0.1, and the lead over Flow-GRPO is 0.62. Most of this lead must come from the parts that the controls share with TP-GRPO. (With 15 seeds at tuned settings, random instead of real turning points change the reward over training by -0.004. The 95% interval is -0.009 to 0.001; see `docs/claims.md`. This control, too, changes the credit less.) The differences are paired by seed. Runs of one seed have the same prompts and initial weights, so
+# Both intervals contain 0. After 8 iterations turning points minus random steps is +0.069 ± 0.092, so with six seeds it is undecided whether turning points help. However, without any turning point the reward changes by less than 0.1, and the lead over Flow-GRPO is 0.62. Most of this lead must come from the parts that the controls share with TP-GRPO. (With 15 seeds at tuned settings, random instead of real turning points change the reward over training by -0.004. The 95% interval is -0.009 to 0.001; see `docs/studies.md`. This control, too, changes the credit less.) The differences are paired by seed. Runs of one seed have the same prompts and initial weights, so
 # the common effect of the seed cancels.
 #
 # The paper (arXiv 2602.06422) compares TP-GRPO with Flow-GRPO, and two definitions of turning points with each other; the controls are additions of this lesson. Their result may not transfer to other scales: turning points may matter with larger changes of the reward along a trajectory, with other rewards, or with larger models. To show that turning points help there, the same control is needed at that scale.

@@ -261,15 +261,7 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Docum
         " of the runs repeat the two best settings. Evaluations are forward equivalents: an"
         " evaluation with a gradient counts three, decodes and reward calls count by their FLOPs."
     )
-    note = (
-        " compares the rule's credit with the true advantage."
-        if "=" not in spec.partition("(")[0]
-        else ""
-    )
-    page.text(
-        f"Made by `{made}`."
-        + (f" `flowrl bench microscope --rules '{spec}'`{note}" if note else "")
-    )
+    page.text(f"Made by `{made}`.")
     return page
 
 
