@@ -33,6 +33,7 @@ OUTPUTS = {
     "prompts text --count 2 --file": "mine.jsonl prompts.jsonl file/x.jsonl run",
     "pretrain --updates 1 --out": "run/weights.safetensors file/x.safetensors run /dev/full",
     "bench tune flow-grpo --save": "/ /dev/full file/x mine.jsonl",
+    "bench tune flow-grpo --out": "mine.jsonl file/x.jsonl run",
     "bench rule --arm 'a: clip_range=0.3' --out": "notes file/x .",
     "bench verdict --run images --images": "mine.jsonl file file/x.jsonl run",
 }

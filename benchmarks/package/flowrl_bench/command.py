@@ -75,7 +75,7 @@ class Tune:
             default = Tune.__dataclass_fields__["budget"].default
             require(self.budget == default, "budget", self.budget, "left out with --show")
         else:
-            require_new_file(self.out, lambda data: True)
+            require_new_file(self.out, lambda data: data.startswith(b"{"))
         if self.save is not None:
             require_new_file(self.save, is_json, "save")
         worlds = chosen_worlds(self.world, self.model, self.prompts, self.reward, self.set)
@@ -211,7 +211,7 @@ class Verdict:
 
         files = {"points": self.points, "images": self.images}
         if self.run:
-            require_new_file(files[self.run], lambda data: True, self.run)
+            require_new_file(files[self.run], lambda data: data.startswith(b"{"), self.run)
             study = Study(CAMPAIGNS[self.run], files[self.run], self.workers)
             if not study.execute(shlex.join(["flowrl", *sys.argv[1:]])):
                 return _paused()
