@@ -151,7 +151,8 @@ def test_a_world_of_ones_own_stores_its_prompts_too(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(WORLD)
     for part in ("train", "heldout"):
         (tmp_path / f"{part}.txt").write_text("5")
-    options = f"{OPTIONS} --world {tmp_path}/mine.py:Mine --out {tmp_path}/run"
+    own = OPTIONS.replace("--world mixture", f"--world {tmp_path}/mine.py:Mine")
+    options = f"{own} --out {tmp_path}/run"
     assert flowrl_(f"train {options} --iterations 2") == 0
     edit(tmp_path / "run", iterations=3)
     again = f"train --resume {tmp_path}/run --trust"

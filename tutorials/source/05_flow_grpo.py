@@ -37,7 +37,7 @@ from flowrl_course import lesson_05 as lesson
 from flowrl_course import recorded
 from flowrl_course.batches import ode_images, sample_groups
 from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, ImageRow, clean, panels, show_images
-from flowrl_course.recorded import cosine, measured
+from flowrl_course.recorded import measured
 from flowrl_course.runs import train
 
 shapes = world("shapes")
