@@ -95,7 +95,7 @@ def test_a_killed_worker_costs_one_repetition_and_no_line(dask, tmp_path):
         if count == 1:
             kill_a_worker(dask)
 
-    assert Suite(runs, file, runs).execute(dask.scheduler_address, progress)
+    assert Suite(runs, file, runs, "flowrl bench").execute(dask.scheduler_address, progress)
     assert sorted(done) == sorted(runs) == sorted(line["id"] for line in file.unchecked())
 
 
