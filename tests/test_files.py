@@ -129,7 +129,7 @@ def bomb(levels):
     ("text", "reason"),
     [
         (bomb(30), f"line 5 is not YAML: .*{NODES:,} values including those of aliases"),
-        ("a: &a [*a]", "line 1 is not YAML"),
+        pytest.param("a: &a [*a]", "line 1 is not YAML", id="endless"),
         ("a: " + "[" * 60 + "]" * 60, "more than 50 levels"),
         ("a: !!int ''", "is not YAML"),
         ("a: !!bool maybe", "is not YAML"),

@@ -126,6 +126,17 @@ def test_paths_exist(page):
         assert found or "/NN_" in name or "_NN." in name or "_build" in name, name
 
 
+def test_paths_in_lessons_and_code_exist():
+    named = re.compile(
+        r"\b(?:benchmarks|docs|tests|tutorials|packages)/[\w/-]+\.(?:py|md|csv|jsonl?)\b"
+    )
+    for folder in ("flowrl", "packages", "benchmarks", "tutorials"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for name in named.findall(file.read_text()):
+                found = any((ROOT / path).exists() for path in (name, f"{name}.xz"))
+                assert found or "/NN_" in name, (file, name)
+
+
 def test_named_tests_exist():
     files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     defined = {name for text in files.values() for name in re.findall(r"def (test_\w+)", text)}

@@ -597,7 +597,7 @@ for name, gradients in zip(rules, zip(*by_batch, strict=True), strict=True):
     print(f"{name:<22} cosine between batches {cosines[name]:.2f} (std over pairs {pairs.std():.2f})")
 
 # %% [markdown]
-# Credit for single decisions gives a much clearer gradient than uniform credit, and joint normalisation a clearer one than step by step, in agreement with the paper. (The agreement of two gradients does not prove that their direction is right. The lesson Test your own rule and `benchmarks/bias.py` compare it with the true gradient; in two dimensions the direction of the jointly normalised gains is right.)
+# Credit for single decisions gives a much clearer gradient than uniform credit, and joint normalisation a clearer one than step by step, in agreement with the paper. (The agreement of two gradients does not prove that their direction is right. The lesson Test your own rule compares it with the true gradient; in two dimensions the direction of the jointly normalised gains is right.)
 #
 # ### Exercise 8 · how many batches?
 #

@@ -250,7 +250,7 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Docum
         f" evaluations (forward equivalents), or seconds of {STATED_NAME} for the same numbers of"
         " evaluations, decodes and scores, with guidance, by counted FLOPs. All"
         " comparisons of the rule on this page are one family with Holm's correction; the smallest"
-        " difference that matters is 5% of what can be gained in the world (`docs/verdicts.md`). A"
+        " difference that matters is 5% of what can be gained in the world (`docs/verdict.md`). A"
         " run collapsed if it ends more than 0.1 below its best reward, or more than 0.02 below its"
         " first."
     )
