@@ -52,7 +52,7 @@ from flowrl_course.figures import (
     pixels,
     show_images,
 )
-from flowrl_course.recorded import measured
+from flowrl_course.recorded import cosine, measured
 from flowrl_course.runs import train
 
 shapes = world("shapes")

@@ -40,7 +40,7 @@ from flowrl_course import lesson_07 as lesson
 from flowrl_course import recorded
 from flowrl_course.batches import STEPS, credit_gradients, ode_images, pairwise_cosines, sample_groups
 from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, animation, clean, panels, pixels
-from flowrl_course.recorded import measured
+from flowrl_course.recorded import cosine, measured
 from flowrl_course.runs import train
 
 shapes = world("shapes")
