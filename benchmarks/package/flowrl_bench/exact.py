@@ -360,9 +360,3 @@ def exact_advantages(
             advantages = values.diff(dim=-1)
             results.append(TrueAdvantages(advantages, bounds, values, errors.abs(), tuple(steps)))
     return results
-
-
-def relative_errors(truth: TrueAdvantages) -> Float[Tensor, " decision"]:
-    """The root mean square error of A* by decision, relative to that of A*."""
-    error, size = (table.square().mean((0, 1)).sqrt() for table in (truth.errors, truth.values))
-    return error / size.clamp(min=1e-12)

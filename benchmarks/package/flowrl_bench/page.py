@@ -63,13 +63,10 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts. Columns in `wrapped` may break lines. A click on a column's head sorts the
-    rows (sort.js).
-    """
+    """A table of texts. A click on a column's head sorts the rows (sort.js)."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    wrapped: tuple[str, ...] = ()
     kind: ClassVar[str] = "table"
 
     def markdown(self, images: str) -> str:
@@ -190,16 +187,6 @@ class Document:
             blocks=self.blocks,
             files=files,
         )
-
-
-@dataclass(frozen=True)
-class Band:
-    """A curve with its interval."""
-
-    x: Sequence[float]
-    middle: Sequence[float]
-    low: Sequence[float]
-    high: Sequence[float]
 
 
 def dot_plot_axes(axes: Axes, labels: Sequence[str], title: str, size: float | None = None) -> None:

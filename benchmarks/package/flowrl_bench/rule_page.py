@@ -234,8 +234,8 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Docum
         " both tuned; what exact values cost does not count. It indicates what a rule can gain, and"
         " is no strict bound. Without exact credit, the lead of the best baseline is the least that"
         " is known. A world cannot tell rules apart if the upper bound of the headroom is below the"
-        " smallest difference that matters and exact credit never collapsed; it can if the headroom is at least twice that"
-        " difference and its interval excludes 0."
+        " smallest difference that matters and exact credit never collapsed; it can if the headroom"
+        " is at least twice that difference and its interval excludes 0."
     )
     for world in worlds:
         if world.bound is not None:
