@@ -296,7 +296,7 @@ def credit_differences(
         )
         # a rule needs one decision
         values = known if known.shape[-1] > 1 else known.repeat(1, 1, 2)
-        rule: Any = build("credit", spec, trust=True)
+        rule: Any = build("credit", spec)
         advantages = rule.assign(values, Decisions.like(values)).flatten(0, 1)
         state = f"credit {name.removesuffix('/advantages')}"
         yield (

@@ -5,23 +5,8 @@ Packages: `samplers` (transition kernels), `credit` (credit assignment over deno
 `training`. The names below are imported at their first use.
 """
 
-import os
-import sys
-
-try:
-    from importlib import import_module
-    from typing import TYPE_CHECKING, Any
-
-    from flowrl.core.calls import check_imports
-
-    check_imports()
-except KeyboardInterrupt:
-    # The command's Ctrl-C while it imports this, before `flowrl.__main__.entry`; a program that
-    # imports flowrl gets the exception. `-m` is Python's name until it has found the module.
-    if os.path.basename(sys.argv[0]) not in ("flowrl", "-m"):
-        raise
-    print("flowrl: interrupted", file=sys.stderr)
-    os._exit(130)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 

@@ -355,18 +355,17 @@ def check_one_advantage(loss: Loss, rule: CreditRule, advantages: Tensor, mask: 
         )
 
 
-def named_method(name: str, credit: str = "", trust: bool | None = None) -> Method:
+def named_method(name: str, credit: str = "") -> Method:
     """A method by name, as published, or with the credit rule of the spec `credit`, whose attribute
     `shared_noise`, if there is one, replaces the method's. With `credit`, a further name is a label
     of Flow-GRPO with this rule. Raises `ConfigError` for an unknown name,
-    and without `trust` for a rule that needs it (`flowrl.parts.registry.find_maker`).
     """
     known = f"{', '.join(METHODS)}; any name with --credit"
     require(name in METHODS or bool(credit), "method", name, known)
     method = METHODS.get(name, flow_grpo)()
     if not credit:
         return method
-    rule = build("credit", credit, trust)
+    rule = build("credit", credit)
     shared = getattr(rule, "shared_noise", method.shared_noise)
     return replace(method, name=name or credit, credit=rule, shared_noise=shared)
 

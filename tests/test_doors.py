@@ -11,7 +11,7 @@ import pytest
 import torch
 from loss_rows import loss_rows
 
-from flowrl.core.calls import CHECKS_ON
+from flowrl.core.checks import CHECKS_ON
 from flowrl.core.errors import FlowrlError
 from flowrl.core.experience import Decisions
 from flowrl.core.tree import plain_tree

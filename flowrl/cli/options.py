@@ -22,7 +22,7 @@ import tyro
 
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import split
-from flowrl.parts.settings import fields_of, flat, groups_of, owners
+from flowrl.parts.settings import fields_of, flat, groups_of
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.presets import combine, is_of_task, require_method
 
@@ -175,18 +175,6 @@ def named_file(arguments: Sequence[str]) -> Path | None:
     return Path(given["config"]) if "config" in given else None
 
 
-def typed_settings(arguments: Sequence[str]) -> set[str]:
-    """The values of settings on the command line. Those that repeat a setting of the file that
-    `--resume` or `--config` names are the user's own words, and need no `--trust`.
-    """
-    option, known, values = "", owners(RunConfig), set[str]()
-    for word in arguments:
-        name, _, value = word.partition("=") if word.startswith("--") else (option, "", word)
-        option = name.removeprefix("--").replace("-", "_")
-        values |= {value} if option in known else set()
-    return values
-
-
 LONGEST_NAME = 120
 """Characters of a run's name before its seed; settings that do not fit are left out."""
 UNNAMED = (
@@ -195,14 +183,6 @@ UNNAMED = (
     *("prompt_cache", "decode_batch", "observe", "save_experience", "strict"),
 )
 """Settings left out of the name: where and how a run computes rather than what."""
-
-
-def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool) -> RunConfig:
-    """The settings `base` of preset `name` with the `chosen` ones on top, which like the world are
-    the user's own words. Raises `ConfigError` for others of a file that need `trust`.
-    """
-    run = dataclasses.replace(base, source=preset(name, trust).source).in_own_words(**chosen)
-    return run.allowed()
 
 
 def refuse_others(command: Any, mode: str, allowed: Sequence[str]) -> None:

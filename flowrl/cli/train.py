@@ -26,8 +26,6 @@ from flowrl.cli.options import (
     refuse_others,
     rule_name,
     run_name,
-    typed_settings,
-    with_options,
 )
 from flowrl.cli.terminal import fitted
 from flowrl.core.errors import ConfigError, require
@@ -112,10 +110,11 @@ def asked_to_stop(runs: Sequence["Run"] = ()) -> Iterator[threading.Event]:
 
 def _left(run: "Run") -> str:
     """What to print when a second signal ends `run`."""
-    from flowrl.core.types import call_in_progress
+    from flowrl.core.calls import calls_in_progress
     from flowrl.training.checkpoint import Checkpoints, to_resume
 
-    call = call_in_progress() or run.distributed.calls_of_others()
+    calls = calls_in_progress()
+    call = calls[-1][0] if calls else run.distributed.calls_of_others()
     reason = f"{call} did not return. " if call else ""
     newest = Checkpoints(run.folder).newest
     kept = f"Checkpoint {newest} is kept. Continue with: {to_resume(run.folder)}"
@@ -216,7 +215,7 @@ class Train:
             base = RunConfig()
         elif file := named_file(arguments):
             trust, planned = "--trust" in arguments, "--plan" in arguments
-            base = load_config(file, trust, planned).in_own_words(*typed_settings(arguments))
+            base = load_config(file, trust, planned)
         else:
             base = base_of(arguments)
         return Train(run=options_with(TrainOptions, base), base=base)
@@ -237,7 +236,7 @@ class Train:
             chosen.setdefault("method", rule_name(chosen["credit"]))
         if self.profile:
             chosen |= profile_of(self.profile)
-        config = with_options(self.preset, self.base, chosen, self.trust)
+        config = self.base.replace(**chosen)
         require_read(config, dict.fromkeys((*chosen, *NAMED)))
         return config
 

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.errors import require
 from flowrl.core.options import checked_options
 from flowrl.core.prompt import Prompt
@@ -33,6 +34,7 @@ LARGER = ("trajectories", "log_probs", "condition")
 """The fields of an `Experience` that exist on request only."""
 
 
+@checked
 @dataclass(frozen=True)
 class Decisions:
     """The axis of credit: the drawn transitions of an iteration.
@@ -66,6 +68,7 @@ class Decisions:
         return len(self.step)
 
     @staticmethod
+    @checked
     def of(
         schedule: Schedule,
         stds: Tensor,
@@ -131,6 +134,7 @@ class Decisions:
         return replace(self, **{name: table.to(device) for name, table in tensors.items()})
 
 
+@checked
 @dataclass(frozen=True)
 class Experience:
     """The record of one iteration, of all groups of all processes.

@@ -15,6 +15,7 @@ from annotated_types import Ge, Lt
 from jaxtyping import Int
 from torch import Generator, Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import checked_options
 from flowrl.core.types import Latents, LossResult, LossRows, PerSample, Schedule, Unit
@@ -25,6 +26,7 @@ trajectory.
 """
 
 
+@checked
 @dataclass(frozen=True)
 class ForwardBatch(LossRows):
     """The input of a forward-process loss. A row is one (sample, drawn time); rows are the axis

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from jaxtyping import Float
 from torch import Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.experience import CreditTable, Experience, FeatureTable
 from flowrl.core.options import checked_options
 from flowrl.core.tree import Tree
@@ -132,6 +133,7 @@ def whole(evaluations: float) -> float:
     return int(rounded) if rounded.is_integer() else rounded
 
 
+@checked
 @dataclass(frozen=True)
 class Scored:
     """The rewards of a rollout's estimates.

@@ -11,10 +11,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from flowrl.core.checks import checked
+
 Mean = Literal["leaf", "child"]
 Weight = Literal["leaf", "edge", "step"]
 
 
+@checked
 @dataclass(frozen=True)
 class Tree:
     """The states of one group and their parents; every group of an iteration has the same tree.
@@ -126,6 +129,7 @@ class Tree:
         index = torch.searchsorted(torch.tensor(self.drawn_steps, dtype=torch.long), self.node - 1)
         return index.masked_fill(~self.drawn, -1)
 
+    @checked
     def values(self, rewards: Float[Tensor, "prompt member"]) -> Float[Tensor, "prompt unit"]:
         """V of every unit from the rewards of the finished trajectories; invalid ones (NaN) are
         left out.
@@ -151,6 +155,7 @@ class Tree:
         values[:, single] = rewards[:, self.passes[:, single].to(torch.uint8).argmax(0)]
         return values
 
+    @checked
     def value_table(
         self, values: Float[Tensor, "prompt unit"]
     ) -> Float[Tensor, "prompt member column"]:
@@ -159,6 +164,7 @@ class Tree:
         """
         return values[:, self.paths[:, [*self.drawn_steps, self.steps]]]
 
+    @checked
     def decision_table(
         self, units: Float[Tensor, "prompt unit"]
     ) -> Float[Tensor, "prompt member decision"]:
@@ -168,6 +174,7 @@ class Tree:
         table = units[:, self.paths[:, [step + 1 for step in self.drawn_steps]]]
         return torch.where(self.decisions[:, self.drawn_steps], table, torch.zeros_like(table))
 
+    @checked
     def edge_means(
         self,
         table: Float[Tensor, "prompt member decision"],
@@ -189,6 +196,7 @@ class Tree:
         return torch.where(self.drawn, first[:, 0] + means, torch.zeros_like(means))
 
 
+@checked
 @dataclass(frozen=True)
 class Edges:
     """Edges from one node to another.

@@ -16,13 +16,7 @@ frame       images of a video, in order; samples of an image model have no such 
 Time runs from t=1 (noise) to t=0 (data): x_t = (1-t) x_0 + t eps, velocity v = eps - x_0 = dx/dt.
 """
 
-import mmap
-import os
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
@@ -31,7 +25,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowrl.core.errors import FlowrlError, PartError, part_errors, require
+from flowrl.core.checks import checked
+from flowrl.core.errors import require
 from flowrl.core.prompt import Prompt as Prompt
 from flowrl.core.tree import Tree
 
@@ -41,7 +36,7 @@ Latents = Float[Tensor, "sample *latent"]
 ImagesOrVideos = Float[Tensor, "sample *frame channel height width"]
 PerSample = Float[Tensor, " sample"]
 StepIndex = Int[Tensor, " sample"]
-"""Annotations of most signatures, compared with the arguments at every call (`core.calls`)."""
+"""Annotations of most signatures, compared with the arguments at every call (`core.checks`)."""
 
 
 def tensor_problem(tensor: Tensor) -> str:
@@ -51,110 +46,6 @@ def tensor_problem(tensor: Tensor) -> str:
     if tensor.device.type == "meta":
         return "has no values: its device is meta"
     return f"has complex numbers ({tensor.dtype})" if tensor.is_complex() else ""
-
-
-SLOW = 60.0
-"""Seconds after which a call of a part is named on standard error."""
-_forked = mmap.mmap(-1, 256)
-"""Memory that a process shares with its forks: process and call of a part that returned twice."""
-
-
-@contextmanager
-def part_call(call: str, error: type[FlowrlError], *inputs: Tensor) -> Iterator[None]:
-    """The context of every call of a part of the user: what the call raises or breaks is an error
-    that names it.
-
-    Args:
-        call: name of the call, for the message.
-        error: class of the exception.
-        *inputs: tensors that the call receives.
-
-    Raises:
-        PartError: the part raised an exception.
-        FlowrlError: an input was changed in place, PyTorch's default type or gradient mode was
-            changed, or the process was forked and not ended; the class is `error`.
-    """
-    counted = [tensor for tensor in inputs if not tensor.is_inference()]
-    before = [tensor._version for tensor in counted]
-    process, modes = os.getpid(), (torch.get_default_dtype(), torch.is_grad_enabled())
-    with part_errors(), named_call(call):
-        yield
-    if os.getpid() != process:
-        _forked[:] = f"{process} {call}".encode()[:256].ljust(256)
-        os._exit(1)
-    parent, _, forking = _forked[:].decode(errors="replace").strip().partition(" ")
-    if parent == str(process):
-        _forked[:] = bytes(256)
-        raise error(f"{forking} forked the process, and the copy returned too; end it first")
-    if [tensor._version for tensor in counted] != before:
-        raise error(f"{call} changed its input in place; work on a copy (tensor.clone())")
-    if (torch.get_default_dtype(), torch.is_grad_enabled()) != modes:
-        torch.set_default_dtype(modes[0])
-        torch.set_grad_enabled(modes[1])
-        raise error(f"{call} changed torch's default dtype or gradient mode; restore them")
-
-
-def state_of(name: str, part: Any, error: type[FlowrlError] = PartError) -> dict[str, Tensor]:
-    """Copies of the memory of a part with `state_dict`. A part may return something else than
-    tensors only after some iterations: then `error` has its `name`.
-    """
-    with part_call(f"{type(part).__name__}.state_dict", error):
-        state = part.state_dict()
-    wrong = state
-    if isinstance(state, Mapping):
-        fits = {key: isinstance(key, str) and isinstance(state[key], Tensor) for key in state}
-        if all(fits.values()):
-            return {key: tensor.detach().cpu().clone() for key, tensor in state.items()}
-        wrong = {key: state[key] for key in state if not fits[key]}
-    text = f"{name}.state_dict() = {wrong!r:.200} is not allowed"
-    raise error(f"{text}; allowed: a dictionary of tensors by name")
-
-
-_calls: dict[object, tuple[str, float]] = {}
-"""The calls of parts in progress, the longest first, and when each began."""
-
-
-@contextmanager
-def named_call(call: str) -> Iterator[None]:
-    """The context of a call of a part, for `watched_calls` and `call_in_progress`."""
-    key = object()
-    _calls[key] = (call, time.monotonic())
-    try:
-        yield
-    finally:
-        del _calls[key]
-
-
-def call_in_progress() -> str:
-    """The innermost call of a part that has not returned, or ""."""
-    return next(reversed(_calls.copy().values()), ("", 0.0))[0]
-
-
-@contextmanager
-def watched_calls(publish: Callable[[str], None] = lambda call: None) -> Iterator[None]:
-    """A context in which a line on standard error names each call of a part that takes more than
-    `SLOW` seconds. `publish` gets the name of the call in progress, or "", about once a second.
-    """
-    ended = threading.Event()
-
-    def watch() -> None:
-        named = published = None
-        while not ended.wait(min(1.0, SLOW / 10)):
-            current = next(iter(_calls.copy().values()), None)
-            if current != published:
-                published = current
-                publish(current[0] if current else "")
-            if current and current != named and time.monotonic() - current[1] > SLOW:
-                named = current
-                print(f"{current[0]} has not returned for {SLOW:g} s", file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def to_main_memory(tensor: Tensor) -> Tensor:
@@ -182,6 +73,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+@checked
 @dataclass(frozen=True)
 class Schedule:
     """A grid of T+1 node times from noise to data.
@@ -227,6 +119,7 @@ class Schedule:
         return self.times[:-1] * 1000.0 if self.timesteps is None else self.timesteps
 
 
+@checked
 @dataclass(frozen=True)
 class Gaussian:
     """A diagonal Gaussian over the next node.
@@ -283,6 +176,7 @@ class Condition:
         )
 
 
+@checked
 @dataclass(frozen=True)
 class Trajectories:
     """A batch of sampled trajectories: every distinct state once, and the network's output there.
@@ -370,6 +264,7 @@ def pooled_units(loss: Any, rows: LossRows) -> tuple[Tensor, ...]:
     return smaller(rows) if smaller else rows.units(loss.unit)
 
 
+@checked
 def unit_means(values: PerSample, units: Sequence[Tensor], weight: PerSample) -> PerSample:
     """For each row, the weighted mean of `values` over the rows that agree with it in all of
     `units`; 0 if their weights are 0.
@@ -394,6 +289,7 @@ def unit_means(values: PerSample, units: Sequence[Tensor], weight: PerSample) ->
     return total / weights.masked_fill(weights == 0, 1.0)
 
 
+@checked
 @dataclass(frozen=True)
 class LossBatch(LossRows):
     """The input of a policy loss. A row is a transition, that is a trajectory at a step; rows are

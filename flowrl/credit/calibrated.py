@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.experience import CreditTable, Decisions, ValueTable
 from flowrl.core.options import Share, checked_options
 from flowrl.credit.table import (
@@ -85,6 +86,7 @@ def value_quality(values: ValueTable) -> dict[str, list[float | None]]:
     }
 
 
+@checked
 def predictions(
     values: ValueTable, cross_fit: bool, known: Bool[Tensor, "prompt member column"]
 ) -> tuple[ValueTable, Float[Tensor, "prompt 1 column"]]:
@@ -98,6 +100,7 @@ def predictions(
     return predicted, r2
 
 
+@checked
 def calibrated_gains(
     values: ValueTable,
     gain_weight: float | None = None,
@@ -166,10 +169,12 @@ class CalibratedGain:
         """Columns k and k + 1 of trained decisions, and the last one."""
         return gain_columns(trained) | last_column(trained)
 
+    @checked
     def gains(self, values: ValueTable, known: Bool[Tensor, "prompt member column"]) -> CreditTable:
         """Credit before Z, from the entries that are `known`."""
         return calibrated_gains(values, self.gain_weight, self.cross_fit, known)
 
+    @checked
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
         """Advantages [prompt, member, decision]."""
         require_columns(values, decisions, self)

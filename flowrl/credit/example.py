@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.errors import require
 from flowrl.core.experience import Decisions, Experience, ValueTable
 from flowrl.core.prompt import Prompt
@@ -68,6 +69,7 @@ def example(
     return on_tree(values[..., -1], decisions, tree, seed)
 
 
+@checked
 def on_tree(
     final: Float[Tensor, "prompt member"], decisions: Decisions, tree: Tree, seed: int = 0
 ) -> Experience:

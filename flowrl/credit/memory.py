@@ -9,6 +9,7 @@ import torch
 from annotated_types import Ge, Lt
 from torch import Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, ValueTable
 from flowrl.core.options import Share, checked_options
 from flowrl.credit.table import (
@@ -65,6 +66,7 @@ class MovingAverageGain:
         """Columns k and k + 1 of trained decisions."""
         return gain_columns(trained)
 
+    @checked
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
         """Advantages [prompt, member, decision] relative to the baseline of earlier tables; then
         updates the baseline.
@@ -166,6 +168,7 @@ class ValueTracker:
         """Only finished images are scored."""
         return NoProbe()
 
+    @checked
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
         """Advantages if every row is the first visit of a different prompt; the memory is
         unchanged.

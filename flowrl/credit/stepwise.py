@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.experience import CreditTable, Decisions, ValueTable
 from flowrl.core.options import Share, checked_options
 from flowrl.credit.table import Clamp, gain_columns, gains, require_columns, zscore
@@ -87,6 +88,7 @@ class StepwiseGain:
         """
         return gain_columns(trained if self.lam * self.gamma == 0 else trained.cumsum(-1) > 0)
 
+    @checked
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
         """Advantages [prompt, member, decision]."""
         require_columns(values, decisions, self)

@@ -12,10 +12,12 @@ from annotated_types import Gt, Lt
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowrl.core.calls import part_call
+from flowrl.core.checks import checked
 from flowrl.core.errors import CreditError, require
 from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, Mask, ValueTable
 from flowrl.core.protocols import CreditRule
-from flowrl.core.types import part_call, tensor_problem
+from flowrl.core.types import tensor_problem
 
 AXES = ("prompt", "member", "decision")
 STD_EPSILON = 1e-4
@@ -42,6 +44,7 @@ def reward_to_go(values: ValueTable) -> CreditTable:
 # Statistics over a mask
 
 
+@checked
 def zscore(
     values: Float[Tensor, "prompt member decision"],
     over: Sequence[str],
@@ -126,17 +129,20 @@ def _dims(axes: Sequence[str]) -> tuple[int, ...]:
 # Columns of the value table that a rule reads
 
 
+@checked
 def gain_columns(mask: Bool[Tensor, "*group decision"]) -> Columns:
     """The columns that the gains of the decisions of `mask` read: k and k + 1."""
     none = torch.zeros_like(mask[..., :1])
     return torch.cat([mask, none], -1) | torch.cat([none, mask], -1)
 
 
+@checked
 def last_column(mask: Bool[Tensor, "*group decision"]) -> Columns:
     """The column of the final reward, if a decision of `mask` is true."""
     return torch.cat([torch.zeros_like(mask), mask.any(-1, keepdim=True)], -1)
 
 
+@checked
 def read_columns(rule: CreditRule, trained: Bool[Tensor, "*group decision"]) -> Columns:
     """The columns of the value table that the rule's credit of the `trained` decisions reads.
 
@@ -218,15 +224,14 @@ def credit_of(rule: CreditRule, experience: Experience) -> Credit:
 
     Raises:
         ConfigError: `assign` has other parameters.
-        CreditError: the rule changes its input, or its result has a wrong type or shape, is not
+        CreditError: the result has a wrong type or shape, is not
             finite where the mask is true, or has weights outside [0, 1] or of 0 only.
     """
     check_signature(rule)
     values, decisions = experience.values, experience.decisions
     by_record: Any = getattr(rule, "credit", None)
     call = f"{type(rule).__name__}.{'credit' if by_record else 'assign'}"
-    axis = [table for table in vars(decisions).values() if isinstance(table, Tensor)]
-    with part_call(call, CreditError, values, *experience.parts.values(), *axis):
+    with part_call(call):
         assigned: Any = by_record or rule.assign  # pyright: ignore
         credit = assigned(experience) if by_record else assigned(values, decisions)
     mask = decisions.mask

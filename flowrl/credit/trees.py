@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.errors import CreditError
 from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, ValueTable
 from flowrl.core.options import checked_options
@@ -69,6 +70,7 @@ def unit_values(values: ValueTable, decisions: Decisions, tree: Tree) -> Units:
     return tree.edge_means(table, decisions.mask).masked_fill(~tree.drawn, torch.nan)
 
 
+@checked
 def group_deviations(values: Units, group: Int[Tensor, " unit"]) -> Units:
     """y - mean over the units of equal `group`; exactly 0 if all of them are equal. Units with NaN
     are left out.
@@ -90,6 +92,7 @@ def group_deviations(values: Units, group: Int[Tensor, " unit"]) -> Units:
     return (shifted - mean).masked_fill(~known, 0.0)
 
 
+@checked
 def group_zscore(
     values: Units,
     group: Int[Tensor, " unit"],
@@ -136,6 +139,7 @@ def _group_sums(values: Units, place: Int[Tensor, "prompt unit"]) -> Units:
 # Values from the leaves to the roots
 
 
+@checked
 def backed_up(leaves: Float[Tensor, "prompt member"], tree: Tree, log_probs: Units) -> Units:
     """y(u) = sum over the children c of w_c y(c), from the members' numbers at the leaves up to the
     roots.
@@ -179,6 +183,7 @@ class _TreeRule(ABC):
         """The log-probabilities, for "softmax"."""
         return ("log_probs",) if getattr(self, "backup", "") == "softmax" else ()
 
+    @checked
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
         """Advantages [prompt, member, decision]; 0 where a member's transition was not drawn."""
         return self._advantages(values, decisions, None)

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.experience import CreditTable, Decisions, Mask, ValueTable
 from flowrl.core.options import checked_options
 from flowrl.credit.table import (
@@ -192,6 +193,7 @@ class TurningPoint:
         ends = last_column(trained)
         return gain_columns(trained | before) | ends | ends.flip(-1)
 
+    @checked
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
         """Advantages [prompt, member, decision]."""
         require_columns(values, decisions, self)

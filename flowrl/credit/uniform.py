@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from flowrl.core.checks import checked
 from flowrl.core.experience import CreditTable, Decisions, ValueTable
 from flowrl.core.options import checked_options
 from flowrl.credit.table import Clamp, centred, clamped, last_column, require_columns, zscore
@@ -38,6 +39,7 @@ class Uniform:
     limit: Literal["clamp", "tanh"] = "clamp"
     probe: Probe = NoProbe()
 
+    @checked
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
         """Advantages [prompt, member, decision]."""
         require_columns(values, decisions, self, last_column(decisions.mask))

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.errors import CreditError, require
 from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, ValueTable
 from flowrl.core.options import checked_options
@@ -76,6 +77,7 @@ class Weighted(RuleAround):
             require(fits, "Weighted.weights", self.weights, "a finite number per decision")
         super().__post_init__()
 
+    @checked
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
         """Advantages [prompt, member, decision]; the rule's clamp applies before the weights."""
         return self._times(self.rule.assign(values, decisions), decisions)
@@ -127,6 +129,7 @@ class GDPO(RuleAround):
     weights: Mapping[str, float] | None = None
     batch: bool = True
 
+    @checked
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
         """Advantages of a single reward."""
         return self._sum({"reward": self.rule.assign(values, decisions)}, decisions)

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.types import Gaussian, Latents, PerSample
 from flowrl.flow.path import expand
 
@@ -42,6 +43,7 @@ def sample(
     return mean + expand(gaussian.std.detach().float(), mean) * noise.to(mean.device)
 
 
+@checked
 def log_prob(gaussian: Gaussian, x: Latents) -> PerSample:
     """Log-density per element: mean over elements of -(x - mu)^2 / (2 std^2) - log std - log(2
     pi)/2, shape [sample].
@@ -62,6 +64,7 @@ def log_prob(gaussian: Gaussian, x: Latents) -> PerSample:
     return torch.where(gaussian.std > 0, density, 0.0)
 
 
+@checked
 def log_prob_without_constants(gaussian: Gaussian, x: Latents) -> PerSample:
     """Mean over elements of -(x - mu)^2, shape [sample]; 0 where std is 0.
 

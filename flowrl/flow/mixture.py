@@ -9,11 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.types import PerSample
 
 Points = Float[Tensor, "sample dim"]
 
 
+@checked
 @dataclass(frozen=True)
 class GaussianMixture:
     """Data x_0 ~ sum_k w_k N(m_k, s^2 I).
@@ -48,10 +50,12 @@ class GaussianMixture:
         normaliser = 0.5 * gap.shape[2] * (2 * torch.pi * variance).log()
         return self.weights.log() - gap.square().sum(-1) / (2 * variance) - normaliser
 
+    @checked
     def log_marginal(self, x: Points, t: PerSample) -> PerSample:
         """log p_t(x)."""
         return torch.logsumexp(self._log_joint(*self._gap_and_variance(x, t)), dim=1)
 
+    @checked
     def clean_and_noise(self, x: Points, t: PerSample) -> tuple[Tensor, Tensor]:
         """E[x_0 | x_t = x] (the Tweedie estimate) and E[eps | x_t = x], both [sample, dim]."""
         gap, variance = self._gap_and_variance(x, t)
@@ -60,6 +64,7 @@ class GaussianMixture:
         clean = self.means + (1 - time) * self.std**2 * gap
         return (posterior * clean).sum(1), (posterior * (time * gap)).sum(1)
 
+    @checked
     def velocity(self, x: Points, t: PerSample) -> Points:
         """v = E[eps - x_0 | x_t = x], finite for every t in [0, 1]."""
         clean, noise = self.clean_and_noise(x, t)
@@ -71,10 +76,12 @@ class GaussianMixture:
         noise = torch.randn(count, self.means.shape[1], generator=generator)
         return self.means[mode] + self.std * noise
 
+    @checked
     def expected_bump(self, target: Float[Tensor, " dim"], width: float) -> float:
         """E exp(-|x_0 - target|^2 / (2 width^2)) under the data, in closed form."""
         return float(self._bumps(target, width).sum())
 
+    @checked
     def tilted(self, target: Float[Tensor, " dim"], width: float) -> "GaussianMixture":
         """The data times exp(-|x_0 - target|^2 / (2 width^2)), normalised."""
         bumps, total = self._bumps(target, width), self.std**2 + width**2

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.errors import require
 from flowrl.core.types import Latents, PerSample, Schedule
 
@@ -48,6 +49,7 @@ def shifted_schedule(steps: int, shift: float = 3.0) -> Schedule:
     return Schedule(times=(shift * even / (1.0 + (shift - 1.0) * even)).float())
 
 
+@checked
 def expand(values: Shaped[Tensor, " sample"], like: Latents) -> Tensor:
     """`values` [sample] viewed as [sample, 1, ..., 1], so that it broadcasts over the latent axes
     of `like`.
@@ -62,6 +64,7 @@ def expand(values: Shaped[Tensor, " sample"], like: Latents) -> Tensor:
     return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
+@checked
 def interpolate(clean: Latents, noise: Latents, time: PerSample) -> Latents:
     """x_t = (1-t) x_0 + t eps.
 
@@ -77,6 +80,7 @@ def interpolate(clean: Latents, noise: Latents, time: PerSample) -> Latents:
     return (1.0 - t) * clean + t * noise
 
 
+@checked
 def velocity_target(clean: Latents, noise: Latents) -> Latents:
     """v = eps - x_0, the regression target of flow matching.
 
@@ -90,6 +94,7 @@ def velocity_target(clean: Latents, noise: Latents) -> Latents:
     return noise - clean
 
 
+@checked
 def tweedie(latent: Latents, velocity: Latents, time: PerSample) -> Latents:
     """The clean estimate x_t - t v, which is E[x_0 | x_t] for the exact velocity.
 
@@ -104,6 +109,7 @@ def tweedie(latent: Latents, velocity: Latents, time: PerSample) -> Latents:
     return latent - expand(time, latent) * velocity
 
 
+@checked
 def noise_estimate(latent: Latents, velocity: Latents, time: PerSample) -> Latents:
     """The noise estimate x_t + (1-t) v, which is E[eps | x_t] for the exact velocity.
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.errors import require
 from flowrl.core.forward import Decay, ForwardBatch, Noise, WeightCopy
 from flowrl.core.options import NonNegative, Positive, checked_options
@@ -53,11 +54,13 @@ def counted_rows(batch: ForwardBatch) -> ForwardBatch:
     )
 
 
+@checked
 def matching(velocity: Latents, target: Latents) -> PerSample:
     """l = mean over latent elements of (v - v*)^2, shape [sample]."""
     return (velocity - target).square().flatten(1).mean(1)
 
 
+@checked
 def normalised_error(velocity: Latents, target: Latents, time: PerSample) -> PerSample:
     """Mean squared error t^2 l of the clean estimate, divided by its detached mean absolute value w
     = t mean |v - v*|, at least 1e-5; shape [sample].
@@ -67,6 +70,7 @@ def normalised_error(velocity: Latents, target: Latents, time: PerSample) -> Per
     return error / (time * distance).clamp(min=LEAST_WEIGHT)
 
 
+@checked
 def elbo_weight(time: PerSample) -> PerSample:
     """1 / (2 sigma^2) with Flow-SDE's sigma^2 = 0.49 t / (1 - min(t, 0.99)).
 
@@ -76,6 +80,7 @@ def elbo_weight(time: PerSample) -> PerSample:
     return (1.0 - time.clamp(max=0.99)) / (2.0 * 0.49 * time)
 
 
+@checked
 def combined(
     loss: object,
     rows: ForwardBatch,
@@ -174,6 +179,7 @@ class DiffusionNFT:
         """Rows are independent."""
         return "transition"
 
+    @checked
     def optimality(self, advantages: PerSample) -> PerSample:
         """r in [0, 1] of each row."""
         clip = self.advantage_clip
@@ -295,6 +301,7 @@ class AWM:
         """Rows are independent, unless the ratio is that of a sample."""
         return "trajectory" if self.ratio == "sum_first" else "transition"
 
+    @checked
     def log_prob(self, velocity: Latents, target: Latents, time: PerSample) -> PerSample:
         """log p of each row under the network with this velocity; 0 is the largest value."""
         if self.weight == "normalised":
@@ -308,6 +315,7 @@ class AWM:
         factors = {"uniform": torch.ones_like(time), "t": time, "t2": time.square()}
         return -factors[self.weight] * error
 
+    @checked
     def scaled(self, advantages: PerSample) -> PerSample:
         """The advantages that weight the rows."""
         clip = self.advantage_clip

@@ -8,16 +8,19 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.forward import ForwardBatch
 from flowrl.core.types import LossBatch, PerSample, pooled_units, unit_means
 
 
+@checked
 def mean_over(values: PerSample, weight: PerSample) -> Tensor:
     """sum(weight x values) / sum(weight); 0 if the weights are 0. `values` must be finite."""
     total = weight.sum()
     return (weight * values).sum() / total.masked_fill(total == 0, 1.0)
 
 
+@checked
 def over_units(values: PerSample, rows: LossBatch | ForwardBatch, loss: Any) -> PerSample:
     """The mean of `values` over each row's unit of the `loss`, or `pooled`, with the row's share of
     its gradient.
@@ -28,12 +31,14 @@ def over_units(values: PerSample, rows: LossBatch | ForwardBatch, loss: Any) -> 
     return pooled.detach() + (values - each)
 
 
+@checked
 def surrogate(ratio: PerSample, advantages: PerSample, clip_range: float) -> PerSample:
     """max(-A ratio, -A clip(ratio, 1 - c, 1 + c)). Source: PPO (arXiv 1707.06347, equation 7)."""
     clipped = ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
     return torch.maximum(-advantages * ratio, -advantages * clipped)
 
 
+@checked
 def quadratic(ratio: PerSample, advantages: PerSample, clip_range: float) -> PerSample:
     """-A ratio + |A| (ratio - 1)^2 / (2 c), which is least at ratio 1 + sign(A) c.
 
@@ -42,11 +47,13 @@ def quadratic(ratio: PerSample, advantages: PerSample, clip_range: float) -> Per
     return -advantages * ratio + advantages.abs() * (ratio - 1.0).square() / (2.0 * clip_range)
 
 
+@checked
 def beyond(ratio: PerSample, clip_range: float) -> Bool[Tensor, " sample"]:
     """Where |ratio - 1| > `clip_range`."""
     return (ratio.detach() - 1.0).abs() > clip_range
 
 
+@checked
 def ratio_metrics(
     ratio: PerSample, clipped: Bool[Tensor, " sample"], weight: PerSample
 ) -> dict[str, Tensor]:

@@ -11,12 +11,10 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -24,7 +22,7 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from flowrl.core.errors import OWN_PACKAGES, ConfigError, FlowrlError, part_errors, require
+from flowrl.core.errors import ConfigError, FlowrlError, part_errors, require
 from flowrl.parts.kinds import KINDS as KINDS
 from flowrl.parts.kinds import Kind as Kind
 from flowrl.parts.plugins import package_of, plugin
@@ -41,22 +39,12 @@ __all__ = [
     "files_of",
     "find_maker",
     "options_of",
-    "risk",
     "summary_of",
 ]
 
 Maker = Callable[..., Any]
-_TRUST: ContextVar[bool] = ContextVar("trust", default=False)
-"""Whether the part that is being built is in the user's own words: so are then the parts in its
-options, also if its constructor builds them by itself.
-"""
-CODE = "it is code that would run"
 USER_MODULE = "flowrl_user_"
 """Begin of the names of the modules in users' files."""
-NAMES_CODE = re.compile(r":|\.py[co]?$")
-"""In the name of a part: only the names of built-in parts and of plug-ins have neither."""
-FILE = re.compile(r"\.py[co]?:")
-PICKLED = re.compile(r"\.(bin|ckpt|pickle|pkl|pt|pth)\b")
 
 
 @contextmanager
@@ -70,14 +58,12 @@ def _named(work: str) -> Iterator[None]:
         raise ConfigError(f"{work} failed: {type(error).__name__}: {error}") from error
 
 
-def build(kind: str, spec: str, trust: bool | None = None, **defaults: Any) -> Any:
+def build(kind: str, spec: str, **defaults: Any) -> Any:
     """The part that a spec describes.
 
     Args:
         kind: a name of `KINDS`.
         spec: name, file or module of the part, with options (see `flowrl.parts.specs`).
-        trust: whether the spec is in the user's own words, and may name code and connections
-            (`find_maker`); of a run's settings `RunConfig.trusts` says it.
         **defaults: options for parts that have them, unless `spec` sets them.
 
     Returns:
@@ -85,34 +71,28 @@ def build(kind: str, spec: str, trust: bool | None = None, **defaults: Any) -> A
 
     Raises:
         ConfigError: the name or an option is unknown, a file is missing, the part raises, or it is
-            of another kind; or `spec` needs trust.
+            of another kind.
     """
     parsed = parse_spec(spec, kind)
-    token = _TRUST.set(_TRUST.get() if trust is None else trust)
-    try:
-        head, maker = parsed.name, find_maker(kind, parsed)
-        if head not in KINDS[kind].built_in:
-            _check_maker(kind, head, maker)
-        parameters, given = _parameters(maker), parsed.options
-        if parameters is None:  # it takes any option
-            options = {name: _nested(name, value, defaults) for name, value in given.items()}
-        else:
-            options = _options(f"{kind}: {head}", parameters, given, defaults)
-        with _named(f"{kind}: building {spec}"):
-            part = maker(**options)
-    finally:
-        _TRUST.reset(token)
+    head, maker = parsed.name, find_maker(kind, parsed)
+    if head not in KINDS[kind].built_in:
+        _check_maker(kind, head, maker)
+    parameters, given = _parameters(maker), parsed.options
+    if parameters is None:  # it takes any option
+        options = {name: _nested(name, value, defaults) for name, value in given.items()}
+    else:
+        options = _options(f"{kind}: {head}", parameters, given, defaults)
+    with _named(f"{kind}: building {spec}"):
+        part = maker(**options)
     with part_errors():
         check_part(kind, part, head)
     return part
 
 
-def check_spec(kind: str, spec: str, trust: bool | None = None) -> None:
-    """Raise `ConfigError` for a spec whose name or option is unknown, or that needs `trust` (as for
-    `build`); builds nothing.
-    """
+def check_spec(kind: str, spec: str) -> None:
+    """Raise `ConfigError` for a spec whose name or option is unknown; builds nothing."""
     parsed = parse_spec(spec, kind)
-    parameters = _parameters(find_maker(kind, parsed, trust))
+    parameters = _parameters(find_maker(kind, parsed))
     if parameters is not None:
         _require_known(f"{kind}: {parsed.name}", parameters, parsed.options)
 
@@ -194,7 +174,7 @@ def check_part(kind: str, part: Any, name: str = "") -> None:
     if kind != "credit":
         return
     if states:
-        from flowrl.core.types import state_of  # here, since lists of parts do without torch
+        from flowrl.core.calls import state_of  # here, since lists of parts do without torch
 
         state_of(name, part, ConfigError)
     is_probe = isinstance(part.probe, KINDS["probe"].protocol_types())
@@ -278,13 +258,12 @@ def shadowed() -> list[str]:
     ]
 
 
-def options_of(kind: str, name: str, trust: bool | None = None) -> dict[str, Any]:
+def options_of(kind: str, name: str) -> dict[str, Any]:
     """The options of a part and their defaults (`inspect.Parameter.empty` if there is none).
 
     Args:
         kind: a name of `KINDS`.
         name: a name of `available`, or of a class in a file or a module.
-        trust: as for `build`.
 
     Returns:
         Defaults by name of the option.
@@ -292,8 +271,7 @@ def options_of(kind: str, name: str, trust: bool | None = None) -> dict[str, Any
     Raises:
         ConfigError: the name is unknown, or the part cannot be imported.
     """
-    installed = ":" not in name and not name.endswith(".py")  # looked at, not built
-    parameters = _parameters(find_maker(kind, Spec(name, {}), trust or installed or None))
+    parameters = _parameters(find_maker(kind, Spec(name, {})))
     return {} if parameters is None else {n: p.default for n, p in parameters.items()}
 
 
@@ -321,54 +299,20 @@ def documentation_of(kind: str, name: str) -> str:
     return inspect.getdoc(_by_name(kind, name)) or ""
 
 
-def risk(kind: str, spec: Spec) -> str:
-    """Why a part needs the user's own word or trust, in words; "" if it does not.
-
-    A registered class or function that connects, or starts a process, has an attribute `connects`;
-    parts of some kinds may (`Kind.acts`).
-    """
-    entry = KINDS[kind]
-    if NAMES_CODE.search(spec.name):
-        return CODE
-    for option, value in spec.options.items():
-        content = f"{option}={value!r}"
-        if "://" in content:
-            return f"an address for a connection ({content})"
-        if PICKLED.search(content):
-            return f"a pickled file ({content})"
-        if FILE.search(content):  # also as a key, or of an option that contains no part
-            return f"{CODE} ({content})"
-    point = None if spec.name in entry.built_in else plugin(entry.group, spec.name, kind)
-    if point is None:
-        return ""
-    if entry.acts and point.module.partition(".")[0] not in OWN_PACKAGES:
-        return f"a {entry.noun} of another package, which may start a process or connect"
-    maker = _by_name(kind, spec.name)
-    connects = getattr(getattr(maker, "func", maker), "connects", False)
-    return "a part that sends data to another machine or starts a process" if connects else ""
-
-
-def find_maker(kind: str, spec: Spec, trust: bool | None = None) -> Any:
+def find_maker(kind: str, spec: Spec) -> Any:
     """The class or function that builds the part; `build` calls it. No other place imports what a
     spec names.
 
     Args:
         kind: a name of `KINDS`.
         spec: the parsed spec.
-        trust: whether the spec is in the user's own words; None: as the part is that is being
-            built, and otherwise not.
 
     Returns:
         What the spec names, which is not called.
 
     Raises:
-        ConfigError: the class or function cannot be found or imported, or needs trust.
+        ConfigError: the class or function cannot be found or imported.
     """
-    if not (_TRUST.get() if trust is None else trust) and (why := risk(kind, spec)):
-        raise ConfigError(
-            f"{kind} names {spec.name}: {why}. Settings from a file or of unknown origin may use"
-            " this only with your consent: add --trust (trust=True in Python)"
-        )
     if ":" not in spec.name and spec.file is None:
         return _by_name(kind, spec.name)
     place, _, name = spec.name.rpartition(":")
@@ -384,24 +328,23 @@ def find_maker(kind: str, spec: Spec, trust: bool | None = None) -> Any:
     return getattr(module, name)
 
 
-def files_of(kind: str, spec: Spec, trust: bool | None = None) -> list[Path]:
+def files_of(kind: str, spec: Spec) -> list[Path]:
     """The files that define a part: its own, or that of a module's or a plug-in's class and the
     module's.
 
     Args:
         kind: a name of `KINDS`.
         spec: the parsed spec.
-        trust: as for `build`.
 
     Returns:
-        The files; empty for a built-in part, without trust, or if no Python source is found.
+        The files; empty for a built-in part, or if no Python source is found.
     """
     if spec.file is not None:
         return [spec.file]
     if spec.name in KINDS[kind].built_in:
         return []
     try:
-        maker = find_maker(kind, spec, trust)
+        maker = find_maker(kind, spec)
         maker = maker.func if isinstance(maker, partial) else maker
         # A module's own file counts too; a plug-in's name may be that of an unrelated module.
         module = spec.name.partition(":")[0] if ":" in spec.name else maker.__module__
@@ -412,47 +355,18 @@ def files_of(kind: str, spec: Spec, trust: bool | None = None) -> list[Path]:
 
 
 def file_module(path: Path) -> ModuleType:
-    """The module in a user's file, imported anew."""
+    """The module in a user's file, imported anew. Its folder is on the import path, as that of a
+    script: files of several folders share the modules that they import by name.
+    """
     place = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"{USER_MODULE}{path.stem}_{place}", path)
     assert spec is not None and spec.loader is not None  # of a name that ends in .py
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    with _neighbours(path.resolve().parent):
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
-
-
-@contextmanager
-def _neighbours(folder: Path) -> Iterator[None]:
-    """Within this context the modules in `folder` can be imported by name, also if another folder's
-    of the same name are known.
-
-    Afterwards the other modules have their names again; the folder is the last on the import path,
-    for imports in functions.
-    """
-    names = {path.stem for path in folder.glob("*.py")}
-    names |= {path.parent.name for path in folder.glob("*/__init__.py")}
-    names -= {*sys.stdlib_module_names, "__main__"}
-    names = {name for name in names if not _is_in(sys.modules.get(name), folder)}
-    hidden = {name: sys.modules[name] for name in sys.modules if name.partition(".")[0] in names}
-    for name in hidden:
-        del sys.modules[name]
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
-        shared = {name.partition(".")[0] for name in hidden}
-        for name in [name for name in sys.modules if name.partition(".")[0] in shared]:
-            del sys.modules[name]
-        sys.modules.update(hidden)
-
-
-def _is_in(module: ModuleType | None, folder: Path) -> bool:
-    file = getattr(module, "__file__", None)
-    return file is not None and Path(file).resolve().is_relative_to(folder)
 
 
 def _by_name(kind: str, name: str) -> Maker:

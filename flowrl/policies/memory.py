@@ -22,7 +22,6 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -485,7 +484,11 @@ def _counted(work: Callable[[], Any], network: Any) -> StorageCounter:
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
 
     counter = StorageCounter("meta", network)
-    with patch.object(F, "scaled_dot_product_attention", attention), counter:
-        work()
+    F.scaled_dot_product_attention = attention
+    try:
+        with counter:
+            work()
+    finally:
+        F.scaled_dot_product_attention = plain
     network.zero_grad()
     return counter

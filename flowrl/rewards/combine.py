@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Lt
 from jaxtyping import Float
 from torch import Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.errors import RewardError, require
 from flowrl.core.options import allowed, checked_options
 from flowrl.core.protocols import AnyReward, GroupReward, RewardModel
@@ -98,6 +99,7 @@ class WeightedSum(RewardSum):
         return self.total(self.parts(images, prompts))
 
 
+@checked
 def win_rates(scores: Float[Tensor, "prompt member"]) -> Float[Tensor, "prompt member"]:
     """w_i = 1/(M-1) sum_{j != i} (1 if s_i > s_j, 1/2 if s_i = s_j, else 0) over the M members of
     each prompt; in [0, 1].
@@ -267,6 +269,7 @@ class FrameMean:
     reward: RewardModel
     frames: Frames = "all"
 
+    @checked
     def score(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]. Raises `RewardContractError` if the reward breaks its contract on the
         frames.

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, fields, is_dataclass
 import torch
 from torch import Tensor
 
+from flowrl.core.calls import part_call
 from flowrl.core.errors import ConfigError, FlowrlError, RewardContractError
 from flowrl.core.protocols import AnyReward, GroupReward
-from flowrl.core.types import Prompt, named_call, tensor_problem
+from flowrl.core.types import Prompt, tensor_problem
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def load_reward(reward: object) -> None:
     load = getattr(reward, "load", None)
     if callable(load):
         try:
-            with named_call(f"{type(reward).__name__}.load"):
+            with part_call(f"{type(reward).__name__}.load"):
                 load()
         except FlowrlError:
             raise

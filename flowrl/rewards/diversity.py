@@ -13,11 +13,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from flowrl.core.checks import checked
 from flowrl.core.errors import RewardError, require
 from flowrl.core.protocols import Features
 from flowrl.rewards.images import Images
 
 
+@checked
 def pairwise_diversity(
     features: Float[Tensor, "prompt member feature"],
 ) -> Float[Tensor, " prompt"]:

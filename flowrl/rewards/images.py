@@ -13,6 +13,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.errors import RewardError
 from flowrl.core.options import Count, checked_options
 from flowrl.core.types import ImagesOrVideos, Prompt
@@ -120,6 +121,7 @@ class Motion:
     frames. `score` raises `RewardError` for images and for videos of one frame.
     """
 
+    @checked
     def score(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
         if not is_video(images) or images.shape[1] < 2:
@@ -129,6 +131,7 @@ class Motion:
         return images.diff(dim=1).abs().flatten(1).mean(1)
 
 
+@checked
 def stills(images: ImagesOrVideos) -> Float[Tensor, "sample channel height side"]:
     """Images for display: images unchanged, and videos as their first, middle and last frames from
     left to right.

@@ -16,9 +16,10 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import FlowrlError, RewardContractError, RewardError
+from flowrl.core.calls import part_call
+from flowrl.core.errors import FlowrlError, RewardError
 from flowrl.core.protocols import AnyReward, RewardModel
-from flowrl.core.types import Prompt, named_call, part_call
+from flowrl.core.types import Prompt
 from flowrl.distributed import processes_here
 from flowrl.parts.registry import USER_MODULE, file_module
 from flowrl.rewards.contract import checked_scores, load_reward
@@ -85,7 +86,7 @@ class PooledReward:
     def _results(self, function: Any, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         futures = list[Future[bytes]]()
         try:
-            with named_call(type(self.reward).__name__ + function.__name__.replace("_", ".")):
+            with part_call(type(self.reward).__name__ + function.__name__.replace("_", ".")):
                 for call in calls:
                     futures.append(self._pool.submit(function, self._number, *call))
                 return [pickle.loads(future.result()) for future in futures]
@@ -154,7 +155,7 @@ def _score(number: int, pixels: Any, prompts: Sequence[Prompt]) -> bytes:
     name = type(reward := _rewards()[number]).__name__
     images = torch.from_numpy(pixels)
     try:
-        with torch.no_grad(), part_call(f"{name}.score", RewardContractError, images):
+        with torch.no_grad(), part_call(f"{name}.score"):
             return pickle.dumps(checked_scores(reward, images, prompts, f"{name}.score"))
     except FlowrlError:
         raise

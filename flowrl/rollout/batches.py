@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.core.calls import part_call
 from flowrl.core.errors import ConfigError, TrainingError, require
 from flowrl.core.experience import Decisions
 from flowrl.core.forward import ForwardBatch, Guidance
@@ -27,7 +28,6 @@ from flowrl.core.types import (
     LossResult,
     Prompt,
     Unit,
-    part_call,
     pooled_units,
     tensor_problem,
     to_device,
@@ -560,8 +560,7 @@ def checked_loss(loss: PolicyLoss | ForwardLoss, batch: LossBatch | ForwardBatch
     differentiable scalar.
     """
     call, part = f"{type(loss).__name__}.loss", loss
-    given = batch.target if isinstance(batch, ForwardBatch) else batch.next_node
-    with part_call(call, TrainingError, batch.advantages, given, batch.weight):
+    with part_call(call):
         result: Any = part.loss(batch)  # pyright: ignore[reportArgumentType]
     value = result.loss if isinstance(result, LossResult) else None
     if not isinstance(value, Tensor):

@@ -13,18 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flowrl.core.calls import part_call
 from flowrl.core.errors import ProbeError, require
 from flowrl.core.protocols import AnySampler, FlowPolicy, MultistepSolver, Sampler, extras
 from flowrl.core.tree import Edges, Tree, plain_tree
-from flowrl.core.types import (
-    Condition,
-    Gaussian,
-    Prompt,
-    Schedule,
-    Trajectories,
-    part_call,
-    to_device,
-)
+from flowrl.core.types import Condition, Gaussian, Prompt, Schedule, Trajectories, to_device
 from flowrl.flow.gaussian import log_prob
 from flowrl.probes import (
     Branching,
@@ -414,12 +407,11 @@ class ProbeRun(Probing):
         return self.walk.groups.draw(gaussian, self.generator)
 
     def features(self, probe: ValueProbe) -> Tensor:
-        """The probe's features. Raises `ProbeError` if it changes its input or returns anything but
-        numbers [prompt, member, node, feature].
+        """The probe's features. Raises `ProbeError` if it returns anything but numbers
+        [prompt, member, node, feature].
         """
-        name, path, groups = f"{type(probe).__name__}.features", self.trajectories, self.walk.groups
-        condition = self.walk.condition.tensors.values()
-        with part_call(name, ProbeError, path.states, path.outputs, self.final, *condition):
+        name, groups = f"{type(probe).__name__}.features", self.walk.groups
+        with part_call(name):
             features: Any = probe.features(self)
         shape = (groups.prompts, groups.members, len(self.nodes))
         fits = isinstance(features, Tensor) and features.is_floating_point() and features.ndim == 4
@@ -430,13 +422,9 @@ class ProbeRun(Probing):
         return features.detach().float().cpu()
 
     def estimates(self, probe: Probe) -> Estimates:
-        """The probe's estimates. Raises `ProbeError` if it changes its input or returns anything
-        but latents of `nodes`.
-        """
+        """The probe's estimates. Raises `ProbeError` for anything but latents of `nodes`."""
         name, path = f"{type(probe).__name__}.estimate", self.trajectories
-        condition = self.walk.condition.tensors.values()
-        given = [path.states, path.outputs, self.final, *condition, *self.completed.values()]
-        with part_call(name, ProbeError, *given):
+        with part_call(name):
             estimates = dict(probe.estimate(self))
         groups, latent = self.walk.groups, path.states.shape[2:]
         for key, latents in estimates.items():

@@ -10,10 +10,12 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from flowrl.core.errors import ProbeError, RewardContractError, RewardError, require
+from flowrl.core.calls import part_call
+from flowrl.core.checks import checked
+from flowrl.core.errors import ProbeError, RewardError, require
 from flowrl.core.experience import Credit, CreditTable, Decisions
 from flowrl.core.protocols import AnyReward, FlowPolicy, GroupReward
-from flowrl.core.types import Prompt, part_call
+from flowrl.core.types import Prompt
 from flowrl.probes import Key, Probe, Scored, ValueProbe
 from flowrl.rewards.contract import (
     ComponentScores,
@@ -51,8 +53,7 @@ def score(
         Total and components [sample], float32, detached.
 
     Raises:
-        RewardContractError: type or shape is wrong, a score is not finite, or the reward changed
-            `images` in place.
+        RewardContractError: type or shape is wrong, or a score is not finite.
     """
     name, methods = type(reward).__name__, component_methods(reward)
     allowed = invalid and marks_invalid(reward)
@@ -61,7 +62,7 @@ def score(
         members, call = len(images) // len(prompts), "score_groups"
         given = images.unflatten(0, (len(prompts), members))
     parts: dict[str, Tensor] = {}
-    with torch.no_grad(), part_call(f"{name}.{call}", RewardContractError, images):
+    with torch.no_grad(), part_call(f"{name}.{call}"):
         if methods is None:
             total = getattr(reward, call)(given, prompts)
         else:
@@ -76,6 +77,7 @@ def score(
     return ComponentScores(total.detach().float().flatten(), flat)
 
 
+@checked
 @dataclass(frozen=True)
 class Values:
     """A value table, and the same for every component of a composite reward
@@ -227,7 +229,7 @@ def predicted(probe: Probe, values: Values) -> Tensor:
     table, features = values.total.clone(), values.features
     asked = features.isfinite().all(-1) & values.valid[..., None]
     name, estimates = f"{type(probe).__name__}.predict", table[..., :-1]
-    with part_call(name, ProbeError, features, values.total):
+    with part_call(name):
         result: Any = probe.predict(features, estimates)
     fits = isinstance(result, Tensor) and result.shape == asked.shape and result.is_floating_point()
     if not fits or not bool(result[asked].isfinite().all()):
@@ -237,6 +239,7 @@ def predicted(probe: Probe, values: Values) -> Tensor:
     return table
 
 
+@checked
 def usable(valid: Bool[Tensor, "prompt member"]) -> Bool[Tensor, "prompt member"]:
     """The valid samples of groups that have two or more of them, so that they can be compared.
 

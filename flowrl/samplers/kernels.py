@@ -11,20 +11,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowrl.core.calls import part_call
+from flowrl.core.checks import checked
 from flowrl.core.errors import ConfigError
 from flowrl.core.options import NonNegative, Share, checked_options
 from flowrl.core.protocols import AnySampler, MultistepSolver, Sampler
-from flowrl.core.types import (
-    Gaussian,
-    Latents,
-    Schedule,
-    StepIndex,
-    part_call,
-    tensor_problem,
-)
+from flowrl.core.types import Gaussian, Latents, Schedule, StepIndex, tensor_problem
 from flowrl.flow import expand, noise_estimate, tweedie
 
 
+@checked
 def step_times(schedule: Schedule, step: StepIndex, device: torch.device) -> tuple[Tensor, Tensor]:
     """t and s of every sample, float32."""
     times = schedule.times.to(device=device, dtype=torch.float32)
@@ -40,6 +36,7 @@ class ODE:
     Euler's method.
     """
 
+    @checked
     def transition(
         self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
     ) -> Gaussian:
@@ -103,6 +100,7 @@ class FlowSDE:
 
     noise_level: NonNegative = 0.7
 
+    @checked
     def transition(
         self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
     ) -> Gaussian:
@@ -126,6 +124,7 @@ class DanceSDE:
 
     noise_level: NonNegative = 0.3
 
+    @checked
     def transition(
         self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
     ) -> Gaussian:
@@ -150,6 +149,7 @@ class CPS:
 
     noise_level: Share = 0.7
 
+    @checked
     def transition(
         self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
     ) -> Gaussian:
@@ -175,6 +175,7 @@ class DDIMSDE:
 
     noise_level: NonNegative = 0.7
 
+    @checked
     def transition(
         self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
     ) -> Gaussian:
@@ -184,6 +185,7 @@ class DDIMSDE:
         return coefficient_preserving(latent, velocity, t, s, sigma)
 
 
+@checked
 def checked_transition(
     sampler: Sampler, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
 ) -> Gaussian:
@@ -191,7 +193,7 @@ def checked_transition(
     its inputs unchanged.
     """
     call = f"{type(sampler).__name__}.transition"
-    with part_call(call, ConfigError, latent, velocity):
+    with part_call(call):
         gaussian = sampler.transition(latent, velocity, schedule, step)
     if not isinstance(gaussian, Gaussian):
         raise ConfigError(f"{call} returned a {type(gaussian).__name__}, not a Gaussian(mean, std)")

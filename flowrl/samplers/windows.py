@@ -13,6 +13,7 @@ from annotated_types import Gt, Lt
 from jaxtyping import Int
 from torch import Tensor
 
+from flowrl.core.checks import checked
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Count, Whole, checked_options
 from flowrl.core.protocols import AnySampler, MultistepSolver, Sampler, Window
@@ -45,6 +46,7 @@ class Windowed:
         fits = len(self.steps) > 0 and min(self.steps) >= 0
         require(fits, "Windowed.steps", self.steps, "one or more step indices, each 0 or more")
 
+    @checked
     def transition(
         self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
     ) -> Gaussian:

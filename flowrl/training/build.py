@@ -49,18 +49,17 @@ def make_world(config: RunConfig, distributed: Distributed = Distributed()) -> W
 
     Raises `ConfigError` for a task or a form that the world does not have.
     """
-    config.allowed()
     environment, model = config.environment, config.policy.model
     if model:
         files = environment.prompts, environment.heldout_prompts
         options = model_options(config)
         if distributed.sharded:
             options = replace(options, load_to="cpu" if distributed.is_main else "meta")
-        spec, trust = environment.reward, config.trusts
+        spec = environment.reward
         device = environment.reward_device
-        chosen = ModelWorld(model, *files, spec, options, trust(spec), device, distributed)
+        chosen = ModelWorld(model, *files, spec, options, device, distributed)
     else:
-        chosen = world(environment.world, config.trusts(environment.world))
+        chosen = world(environment.world)
     for name, value, known in (
         (f"task of world {chosen.name}", environment.task, chosen.tasks),
         ("reward_form", environment.reward_form, chosen.forms),
@@ -77,17 +76,17 @@ def run_method(config: RunConfig) -> Method:
     world's latents (`Method.clip_for`). Raises `ConfigError` for an unknown part, or for a policy
     loss with a method that needs a forward-process loss.
     """
-    chosen, named = config.allowed().algorithm, config.environment.world
-    method = named_method(chosen.method, chosen.credit, config.trusts(chosen.credit))
-    elements = 0 if config.policy.model else world(named, config.trusts(named)).elements
+    chosen, named = config.algorithm, config.environment.world
+    method = named_method(chosen.method, chosen.credit)
+    elements = 0 if config.policy.model else world(named).elements
     noise = {"noise_level": chosen.noise_level} if chosen.noise_level > 0 else {}
     clip = chosen.clip_range or method.clip_for(elements or method.elements)
     options = {"kl_weight": chosen.kl_weight, **({"clip_range": clip} if clip > 0 else {})}
     sampler, loss = with_options(method.sampler, **noise), with_options(method.loss, **options)
     if chosen.sampler:
-        sampler = build("sampler", chosen.sampler, config.trusts(chosen.sampler), **noise)
+        sampler = build("sampler", chosen.sampler, **noise)
     if chosen.loss:
-        loss = build("loss", chosen.loss, config.trusts(chosen.loss), **options)
+        loss = build("loss", chosen.loss, **options)
     fits = isinstance(loss, ForwardLoss) or not isinstance(method.loss, ForwardLoss)
     require(fits, "loss", chosen.loss, f"a forward-process loss with {chosen.method}")
     shared = {"auto": method.shared_noise, "shared": True, "independent": False}
@@ -96,7 +95,7 @@ def run_method(config: RunConfig) -> Method:
         credit = with_options(credit, seed=config.seed)
     window = method.window
     if chosen.window:
-        window = build("window", chosen.window, config.trusts(chosen.window))
+        window = build("window", chosen.window)
     return replace(
         method,
         sampler=sampler,
@@ -150,10 +149,10 @@ def make_reward(config: RunConfig) -> AnyReward:
     """The training reward: `reward`, or the task's reward in `reward_form`, with the run's noise
     and bias.
     """
-    environment = config.allowed().environment
+    environment = config.environment
     if environment.reward:
         spec, device = environment.reward, environment.reward_device or config.policy.device
-        model: AnyReward = build("reward", spec, config.trusts(spec), device=device)
+        model: AnyReward = build("reward", spec, device=device)
     else:
         model = make_world(config).reward(environment.reward_form)
     errors = environment.reward_noise, environment.reward_bias
@@ -171,10 +170,10 @@ def check(config: RunConfig) -> None:
     world = make_world(config)
     make_method(config)
     if spec := config.environment.reward:
-        check_spec("reward", spec, config.trusts(spec))
+        check_spec("reward", spec)
     make_heldout_metrics(config, world)
     for spec in config.logging.observe:
-        check_spec("observer", spec, config.trusts(spec))
+        check_spec("observer", spec)
     if folder := config.policy.reference:
         fits = os.path.isfile(os.path.join(folder, "weights.safetensors"))
         require(fits, "reference", folder, "the folder of a finished run of the same policy")

@@ -32,7 +32,7 @@ def to_resume(run: Path) -> str:
     """
     option = ""
     with suppress(FlowrlError):
-        option = trust_option(load_config(run / "config.json").flat())
+        option = trust_option(load_config(run / "config.json", trust=True).flat())
     return f"flowrl train --resume {shlex.quote(str(run))}{option}"
 
 

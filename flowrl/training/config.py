@@ -2,8 +2,7 @@
 `flowrl.training.build` uses them.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -22,7 +21,7 @@ from flowrl.parts.settings import (
     replaced,
     settings_group,
 )
-from flowrl.parts.trust import trusted, untrusted
+from flowrl.parts.trust import require_trust
 from flowrl.reading import load_document, reading
 from flowrl.training.format import require_complete, require_format
 from flowrl.training.presets import (
@@ -413,12 +412,6 @@ class RunConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    source: str = field(default="", repr=False, compare=False)
-    """Not a setting: the file that was read without trust; changed copies keep it. Parts that need
-    trust are then not built (`trusts`).
-    """
-    own: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
-    """Not a setting: texts in the user's own words, which need no trust."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
@@ -439,39 +432,10 @@ class RunConfig:
         """This run with some settings changed, named without their groups."""
         return replaced(self, settings)
 
-    def trusts(self, text: str) -> bool:
-        """Whether a text of the settings may name code and connections: all of a run that was made
-        in Python, or read with trust, and otherwise those in the user's own words.
-        """
-        return not self.source or text in self.own
-
-    def in_own_words(self, *texts: str, **settings: Any) -> "RunConfig":
-        """This run changed by `settings`, which like `texts` need no trust, although others come
-        from a file.
-        """
-        return replace(self.replace(**settings), own=self.own | words(settings) | set(texts))
-
-    def with_file(self, path: Path | str | None) -> "RunConfig":
-        """This run before settings of a file that was read without trust are added (none: as it
-        is); its present ones keep their trust.
-        """
-        if not path:
-            return self
-        own = self.own if self.source else words(self.flat())
-        return replace(self, source=self.source or str(path), own=own)
-
-    def allowed(self) -> "RunConfig":
-        """The run. Raises `ConfigError`, which names the file and the setting, for settings that
-        need trust (`flowrl.parts.trust`). Building such a part raises it too, without this call.
-        """
-        trusted(self.flat(), self.source, not self.source, self.own)
-        return self
-
     @staticmethod
     def from_dict(values: Any, trust: bool = False, source: object = "config.json") -> "RunConfig":
-        """The inverse of `as_dict`. Raises `ConfigError` for unknown or invalid settings. Without
-        `trust`, parts are built only from settings that need no consent (`trusts`); the message
-        names the `source`.
+        """The inverse of `as_dict`. Raises `ConfigError`, which names the `source`, for unknown or
+        invalid settings, and without `trust` for those that need consent (`require_trust`).
         """
         require_format("config.json", values)
         is_written = isinstance(values, dict) and "format" in values
@@ -480,7 +444,8 @@ class RunConfig:
         settings = read_values(values, RunConfig)
         if is_written:
             require_complete(str(source), settings, owners(RunConfig))
-        return replace(RunConfig.of(**settings), source="" if trust else str(source))
+        require_trust(settings, source, trust)
+        return RunConfig.of(**settings)
 
     @property
     def batches(self) -> Batches:
@@ -533,12 +498,6 @@ class RunConfig:
         return values
 
 
-def words(settings: Mapping[str, Any]) -> frozenset[str]:
-    """The texts among `settings` by name, and in their lists."""
-    values = [value if isinstance(value, list | tuple) else [value] for value in settings.values()]
-    return frozenset(text for texts in values for text in texts if isinstance(text, str))
-
-
 DEFAULTS: dict[str, Any] = {
     item.name: item.default
     for group in groups_of(RunConfig).values()
@@ -546,12 +505,13 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def load_config(path: Path, trust: bool = False, planned: bool = False) -> RunConfig:
-    """The run that the config.json or config.yaml at `path` describes; settings that a file of the
-    user leaves out have their defaults (`planned`: see `Preset.apply`). Raises `ConfigError` if the
-    file cannot be read, or has a format and not all settings.
-    Without `trust`, building a part raises it for settings that need the user's consent
-    (`flowrl.parts.trust`).
+def load_config(
+    path: Path, trust: bool = False, planned: bool = False, **changes: Any
+) -> RunConfig:
+    """The run that the config.json or config.yaml at `path` describes, with `changes`; settings
+    that a file of the user leaves out have their defaults (`planned`: see `Preset.apply`). Raises
+    `ConfigError` if the file cannot be read, has a format and not all settings, or without `trust`
+    names what needs consent (`flowrl.parts.trust`) in a setting that is not changed.
     """
     values, _ = load_document(path)
     require_format(path, values)
@@ -559,7 +519,9 @@ def load_config(path: Path, trust: bool = False, planned: bool = False) -> RunCo
         settings = read_settings(path, RunConfig).settings
         if "format" in values:
             require_complete(path, settings, owners(RunConfig))
-        return Preset(str(path), settings, "" if trust else str(path)).apply(planned=planned)
+        kept = {name: value for name, value in settings.items() if name not in changes}
+        require_trust(kept, path, trust)
+        return Preset(str(path), settings).apply(planned=planned, **changes)
 
 
 @dataclass(frozen=True)
@@ -570,8 +532,6 @@ class Preset:
     """Name of the preset."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Settings that differ from the defaults."""
-    source: str = ""
-    """The file among these settings that was read without trust; "" for none."""
 
     def apply(self, *, planned: bool = False, published: bool = False, **changes: Any) -> RunConfig:
         """The run with this preset's settings, then `changes`, on the defaults of the world or of
@@ -593,21 +553,19 @@ class Preset:
                     base |= dict.fromkeys(SIZES, "auto")
             elif "device" not in chosen and "dtype" not in changes:
                 chosen.pop("dtype", None)
-        # the world of a complete file is not built, nor one that only a file without trust names
-        trust = "world" in changes or not self.source
-        is_complete = chosen.keys() >= DEFAULTS.keys()
-        if world != "model" and not is_complete and (trust or not any(untrusted({"world": world}))):
-            base = world_defaults(world, trust)
+        # the world of a complete file is not built
+        if world != "model" and not chosen.keys() >= DEFAULTS.keys():
+            base = world_defaults(world)
         overrides = method_overrides(self.name, world, method, published)
-        run = RunConfig.of(**{**base, **chosen, **overrides, **changes})
-        return replace(run, source=self.source, own=words(changes))
+        return RunConfig.of(**{**base, **chosen, **overrides, **changes})
 
 
 def preset(name: str, trust: bool = False) -> Preset:
     """A preset by `name`, a .yaml file, or several of them separated by commas (see
-    `flowrl.training.presets`). Raises `ConfigError` for an unknown name. Without `trust`, parts are
-    built from the settings of a file as from those of `load_config`.
+    `flowrl.training.presets`). Raises `ConfigError` for an unknown name, and for a file as
+    `load_config`.
     """
     combined = combine(name, RunConfig)
-    is_read = not trust and any(piece.kind == "file" for piece in combined.pieces)
-    return Preset(name, combined.settings, name if is_read else "")
+    if any(piece.kind == "file" for piece in combined.pieces):
+        require_trust(combined.settings, name, trust)
+    return Preset(name, combined.settings)

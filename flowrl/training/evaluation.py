@@ -89,13 +89,12 @@ def make_heldout_metrics(config: RunConfig, world: World) -> HeldoutMetrics:
 
     Raises `ConfigError` if a reward or features do not exist or do not fit the world.
     """
-    config.allowed()
     evaluation, environment, device = config.evaluation, config.environment, config.policy.device
     errors = environment.reward_noise, environment.reward_bias, config.seed
     space = evaluation.diversity
     return HeldoutMetrics(
         {spec: _heldout_reward(spec, config, world) for spec in evaluation.heldout_rewards},
-        build("features", space, config.trusts(space), device=device) if space else None,
+        build("features", space, device=device) if space else None,
         NoisyReward(FunctionReward(_none), *errors),
         evaluation.diversity_prompts,
         evaluation.diversity_samples,
@@ -109,7 +108,7 @@ def _heldout_reward(spec: str, config: RunConfig, world: World) -> RewardModel:
     if spec in world.forms and not config.policy.model:
         return world.reward(spec)
     device = config.environment.reward_device or config.policy.device
-    reward = build("reward", spec, config.trusts(spec), device=device)
+    reward = build("reward", spec, device=device)
     return require_single(reward, "heldout_rewards", spec)
 
 

@@ -41,7 +41,7 @@ def tracker_name(config: RunConfig) -> str:
 
     Raises `ConfigError` if the tracker's package is not installed.
     """
-    name = config.allowed().logging.tracker
+    name = config.logging.tracker
     if name == "auto":
         return "tensorboard" if config.policy.model and find_spec("tensorboard") else "none"
     installed = name == "none" or find_spec(name) is not None  # also the name of its package

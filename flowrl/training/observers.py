@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from flowrl.core.calls import part_call, state_of
 from flowrl.core.errors import PartError, is_disk_error, require
 from flowrl.core.experience import FIELDS, LARGER, Actions, Record
 from flowrl.core.options import Count, Fraction, NonNegative, Whole, checked_options
 from flowrl.core.protocols import Observer, Stateful
-from flowrl.core.types import part_call, state_of
 from flowrl.distributed import Distributed
 from flowrl.io import write_bytes
 from flowrl.parts.registry import build
@@ -163,7 +163,7 @@ class _PartMetrics:
         return f"{self.kind}: {type(self.part).__name__}.metrics()"
 
     def observe(self, record: Record) -> Actions:
-        with part_call(f"{type(self.part).__name__}.metrics", PartError):
+        with part_call(f"{type(self.part).__name__}.metrics"):
             metrics = self.part.metrics()
         return Actions(metrics=_numbers(self.call, metrics))
 
@@ -208,7 +208,7 @@ class Observers:
                 for spec in self.config.observe:
                     name = parse_spec(spec).name.rpartition(":")[2]
                     known = {"eval_samples": config.evaluation.eval_samples}
-                    self._add(name, build("observer", spec, config.trusts(spec), **known))
+                    self._add(name, build("observer", spec, **known))
                 for other in others:
                     self._add(type(other).__name__, other)
         fields = {name for observer in self.named.values() for name in observer.fields}
@@ -311,7 +311,7 @@ class Observers:
         for name, observer in self.named.items():
             state = without_prefix(f"observer/{name}/", tensors)
             if isinstance(observer, Stateful) and state:
-                with part_call(f"{type(observer).__name__}.load_state_dict", PartError):
+                with part_call(f"{type(observer).__name__}.load_state_dict"):
                     observer.load_state_dict(state)
         for path in (self.folder / "experience").glob("[0-9]*.*"):
             if int(path.stem) > iteration:  # will be computed again
@@ -324,8 +324,7 @@ def _call(observer: Observer, known: Mapping[str, Any]) -> Actions:
         key: copy.deepcopy(known[key]) if key in ("metrics", "history") else known[key]
         for key in observer.fields
     }
-    inputs = [value for value in fields.values() if isinstance(value, Tensor)]
-    with part_call(f"{type(observer).__name__}.observe", PartError, *inputs):
+    with part_call(f"{type(observer).__name__}.observe"):
         actions = observer.observe(Record(known["metrics"]["iteration"], **fields)) or Actions()
     if not isinstance(actions, Actions):
         raise PartError(f"it returned a {type(actions).__name__}, not Actions or None")

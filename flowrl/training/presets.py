@@ -101,7 +101,7 @@ preset does not replace it.
 """
 
 
-def world_defaults(world: Any, trust: bool) -> dict[str, Any]:
+def world_defaults(world: Any) -> dict[str, Any]:
     """Changes to the defaults in a world: those of `WORLD_DEFAULTS`, or of a user's world (a spec
     or an object) its first task and form and its own `defaults`. Raises `ConfigError` if the world
     cannot be built, or its defaults name a world or a model.
@@ -110,7 +110,7 @@ def world_defaults(world: Any, trust: bool) -> dict[str, Any]:
         return WORLD_DEFAULTS[world]
     from flowrl.worlds.base import world as build_world
 
-    built = build_world(world, trust)
+    built = build_world(world)
     defaults = dict(getattr(built, "defaults", {}))
     fits = not {"world", "model"} & defaults.keys()
     require(fits, f"defaults of world {built.name}", defaults, "neither world nor model")

@@ -19,7 +19,6 @@ from safetensors.torch import save
 
 from flowrl.core.errors import CheckpointError, part_errors, require
 from flowrl.core.protocols import Observer, extras
-from flowrl.core.types import watched_calls
 from flowrl.distributed import Distributed, full_tensors
 from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
 from flowrl.parts.plugins import versions
@@ -57,6 +56,7 @@ from flowrl.training.started import (
     resumed_prompts,
     store_prompts,
 )
+from flowrl.training.watch import watched_calls
 
 Row = dict[str, Any]
 TOTALS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls", "seconds")
@@ -141,7 +141,6 @@ class Run:
         `DiskError` for a full disk, and `NonFiniteError` for a loss that is not finite (its data
         are then in failure/). If another process executes the run, a `ConfigError` names it.
         """
-        self.config.allowed()
         full = disk_errors(self.folder, partial(to_resume, self.folder))
         watched = watched_calls(self.distributed.publish)
         with part_errors(), watched, full, out_of_memory(), ExitStack() as stack:
@@ -257,15 +256,15 @@ class Run:
         refuses changed code.
         """
         given, path = self.config.flat(), self.folder / "config.json"
-        check_code(self.folder, given, self.changed_code, self.config.trusts)
+        check_code(self.folder, given, self.changed_code)
         if not path.exists():
             return {}
-        recorded = load_config(path).flat()
+        recorded = load_config(path, trust=True).flat()
         return {name: recorded[name] for name in SIZES if given[name] == "auto"}
 
     def _write_settings(self) -> None:
         """code.json, config.json, and config.yaml for ``flowrl train --config``."""
-        record_code(self.folder, self.config.flat(), self.config.trusts)
+        record_code(self.folder, self.config.flat())
         values = {"format": FORMAT, **self.config.as_dict()}
         write_json(self.folder / "config.json", values)
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())

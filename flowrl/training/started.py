@@ -29,7 +29,7 @@ def changed_settings(folder: Path, config: RunConfig) -> str:
     in "iterations 12 -> 24"; "" if there are none.
     """
     try:
-        before, now = flat(load_config(folder / "config.yaml")), flat(config)
+        before, now = flat(load_config(folder / "config.yaml", trust=True)), flat(config)
     except ConfigError:  # missing or damaged: it is written again
         return ""
     now["world"] = config.environment.world_name

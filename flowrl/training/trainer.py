@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import PartError
+from flowrl.core.calls import part_call, state_of
 from flowrl.core.experience import Credit, Decisions, Experience
 from flowrl.core.protocols import (
     AnyReward,
@@ -23,7 +23,7 @@ from flowrl.core.protocols import (
     Stateful,
     extras,
 )
-from flowrl.core.types import Condition, Prompt, part_call, state_of
+from flowrl.core.types import Condition, Prompt
 from flowrl.credit import credit_of, read_columns, value_quality
 from flowrl.distributed import Distributed, sum_over_replicas
 from flowrl.methods import Method, check_one_advantage
@@ -470,7 +470,7 @@ class Trainer:
         tensors, values = self.distributed.in_main(lambda: (small, checkpoint.values))
         self.copies.restore(checkpoint.tensors, values, self.distributed)
         for prefix, part in self.with_memory.items():
-            with part_call(f"{type(part).__name__}.load_state_dict", PartError):
+            with part_call(f"{type(part).__name__}.load_state_dict"):
                 part.load_state_dict(without_prefix(prefix, tensors))
         self.scaler.load_state_dict(values["loss_scale"])
         self.generator.set_state(tensors["generator"])

@@ -144,7 +144,6 @@ class ModelWorld:
         heldout_prompts: file of the held-out prompts; empty for the training prompts.
         reward: spec of the reward.
         options: options of the policy.
-        trust: whether the spec of the reward is in the user's own words (`RunConfig.trusts`).
         reward_device: device of the reward's network; empty: the policy's.
         distributed: the processes.
 
@@ -164,14 +163,13 @@ class ModelWorld:
         heldout_prompts: str,
         reward: str,
         options: ModelOptions,
-        trust: bool = False,
         reward_device: str = "",
         distributed: Distributed = Distributed(),
     ) -> None:
         require(bool(prompts), "prompts", prompts, "a prompt file, or hf(name=NAME)")
         allowed = "NAME of a reward or path/to/file.py:Class: a model has none of its own"
         require(bool(reward), "reward", reward, allowed)
-        self._model, self._spec, self._options, self._trust = model, reward, options, trust
+        self._model, self._spec, self._options = model, reward, options
         self._device = reward_device or options.device
         files = "a file or a list: a resumed run reads the prompts again"
         require("-" not in (prompts, heldout_prompts), "prompts", "-", files)
@@ -194,7 +192,7 @@ class ModelWorld:
 
     @cached_property
     def _reward(self) -> RewardModel:
-        reward = build("reward", self._spec, self._trust, device=self._device)
+        reward = build("reward", self._spec, device=self._device)
         return evaluation_reward(reward)
 
     def policy(self, options: PolicyOptions) -> FlowPolicy:
@@ -204,33 +202,32 @@ class ModelWorld:
         return load_policy(self._model, replace(self._options, **shared))
 
 
-def world(named: str | World, trust: bool = False) -> World:
+def world(named: str | World) -> World:
     """A world by name, from a plug-in or a user's file, or given as an object; files are loaded
     again after a change only.
 
     Args:
         named: NAME, NAME(option=value) or path/to/file.py:Class; or the world itself.
-        trust: whether a spec is in the user's own words, and may name code.
 
     Returns:
         The world.
 
     Raises:
         ConfigError: the name is unknown, the file cannot be loaded, or a member of the world is
-            missing or of another type; or it needs trust.
+            missing or of another type.
     """
     if not isinstance(named, str):
         check_part("world", named)
         return _checked(named)
     file = parse_spec(named, "world").file
     changed = file.stat().st_mtime_ns if file and file.is_file() else 0
-    return _built(named, file and file.resolve(), changed, trust)
+    return _built(named, file and file.resolve(), changed)
 
 
 @cache
-def _built(spec: str, file: Path | None, changed: int, trust: bool) -> World:
+def _built(spec: str, file: Path | None, changed: int) -> World:
     """The world of a spec; a file is loaded again after a change."""
-    return _checked(build("world", spec, trust))
+    return _checked(build("world", spec))
 
 
 class _Members(BaseModel):

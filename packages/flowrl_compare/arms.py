@@ -15,7 +15,7 @@ from flowrl.core.errors import MAX_SEED, ConfigError, require
 from flowrl.methods import METHODS
 from flowrl.parts.settings import owners, read_arms, unknown
 from flowrl.parts.specs import identity, parse_options
-from flowrl.parts.trust import PARTS, trusted
+from flowrl.parts.trust import PARTS, require_trust
 from flowrl.training.config import EvaluationConfig, RunConfig
 from flowrl_compare.results import REWARDS, run_folder
 
@@ -126,10 +126,10 @@ def load_arms(path: Path, trust: bool = False) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: the file cannot be read, or has an entry that is not allowed.
     """
-    return {
-        name: trusted(settings, path, trust)
-        for name, settings in read_arms(path, RunConfig).items()
-    }
+    arms = read_arms(path, RunConfig)
+    for settings in arms.values():
+        require_trust(settings, path, trust)
+    return arms
 
 
 def together(*several: Arms) -> dict[str, dict[str, Any]]:

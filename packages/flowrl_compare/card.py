@@ -33,7 +33,7 @@ def finish_run(folder: Path) -> list[str]:
     """After `flowrl train`: the card of a model's run, and proxy.png if the run has held-out
     metrics; the lines to print.
     """
-    if load_config(folder / "config.json").policy.model:
+    if load_config(folder / "config.json", trust=True).policy.model:
         write_card(folder)
     run = load_run(folder)
     figure = proxy_and_heldout({run.arm: [run]})
@@ -50,7 +50,7 @@ def write_card(folder: Path) -> None:
     Scores come from metrics.jsonl and, if `flowrl evaluate` has written it,
     evaluation/evaluation.json; nothing is measured.
     """
-    config = load_config(folder / "config.json")
+    config = load_config(folder / "config.json", trust=True)
     text, weights = card_text(folder, config), folder / config.policy.tuning
     write_bytes(folder / "README.md", text.encode())
     if not weights.is_dir():

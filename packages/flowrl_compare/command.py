@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -23,14 +22,12 @@ from flowrl.cli.options import (
     options_with,
     refuse_others,
     typed_command,
-    typed_settings,
-    with_options,
 )
 from flowrl.core.errors import require
 from flowrl.core.options import Workers
 from flowrl.parts.trust import trust_option
 from flowrl.signals import ignore_stops, on_stop
-from flowrl.training.config import RunConfig, words
+from flowrl.training.config import RunConfig
 from flowrl.training.presets import method_overrides, require_method, tuned
 
 if TYPE_CHECKING:
@@ -126,8 +123,7 @@ class Compare:
         if file := named_file(arguments):
             from flowrl_compare.comparison import load_compare
 
-            run = load_compare(file, "--trust" in arguments).run
-            base = run.in_own_words(*typed_settings(arguments))
+            base = load_compare(file, "--trust" in arguments).run
         else:
             base = base_of(arguments)
         return Compare(() if given else PAPERS, run=options_with(CompareOptions, base), base=base)
@@ -158,15 +154,12 @@ class Compare:
             require(name in METHODS, "methods", name, ", ".join(METHODS))
         base, usual = self.base, self.base.flat()
         chosen = changes(self.run, base)
-        run = with_options(self.preset, base, chosen, self.trust)
-        in_options = [method_arms(self.methods), *map(parse_arm, self.arm)]
-        rules = credit_arms(self.credit)
+        run = base.replace(**chosen)
         file = load_arms(self.arms, self.trust) if self.arms else {}
-        given = together(*in_options, file, rules)
+        arms = map(parse_arm, self.arm)
+        given = together(method_arms(self.methods), *arms, file, credit_arms(self.credit))
         values = parse_grid(grid) if grid else {}
         require_apart({"the command": chosen, **given}, values)
-        typed = [words(settings) for settings in together(*in_options, rules).values()]
-        run = run.with_file(None if self.trust else self.arms).in_own_words(*chain(*typed))
         usual_run = self.preset == "default" and base.environment.world in tuned()
         if self.settings == "tuned" or (self.settings is None and usual_run):
             require(

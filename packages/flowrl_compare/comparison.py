@@ -21,7 +21,7 @@ from flowrl.methods import METHODS
 from flowrl.parts.plugins import versions
 from flowrl.parts.registry import build
 from flowrl.parts.sources import first_paragraph
-from flowrl.parts.trust import code_of, trust_option
+from flowrl.parts.trust import code_of, require_trust, trust_option
 from flowrl.probes import NoProbe
 from flowrl.reading import as_kind, load_document, read_bytes, reading
 from flowrl.training.build import check, make_method, make_world, method_parts, require_read, unread
@@ -91,18 +91,10 @@ class CompareConfig:
             for arm, config in examples.items()
         }
 
-    def allowed(self) -> None:
-        """Raise `ConfigError` if the comparison was read without trust and has settings that need
-        consent (`flowrl.parts.trust`).
-        """
-        for config in (self.run, *self.examples().values()):
-            config.allowed()
-
     def descriptions(self) -> dict[str, str]:
         """By arm, the first paragraph of the docstring of its credit rule if it names one, else of
         its method; "" without one.
         """
-        self.allowed()
         return {arm: _description(config) for arm, config in self.examples().items()}
 
     def parts(self) -> dict[str, dict[str, str]]:
@@ -175,8 +167,8 @@ class CompareConfig:
     ) -> "CompareConfig":
         """The inverse of `as_dict`.
 
-        Raises `ConfigError` if entries are missing. Without `trust`, parts are built only from
-        settings that the file `source` may contain (`allowed`).
+        Raises `ConfigError` if entries are missing, and without `trust` for settings that need
+        consent (`flowrl.parts.trust`).
         """
         require_format(source, values)
         with reading(source):
@@ -187,6 +179,8 @@ class CompareConfig:
             arm: {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()}
             for arm, settings in file.arms.items()
         }
+        for settings in arms.values():
+            require_trust(settings, source, trust)
         seeds = tuple(file.seeds)
         return CompareConfig(run, arms, seeds, file.preset, file.command, file.points)
 
@@ -198,8 +192,7 @@ def planned_cost(counts: Plan | None, config: RunConfig) -> float:
 
 def _description(config: RunConfig) -> str:
     credit, method = config.algorithm.credit, config.algorithm.method
-    trust = config.trusts(credit)
-    part = type(build("credit", credit, trust)) if credit else METHODS.get(method)
+    part = type(build("credit", credit)) if credit else METHODS.get(method)
     line = first_paragraph(inspect.getdoc(part) or "")
     # a data class without a docstring gets one of its fields
     return "" if line.startswith(f"{getattr(part, '__name__', '')}(") else line.rstrip(".")
@@ -292,7 +285,6 @@ def compare(
             another comparison.
         PartError: some runs failed.
     """
-    config.allowed()
     if world is not None:
         config = replace(config, run=config.run.replace(world=world))
     if not resume:
@@ -355,7 +347,7 @@ def _compare(
     failed = [name for name, result in results.items() if isinstance(result, str)]
     if failed and completed:
         label = run_label(arms[failed[0]], jobs[failed[0]].seed)
-        has_code = any(code_of(jobs[name].flat(), jobs[name].trusts) for name in failed)
+        has_code = any(code_of(jobs[name].flat()) for name in failed)
         options = trust_option(jobs[failed[0]].flat()) + " --changed-code" * has_code
         raise PartError(
             f"{len(failed)} of {len(jobs)} runs failed, and the others are complete. {label}:"

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from annotated_types import Ge, Le
@@ -122,10 +122,7 @@ class Evaluate:
         prompts = prompts[: self.limit]
         specs = self.reward or tuple(filter(None, [environment.reward]))
         rewards = {
-            spec: evaluation_reward(
-                build("reward", spec, config.trusts(spec), device=options.device)
-            )
-            for spec in specs
+            spec: evaluation_reward(build("reward", spec, device=options.device)) for spec in specs
         } or {form: world.reward(form) for form in world.forms}
         if self.model:
             bare = replace(model_options(config), tuning="nothing", gradient_checkpointing=False)
@@ -192,9 +189,9 @@ class Evaluate:
         else:
             allowed = "the folder of a run; for a LoRA or a transformer give its --model too"
             file = config_of("weights", self.weights, allowed)
-            # the run's own reward, which is not built if another is given, may need consent
-            option = {"reward": self.reward[0]} if self.reward else {}
-            config = load_config(file, self.trust).in_own_words(*self.reward, **option).allowed()
+            # the run's own reward, which is not built if another is given, needs no consent then
+            option: dict[str, Any] = {"reward": self.reward[0]} if self.reward else {}
+            config = load_config(file, self.trust, **option)
             config = with_stored_prompts(self.weights, config)
             read = changes.keys() - {"eval_steps", "reward"}
             require_read(config.replace(**{name: changes[name] for name in read}), read)

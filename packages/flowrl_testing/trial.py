@@ -67,17 +67,13 @@ def try_parts(
     """
     tried, deadline = set[tuple[str, str]](), time.monotonic() + seconds
     for config in configs:
-        config.allowed()
-        for setting, kind, spec, outer in own_parts(config.flat()):
+        for setting, kind, spec in own_parts(config.flat()):
             known = (setting, spec.text) in tried
             if setting in ("loss", "sampler", "window", "credit") and not known:
                 tried.add((setting, spec.text))
                 # the run's part of the setting, also for a loss's training times; or one inside it
                 made = spec.text == getattr(config.algorithm, setting) or kind == "times"
-                trust = config.trusts(outer)
-                part = (
-                    getattr(run_method(config), setting) if made else build(kind, spec.text, trust)
-                )
+                part = getattr(run_method(config), setting) if made else build(kind, spec.text)
                 _try_part(config, f"{setting}: {spec.text}", kind, part, warn, deadline)
 
 

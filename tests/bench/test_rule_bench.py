@@ -351,7 +351,7 @@ def test_no_difference_and_undecided_are_one_prediction(level, spread):
 
 
 def test_the_starter_rule_keeps_the_contract_and_is_not_original():
-    starter, gains = build("credit", f"{STARTER / 'my_rule.py'}:MyRule", trust=True), StepwiseGain()
+    starter, gains = build("credit", f"{STARTER / 'my_rule.py'}:MyRule"), StepwiseGain()
     assert [row.earned for row in grading.contract(starter)] == [15, 0]
     assert [row.earned for row in grading.contract(gains)] == [15, 5]
 

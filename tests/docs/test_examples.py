@@ -101,7 +101,7 @@ def test_parts_build(kind):
     specs = {spec.strip('"') for spec in specs if ".py" not in spec}
     assert specs
     for spec in specs:
-        build(kind, spec, trust=True)
+        build(kind, spec)
 
 
 ROOMS = [path.name for path in (ROOT / "flowrl").iterdir() if path.is_dir()]

@@ -119,7 +119,7 @@ def test_options_reach_the_part():
 )
 def test_what_is_wrong_is_named(kind, spec, words):
     with pytest.raises(ConfigError, match=words):
-        build(kind, spec, trust=True)
+        build(kind, spec)
 
 
 def test_a_part_of_another_kind_is_refused(tmp_path):
@@ -131,10 +131,10 @@ def test_a_part_of_another_kind_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match="CPS is not a credit rule; it needs an attribute `probe`"
     ):
-        build("credit", f"{file}:CPS", trust=True)
-    assert build("sampler", f"{file}:CPS(noise_level=0.2)", trust=True) == CPS(0.2)
+        build("credit", f"{file}:CPS")
+    assert build("sampler", f"{file}:CPS(noise_level=0.2)") == CPS(0.2)
     with pytest.raises(ConfigError, match="RuntimeError: no such model"):
-        build("reward", f"{file}:fails", trust=True)
+        build("reward", f"{file}:fails")
 
 
 def test_every_built_in_part_can_be_listed_and_built():
@@ -174,7 +174,7 @@ def test_probes_as_parts(tmp_path):
     assert build("credit", "stepwise-gain(probe='substeps:3')").probe == Substeps(3)
     assert build("credit", "stepwise-gain(probe=none)").probe == NoProbe()
     spec = f"stepwise-gain(probe='{file}:Last(nodes=4)')"
-    assert build("credit", spec, trust=True).probe.nodes == 4
+    assert build("credit", spec).probe.nodes == 4
     both = (f"stepwise-gain(probe='substeps{text}')" for text in (":5", "(count=5)"))
     assert len(set(map(identity, both))) == 1
 
@@ -194,7 +194,7 @@ def test_probes_as_parts(tmp_path):
 )
 def test_bad_probes_are_named(spec, words):
     with pytest.raises(ConfigError, match=words):
-        build("credit", f"stepwise-gain(probe='{spec}')", trust=True)
+        build("credit", f"stepwise-gain(probe='{spec}')")
 
 
 def test_training_times_by_spec():
@@ -306,7 +306,7 @@ def test_a_file_imports_its_neighbours_and_no_others(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.chdir(first)
     rules = [
-        type(build("credit", f"{folder}/my_rules.py:Mine", trust=True))
+        type(build("credit", f"{folder}/my_rules.py:Mine"))
         for folder in (first, second, Path(), second, first)
     ]
     assert [rule.name for rule in rules] == ["a A", "b B", "a A", "b B", "a A"]

@@ -237,7 +237,7 @@ def test_parts_of_packages_that_may_connect_need_trust(kind, monkeypatch):
         needs = connects or (kind in ("observer", "world") and package == "somebody")
         with pytest.raises(ConfigError, match="consent") if needs else nullcontext():
             assert find_maker(kind, parse_spec("part")) is plugin.part
-        assert find_maker(kind, parse_spec("part"), trust=True) is plugin.part
+        assert find_maker(kind, parse_spec("part")) is plugin.part
         if setting:
             assert bool(trust_option({setting: "part"})) == needs
     assert not trust_option({"observe": ("budget(nfe=9)",), "world": "shapes"})
@@ -443,7 +443,7 @@ def test_what_needs_no_trust_runs_no_code_at_any_depth(
         with suppress(ConfigError):  # the option may be one of another kind of part
             build("credit", f"greedy({option}={value!r})")
     assert not canary.exists()
-    build("credit", "greedy(x=[{'a': 'evil.py:Evil'}])", trust=True)
+    build("credit", "greedy(x=[{'a': 'evil.py:Evil'}])")
     canary.unlink()
 
 
@@ -476,7 +476,7 @@ def test_nothing_is_called_that_is_not_a_part(kind, spec, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     refusals = r"is not a .*; it needs .*annotated to return one|has no (option|class)"
     with pytest.raises(ConfigError, match=rf"{refusals}|functools:partial failed|cannot be read"):
-        build(kind, spec, trust=True)
+        build(kind, spec)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -161,7 +161,7 @@ def test_keeps_the_contract(form, detector, clip):
         f"geneval(form={form}, model='{detector}', clip='{clip}', threshold=0.1,"
         " counting_threshold=0.12)"
     )
-    report = check_reward(build("reward", spec, trust=True), (images(), prompts()))
+    report = check_reward(build("reward", spec), (images(), prompts()))
     assert report.ok, report
 
 
@@ -169,18 +169,18 @@ def test_counting_has_a_threshold_of_its_own(detector, clip):
     spec = f"geneval(model='{detector}', clip='{clip}', threshold=0.01, counting_threshold=0.999)"
     tags = ("single_object", "counting")
     asked = [Prompt("a cat", {"tag": tag, "include": [CAT]}) for tag in tags]
-    scores = build("reward", spec, trust=True).score(images(1).expand(2, -1, -1, -1), asked)
+    scores = build("reward", spec).score(images(1).expand(2, -1, -1, -1), asked)
     assert scores.tolist() == [1.0, 0.0]
 
 
 def test_a_wrong_clip_shows_before_a_coloured_object_is_found(detector):
     spec = f"geneval(model='{detector}', clip='/no/such/folder', threshold=0.999)"
     with pytest.raises(ConfigError, match="'/no/such/folder' cannot be loaded"):
-        build("reward", spec, trust=True).score(images(1), prompts()[1:2])
+        build("reward", spec).score(images(1), prompts()[1:2])
 
 
 def test_prompts_without_a_request_are_refused(detector, clip):
-    reward = build("reward", f"geneval(model='{detector}', clip='{clip}')", trust=True)
+    reward = build("reward", f"geneval(model='{detector}', clip='{clip}')")
     zebra = {"include": [{"class": "zebra"}]}
     for metadata, problem in (
         ({}, "is not a request in GenEval's format"),

@@ -39,7 +39,7 @@ class Mean:
 def in_pool(tmp_path):
     """A reward of a user's file, and the same in a pool."""
     (tmp_path / "mean.py").write_text(ON_CPU)
-    reward = build("reward", f"{tmp_path}/mean.py:Mean", trust=True)
+    reward = build("reward", f"{tmp_path}/mean.py:Mean")
     return reward, pooled(reward)
 
 
@@ -102,7 +102,7 @@ import torch
 from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
 from flowrl.rewards.pool import pooled
-pool = pooled(build("reward", "{tmp_path}/mean.py:Mean", trust=True))
+pool = pooled(build("reward", "{tmp_path}/mean.py:Mean"))
 print(int(pool.score(torch.zeros(1, 3, 2, 2), [Prompt("process")])), flush=True)
 input()
 """

@@ -102,7 +102,7 @@ def test_scores_come_back_in_order(serve, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
     server = serve(lambda n, i: (time.sleep(0.002 * (n % 5)), red(n, i))[1])
     prompts = [Prompt(f"picture {i} {{prompt}} {{low:g}}") for i in range(8)]
-    reward = build("reward", f"judge(url='{server.url}', model=some-model, pause=0.0)", trust=True)
+    reward = build("reward", f"judge(url='{server.url}', model=some-model, pause=0.0)")
     expected = (1 + 4 * (shades()[:, 0, 0, 0] * 255).round() / 255) / 5
     torch.testing.assert_close(reward.score(shades(), prompts), expected, atol=1e-3, rtol=0)
     for body, authorisation in server.seen:

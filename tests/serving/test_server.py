@@ -59,7 +59,7 @@ def test_scores_equal_those_in_process(form):
     images, prompts = rand(20, 3, 8, 8), [Prompt("p")] * 20
     seen = images if form == "safetensors" else (images * 255).round() / 255
     with served(Function()) as (url, _):
-        remote = build("reward", f"remote(url='{url}', batch=7, images={form})", trust=True)
+        remote = build("reward", f"remote(url='{url}', batch=7, images={form})")
         for given, expected in ((images, seen), (images[:, :1], seen[:, :1])):
             assert torch.equal(remote.score(given, prompts), Function().score(expected, prompts))
         assert remote.score(images[:0], []).shape == (0,)
@@ -173,7 +173,7 @@ def test_components_of_a_weighted_sum_travel():
     images = rand(9, 3, 16, 16)
     prompts = [Prompt("p")] * 9
     with served(local) as (url, _):
-        remote = build("reward", f"remote-sum(url='{url}', batch=4)", trust=True)
+        remote = build("reward", f"remote-sum(url='{url}', batch=4)")
         parts, wanted = remote.parts(images, prompts), local.parts(images, prompts)
         assert list(parts) == ["a", "b"]
         assert all(torch.equal(parts[name], wanted[name]) for name in parts)
@@ -596,7 +596,7 @@ def test_only_failures_that_may_pass_are_to_be_retried(error, retry):
 def test_fuzzed_requests_do_no_harm(tmp_path):
     """Good and damaged requests, drawn by Hypothesis."""
     (tmp_path / "echo.py").write_text(REWARD)
-    reward = build("reward", f"{tmp_path / 'echo.py'}:Echo", trust=True)
+    reward = build("reward", f"{tmp_path / 'echo.py'}:Echo")
     with served(reward, ServerSettings(token=TOKEN)) as (url, state):
         seen = fuzzing.fuzz(url, TOKEN, 200)
         wait_until(lambda: state.memory.used == 0)  # the last connection may still be closing

@@ -333,5 +333,5 @@ def test_the_world_of_a_model(tmp_path):
     (tmp_path / "held.txt").write_text("a red hat\n")
     names = ("model", "prompts.txt", "held.txt", "reward.py:Redness")
     files = (str(tmp_path / name) for name in names)
-    findings = check_world(ModelWorld(*files, options=TINY, trust=True))
+    findings = check_world(ModelWorld(*files, options=TINY))
     assert findings.ok, str(findings)

@@ -34,7 +34,7 @@ from torch.distributed import HashStore
 
 from flowrl.core.errors import ConfigError, FlowrlError, RewardError, TrainingError
 from flowrl.core.experience import Actions
-from flowrl.core.types import Prompt, named_call, watched_calls
+from flowrl.core.types import Prompt
 from flowrl.distributed import (
     Distributed,
     OtherProcessError,
@@ -51,6 +51,7 @@ from flowrl.training.checkpoint import Checkpoints, load_weights
 from flowrl.training.config import load_config, preset
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
+from flowrl.training.watch import watched_calls
 from flowrl.workers import launch_rank
 
 PROCESSES = dict(micro_batch=7, iterations=2, learning_rate=3e-4)

@@ -63,10 +63,10 @@ def test_a_run_is_resumed_with_trust_and_evaluated(capsys):
 
 
 def test_a_changed_file_is_another_world():
-    before = world(OWN, trust=True)
-    assert world(OWN, trust=True) is before
+    before = world(OWN)
+    assert world(OWN) is before
     Path("my_world.py").write_text(CODE.replace('name = "clock"', 'name = "changed"'))
-    assert world(OWN, trust=True).name == "changed"
+    assert world(OWN).name == "changed"
 
 
 @pytest.mark.parametrize("how", ["name", "object"])

@@ -23,7 +23,7 @@ from flowrl.parts.registry import options_of
 from flowrl.parts.specs import parse_options, parse_spec
 from flowrl.training import presets
 from flowrl.training.build import check, run_method
-from flowrl.training.config import RunConfig, preset, words
+from flowrl.training.config import RunConfig, preset
 from flowrl.training.presets import METHOD_SETTINGS
 
 _EULER = {"eval_steps": 20, "eval_solver": "euler"}
@@ -173,7 +173,6 @@ class Arm:
     exact values, whose evaluations are recorded but compared with those of no other arm. `same`
     names a method that is the same rule with the same settings, whose runs would repeat this arm's
     numbers.
-    `source` is the file, read without trust, with the settings; "" for the user's own.
     """
 
     name: str
@@ -183,7 +182,6 @@ class Arm:
     control: bool = False
     oracle: bool = False
     same: str = ""
-    source: str = ""
 
     @property
     def label(self) -> str:
@@ -213,8 +211,7 @@ class Arm:
     def run(self, world: str, values: Mapping[str, float], **more: Any) -> RunConfig:
         """The run in a world."""
         shared, changes = {**settings_of(world), **more}, self.changes(world, values)
-        run = preset("default").apply(**{**shared, **changes, **more})
-        return replace(run, source=self.source, own=words(shared))
+        return preset("default").apply(**{**shared, **changes, **more})
 
 
 BOTH = ("mixture", "shapes")
@@ -353,7 +350,7 @@ def named_arm(name: str) -> Arm:
         ) from error
 
 
-def own_arm(name: str, settings: Mapping[str, Any], source: str = "") -> Arm:
+def own_arm(name: str, settings: Mapping[str, Any]) -> Arm:
     """An arm of one's own, as in `flowrl compare --arm`, in both worlds.
 
     The knobs are those of `POLICY` that `settings` do not set and that its kernel or its loss has.
@@ -367,7 +364,6 @@ def own_arm(name: str, settings: Mapping[str, Any], source: str = "") -> Arm:
         settings,
         {knob: value for knob, value in POLICY.items() if knob not in settings},
         BOTH,
-        source=source,
     )
     for world in BOTH:
         # rewards may differ: all arms have the world's scores
@@ -387,21 +383,19 @@ def own_arm(name: str, settings: Mapping[str, Any], source: str = "") -> Arm:
     without = [
         knob
         for knob, (kind, part) in parts.items()
-        if not (hasattr(part, knob) or _accepts(kind, settings, knob, run))
+        if not (hasattr(part, knob) or _accepts(kind, settings, knob))
     ]
     return replace(
         arm, knobs={knob: value for knob, value in arm.knobs.items() if knob not in without}
     )
 
 
-def _accepts(kind: str, settings: Mapping[str, Any], option: str, run: RunConfig) -> bool:
+def _accepts(kind: str, settings: Mapping[str, Any], option: str) -> bool:
     """Whether the part of a `kind` that `settings` name has an `option`, under whatever attribute
     it keeps the value.
     """
     spec = settings.get(kind)
-    return bool(spec) and option in options_of(
-        kind, parse_spec(spec, kind).name, run.trusts(getattr(run.algorithm, kind))
-    )
+    return bool(spec) and option in options_of(kind, parse_spec(spec, kind).name)
 
 
 def own_arms(texts: Sequence[str], file: Path | None = None, trust: bool = False) -> list[Arm]:
@@ -409,8 +403,4 @@ def own_arms(texts: Sequence[str], file: Path | None = None, trust: bool = False
     reads them.
     """
     typed, read = together(*map(parse_arm, texts)), load_arms(file, trust) if file else {}
-    source = "" if trust else str(file)
-    return [
-        own_arm(name, settings, source if name in read else "")
-        for name, settings in together(typed, read).items()
-    ]
+    return [own_arm(name, settings) for name, settings in together(typed, read).items()]

@@ -142,9 +142,7 @@ def own_files(config: RunConfig) -> list[Path]:
     chosen = {kind: getattr(algorithm, kind) for kind in ("credit", "sampler", "window", "loss")}
     world = {} if config.environment.world == "model" else {"world": config.environment.world}
     specs = {**chosen, "reward": reward, **world}
-    files = dict.fromkeys(
-        path for kind, spec in specs.items() for path in _files(kind, spec, config.trusts(spec))
-    )
+    files = dict.fromkeys(path for kind, spec in specs.items() for path in _files(kind, spec))
     ours = [folder.resolve() for folder in PACKAGES.values()]
     return [
         path
@@ -154,11 +152,11 @@ def own_files(config: RunConfig) -> list[Path]:
 
 
 @cache
-def _files(kind: str, spec: str, trust: bool) -> tuple[Path, ...]:
+def _files(kind: str, spec: str) -> tuple[Path, ...]:
     """Files of a part and of the parts in its options; none if the spec cannot be read."""
     try:
         parsed = parse_spec(spec, kind)
     except ConfigError:
         return ()
-    inner = [path for nested in parsed.nested() for path in _files(*nested, trust)]
-    return (*files_of(kind, parsed, trust), *inner)
+    inner = [path for nested in parsed.nested() for path in _files(*nested)]
+    return (*files_of(kind, parsed), *inner)

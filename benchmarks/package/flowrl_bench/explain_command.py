@@ -58,13 +58,10 @@ class Explain:
             print(f"{columns} columns read as {columns - 1} decisions")
 
         def with_sampler(spec: str, noise_level: float) -> list[Any]:
-            sampler = build("sampler", spec, trust=True, noise_level=noise_level)
+            sampler = build("sampler", spec, noise_level=noise_level)
             stds = transition_stds(sampler, uniform_schedule(columns - 1))
             decisions = Decisions.like(table.values, stds.tolist())
-            return [
-                explain(build("credit", spec, trust=True), table, decisions, spec)
-                for spec in self.rules
-            ]
+            return [explain(build("credit", spec), table, decisions, spec) for spec in self.rules]
 
         usual = (Explain.sampler, Explain.noise_level)
         shown = with_sampler(self.sampler, self.noise_level)

@@ -15,8 +15,9 @@ from typing import Any
 
 from flowrl.core.errors import ConfigError, FlowrlError, require
 from flowrl.parts.plugins import versions
+from flowrl.parts.trust import require_trust
 from flowrl.reading import is_kind, parse_json, read_bytes, reading
-from flowrl.training.config import RunConfig, words
+from flowrl.training.config import RunConfig
 from flowrl.workers import usable_cores
 from flowrl_bench.digest import (
     PACKAGES,
@@ -208,8 +209,10 @@ class ResultsFile:
         """The settings of a line. Raises `ConfigError` for those that do not exist, and for code
         that is not trusted.
         """
-        config = RunConfig.from_dict(line["config"], self.trust, self.path)
-        return config.in_own_words(*words(self.own)).allowed()
+        config = RunConfig.from_dict(line["config"], trust=True)
+        kept = {name: v for name, v in config.flat().items() if v not in self.own.values()}
+        require_trust(kept, self.path, self.trust)
+        return config
 
     def _require_settings(
         self, line: Mapping[str, Any], location: str, allowed: Mapping[str, Any] | None

@@ -88,7 +88,7 @@ def known_arm(rule: str | Arm, folder: Path) -> Arm:
     settings = held or settings
     if isinstance(rule, str):
         (name,) = named_rules([settings["credit"]], BASELINES)
-    return own_arm(name, settings, "" if isinstance(rule, str) else rule.source)
+    return own_arm(name, settings)
 
 
 def keep_arm(folder: Path, arm: Arm) -> None:
