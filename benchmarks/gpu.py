@@ -50,11 +50,11 @@ from gpu_compute import (
     share_of_ceiling,
 )
 
-from flowrl import Prompt, Trainer, preset
+from flowrl import Prompt, preset
 from flowrl.parts.plugins import versions
 from flowrl.policies import DTYPES, ModelOptions, PipelinePolicy
 from flowrl.rewards import FunctionReward
-from flowrl.training.build import make_method
+from flowrl.training.build import build_trainer, make_method
 from flowrl.training.config import RunConfig
 from flowrl.workers import usable_cores
 
@@ -119,10 +119,14 @@ def measure(
     setting = case.setting
     policy, meter, cost = build(case, device)
     config = run_config(case)
-    trainer = Trainer(
-        policy, make_method(config), BRIGHTNESS, [Prompt(f"prompt {n}") for n in range(16)], config
+    trainer = build_trainer(
+        config,
+        policy,
+        make_method(config),
+        BRIGHTNESS,
+        [Prompt(f"prompt {n}") for n in range(16)],
+        on_phase=meter.phase,
     )
-    trainer.on_phase = meter.phase
     if not setting.fused:
         trainer.optimizer = torch.optim.AdamW(
             trainer.parameters, config.optim.learning_rate, foreach=False

@@ -234,7 +234,7 @@ def trajectory_differences(recording: Recording, run: Replay) -> Iterator[tuple[
     )
     density = (
         log_prob_without_constants
-        if "released_cps" in run.trainer.config.algorithm.loss
+        if getattr(run.values.inner, "log_prob", "") == "released_cps"
         else log_prob
     )
     ours = density(gaussian, path.nodes[sample, step + 1]).view(-1, steps)

@@ -27,14 +27,15 @@ from flowrl.core.protocols import FlowPolicy, ForwardLoss, PolicyLoss, Sampler
 from flowrl.core.types import Gaussian, LossBatch, LossResult, Trajectories, Unit
 from flowrl.flow import expand, log_prob, log_prob_without_constants
 from flowrl.methods import Method
+from flowrl.nonfinite import NonFiniteCheck
 from flowrl.policies import PipelinePolicy
 from flowrl.rollout import Groups
 from flowrl.rollout.batches import ForwardBatches, LossBatches, MicroBatch, Rows
 from flowrl.rollout.collector import Collected
 from flowrl.rollout.metrics import LossMetrics
-from flowrl.training.build import make_method, make_policy, make_world
+from flowrl.training.build import build_trainer, make_method, make_policy, make_world
+from flowrl.training.checkpoint import restore_trainer, trainer_state
 from flowrl.training.config import RunConfig
-from flowrl.training.nonfinite import NonFiniteCheck
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class ReplayTrainer(Trainer):
         """Resume from these weights and copies of the weights after `steps` optimizer steps, as from
         a checkpoint.
         """
-        state = self.state()
+        state = trainer_state(self)
         for prefix, tensors in {
             "weight": weights,
             **{f"copy.{name}": copy for name, copy in copies.items()},
@@ -166,7 +167,7 @@ class ReplayTrainer(Trainer):
             {f"copy.{name}.current": copy is weights for name, copy in copies.items()},
             optimizer_steps=steps,
         )
-        self.restore(state)
+        restore_trainer(self, state)
 
     def loss_batches(
         self,
@@ -366,7 +367,8 @@ def recorded_trainer(
     if (groups, members) != (config.rollout.groups, config.rollout.group_size):
         raise ValueError(f"groups and group_size differ from the recorded {groups} and {members}")
     prompts = make_world(config).prompts(config.environment.task, "train")[:groups]
-    trainer = kind(policy, method, RecordedReward(rewards, prompts), prompts, config)
+    reward = RecordedReward(rewards, prompts)
+    trainer = build_trainer(config, policy, method, reward, prompts, kind=kind)
     trainer.prompts.order = list(range(len(prompts)))
     recorded = {"initial": noise["init_noise"], "steps": noise["step_noise"]}
     trainer.groups = RecordedNoise(groups, members, **recorded)

@@ -38,11 +38,11 @@ import diffusers
 import torch
 from flowrl_testing.tiny import tiny_sd3
 
-from flowrl import Prompt, Trainer, preset
+from flowrl import Prompt, preset
 from flowrl.policies import PipelinePolicy, StorageCounter
 from flowrl.policies.families import SD3
 from flowrl.rewards import FunctionReward
-from flowrl.training.build import make_method, model_options
+from flowrl.training.build import build_trainer, make_method, model_options
 from flowrl.training.config import RunConfig
 
 PUBLISHED_BATCH, FACTORY_BATCH = 9, 8
@@ -122,7 +122,7 @@ def own(rows: int, counting: bool) -> dict[str, Cost]:
 def metered(config: RunConfig, policy: PipelinePolicy, counting: bool) -> dict[str, Cost]:
     """The costs of an iteration of the trainer."""
     reward = FunctionReward(lambda images, prompts: images.mean((1, 2, 3)))
-    trainer = Trainer(policy, make_method(config), reward, [Prompt("a dog")], config)
+    trainer = build_trainer(config, policy, make_method(config), reward, [Prompt("a dog")])
     policy.encode([Prompt("a dog")])
     meter, collect = Meter(policy.transformer, counting), trainer.collector.collect
 

@@ -14,7 +14,8 @@ _HOMES = {
     "Method": "flowrl.methods",
     "METHODS": "flowrl.methods",
     "RunConfig": "flowrl.training.config",
-    "Trainer": "flowrl.training.trainer",
+    "Trainer": "flowrl.trainer",
+    "Updates": "flowrl.trainer",
     "Run": "flowrl.training.run",
     "evaluate": "flowrl.training.evaluation",
     "make_method": "flowrl.training.build",
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from flowrl.core.protocols import PolicyOptions, World
     from flowrl.core.types import Prompt, Schedule
     from flowrl.methods import METHODS, Method
+    from flowrl.trainer import Trainer, Updates
     from flowrl.training.build import (
         make_method,
         make_policy,
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     from flowrl.training.config import RunConfig, preset
     from flowrl.training.evaluation import evaluate
     from flowrl.training.run import Run
-    from flowrl.training.trainer import Trainer
     from flowrl.worlds.base import world
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "RunConfig",
     "Schedule",
     "Trainer",
+    "Updates",
     "World",
     "__version__",
     "evaluate",

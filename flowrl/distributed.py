@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flowrl.core.errors import TrainingError, require
+from flowrl.core.processes import Processes
 from flowrl.workers import launch_rank
 
 T = TypeVar("T")
@@ -37,53 +38,15 @@ class OtherProcessError(TrainingError):
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """The groups of a process.
-
-    All processes roll out equally many groups and so make equally many network calls, which sharded
-    weights require. If the groups do not divide evenly, the last processes repeat groups of their
-    neighbours and drop the results.
-
-    Args:
-        first: index of the first group that the process rolls out.
-        count: number of groups that it rolls out.
-        own: indices of those whose results it keeps.
-    """
-
-    first: int
-    count: int
-    own: range
-
-    def chunks(self, size: int) -> Iterator[tuple[int, int]]:
-        """(first, count) of consecutive chunks of at most `size` groups; 0: one chunk."""
-        size = size or self.count
-        for first in range(self.first, self.first + self.count, size):
-            yield first, min(size, self.first + self.count - first)
-
-    def own_within(self, first: int, count: int) -> range:
-        """The own groups among the `count` groups that begin with `first`."""
-        start = max(self.own.start, first)
-        return range(start, max(start, min(self.own.stop, first + count)))
-
-
-@dataclass(frozen=True)
-class Distributed:
-    """The processes of a run. `Distributed()` is a single process, for which every method returns
-    immediately.
+class Distributed(Processes):
+    """The processes of a run, connected by PyTorch's collectives; `Distributed()` is a single one.
 
     Use it as a context. A process that leaves the context by an error logs "process R of N failed:
     ..." and disconnects, which ends the others.
 
-    Args:
-        rank: index of this process.
-        world_size: number of processes.
+    Weights are sharded by FSDP2.
     """
 
-    rank: int = 0
-    world_size: int = 1
-    sharded: bool = False
-    """Whether weights, gradients and the optimizer's state are sharded over the processes (FSDP2).
-    """
     reshard_after_forward: bool = True
     """Whether a block frees its gathered weights between its forward and its backward pass."""
     replicas: int = 1
@@ -122,24 +85,6 @@ class Distributed:
         dist.init_process_group(backend, timeout=timedelta(minutes=_timeout_minutes()))
         reshard = _flag("FSDP_RESHARD_AFTER_FORWARD", "true")
         return Distributed(dist.get_rank(), world_size, sharded, reshard, replicas)
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes files and prints messages."""
-        return self.rank == 0
-
-    def assign(self, total: int, rank: int | None = None) -> Assignment:
-        """The groups of this process (or of process `rank`) among `total`: ceil(total /
-        world_size); the last processes may own fewer.
-        """
-        rank = self.rank if rank is None else rank
-        count = -(-total // self.world_size)
-        start, stop = min(rank * count, total), min((rank + 1) * count, total)
-        return Assignment(min(start, total - count), count, range(start, stop))
-
-    def any(self, flag: bool) -> bool:
-        """Whether `flag` is true in at least one process. All processes synchronise here."""
-        return any(self.gather(flag))
 
     def gather(self, value: T) -> list[T]:
         """The `value` of every process, in order of rank."""
@@ -201,6 +146,28 @@ class Distributed:
                 flat = nn.utils.parameters_to_vector(gradients)
                 dist.all_reduce(flat)
                 nn.utils.vector_to_parameters(flat, gradients)
+
+    def sum_in_backward(self, network: nn.Module, now: bool) -> None:
+        """FSDP2's switch of a sharded network."""
+        if is_sharded_network(network):
+            cast(Any, network).set_requires_all_reduce(now)
+
+    @torch.no_grad()
+    def put(
+        self, parameters: Sequence[nn.Parameter], values: Sequence[Tensor], network: Any
+    ) -> list[Tensor]:
+        """As for a single process; sharded parameters keep their memory, and the values are
+        copied.
+        """
+        if not any(map(is_sharded, parameters)):
+            return super().put(parameters, values, network)
+        before = [parameter.detach().clone() for parameter in parameters]
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
+        for module in network.modules():  # its next call gathers the weights again
+            if is_sharded_network(module):
+                cast(Any, module).reshard()
+        return before
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Set `tensors` to the main process's values in all processes."""
@@ -336,23 +303,6 @@ def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from network.named_buffers()
 
 
-def free_gathered_weights(network: nn.Module) -> None:
-    """Make the next call of a sharded `network` gather its weights again; needed after they were
-    changed outside a step.
-    """
-    for module in network.modules():
-        if is_sharded_network(module):
-            cast(Any, module).reshard()
-
-
-def sum_over_replicas(network: nn.Module, now: bool) -> None:
-    """Whether the next backward pass of a sharded `network` sums the gradients over replicas, those
-    of passes before included; needed once per step.
-    """
-    if is_sharded_network(network):
-        cast(Any, network).set_requires_all_reduce(now)
-
-
 def is_sharded(tensor: Tensor) -> bool:
     """Whether each process has a part of `tensor`."""
     return hasattr(tensor, "full_tensor")
@@ -389,7 +339,7 @@ def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_full_tensors(
-    tensors: Mapping[str, Tensor], values: Mapping[str, Tensor], distributed: Distributed
+    tensors: Mapping[str, Tensor], values: Mapping[str, Tensor], distributed: Processes
 ) -> None:
     """The inverse of `full_tensors`, in place, one tensor after the other.
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import CreditError, require
+from flowrl.core.errors import CreditError
 from flowrl.core.experience import Credit, Decisions, Experience
 from flowrl.core.protocols import AnySampler, CreditRule, ForwardLoss, PolicyLoss, Window
 from flowrl.credit import (
@@ -27,7 +27,6 @@ from flowrl.credit import (
 )
 from flowrl.flow import PermutedTimes, UniformTimes, uniform_schedule
 from flowrl.losses import AWM, DGPO, RSM, ClippedLoss, DiffusionNFT, StepNFT
-from flowrl.parts.registry import build
 from flowrl.probes import Branch, Comb
 from flowrl.rollout import Groups, group_tree
 from flowrl.samplers import CPS, ODE, DanceSDE, FixedWindow, FlowSDE, Multistep, RandomWindow
@@ -353,21 +352,6 @@ def check_one_advantage(loss: Loss, rule: CreditRule, advantages: Tensor, mask: 
             f" of {type(rule).__name__} differ between decisions; allowed: a rule that credits all"
             " decisions equally, such as uniform"
         )
-
-
-def named_method(name: str, credit: str = "") -> Method:
-    """A method by name, as published, or with the credit rule of the spec `credit`, whose attribute
-    `shared_noise`, if there is one, replaces the method's. With `credit`, a further name is a label
-    of Flow-GRPO with this rule. Raises `ConfigError` for an unknown name,
-    """
-    known = f"{', '.join(METHODS)}; any name with --credit"
-    require(name in METHODS or bool(credit), "method", name, known)
-    method = METHODS.get(name, flow_grpo)()
-    if not credit:
-        return method
-    rule = build("credit", credit)
-    shared = getattr(rule, "shared_noise", method.shared_noise)
-    return replace(method, name=name or credit, credit=rule, shared_noise=shared)
 
 
 def with_options(part: Part, **options: Any) -> Part:

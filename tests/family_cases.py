@@ -13,9 +13,8 @@ from flowrl.core.types import Prompt
 from flowrl.policies import SD3, Flux, ModelOptions, PipelinePolicy, QwenImage, Wan
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Usage, solve
-from flowrl.training.build import make_method
+from flowrl.training.build import build_trainer, make_method
 from flowrl.training.config import preset
-from flowrl.training.trainer import Trainer
 
 TEXTS = ["three red circles", "a dog"]
 PROMPTS = [Prompt(text) for text in TEXTS]
@@ -80,7 +79,11 @@ def fill(policy, seed=1, std=0.15):
     return policy
 
 
-def trainer_of(policy, **changes):
+def config_of(**changes):
     usual = dict(minibatches=1, learning_rate=1e-2, clip_range=1e-2, kl_weight=0.1)
-    config = preset("tiny").apply(**{**usual, **changes})
-    return Trainer(policy, make_method(config), REDNESS, PROMPTS, config)
+    return preset("tiny").apply(**{**usual, **changes})
+
+
+def trainer_of(policy, **changes):
+    config = config_of(**changes)
+    return build_trainer(config, policy, make_method(config), REDNESS, PROMPTS)

@@ -13,7 +13,7 @@ from flowrl.probes import NoProbe
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, rollout, score_rollout, transition_weights
 from flowrl.samplers import FlowSDE
-from flowrl.training.trainer import Trainer
+from flowrl.trainer import Trainer
 from flowrl.worlds.base import world
 
 PROMPTS = [Prompt("0"), Prompt("90")]

@@ -13,10 +13,16 @@ from flowrl_testing.tiny import tiny_sd3
 import flowrl
 from flowrl.cli.main import main
 from flowrl.distributed import Distributed
-from flowrl.training.build import make_method, make_reward, make_world, policy_options
+from flowrl.trainer import Trainer
+from flowrl.training.build import (
+    build_trainer,
+    make_method,
+    make_reward,
+    make_world,
+    policy_options,
+)
 from flowrl.training.config import preset
 from flowrl.training.presets import METHOD_SETTINGS
-from flowrl.training.trainer import Trainer
 
 TINY_RUN = preset("tiny").apply(world="mixture")
 SMALL = TINY_RUN.replace(
@@ -155,13 +161,14 @@ def model_files(folder, prompts=("a red fox", "a red car", "a red hat"), pipe=No
 def trainer_of(config, method=None, reward=None, distributed=Distributed(), kind=Trainer):
     """A trainer of a built-in world, with another method or reward."""
     world = make_world(config)
-    return kind(
+    return build_trainer(
+        config,
         world.policy(policy_options(config)),
         method or make_method(config),
         reward or make_reward(config),
         world.prompts(config.environment.task, "train"),
-        config,
         distributed,
+        kind,
     )
 
 

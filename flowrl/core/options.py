@@ -6,15 +6,16 @@ parsing (`check_ranges`). Ranges are those of `annotated_types`, as in ``Annotat
 
 import functools
 import inspect
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from numbers import Real
 from pathlib import PurePath
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from flowrl.core.errors import MAX_SEED, require
 
@@ -37,8 +38,6 @@ NAMES: dict[Any, str] = {
     str: "a text",
     NoneType: "None",
 }
-RULES = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-"""Of settings, too: types are not converted, except integers to floats, and numbers are finite."""
 
 
 def words(kind: Any, bounds: Sequence[Any] = ()) -> str:
@@ -92,17 +91,23 @@ def allowed(value: Any, hint: Any, bounds: Sequence[Any] = ()) -> bool:
         return isinstance(value, Mapping)
     if isinstance(kind, type) and kind not in NAMES:
         return isinstance(value, kind)
-    try:
-        _adapter(kind, tuple(bounds)).validate_python(value)
-    except ValidationError:
+    if origin is Literal:
+        return any(type(value) is type(member) and value == member for member in members)
+    if origin is not None:
+        return isinstance(value, origin)
+    plain = Real if kind is float else kind
+    if not isinstance(value, plain) or (isinstance(value, bool) and kind is not bool):
         return False
+    if kind in (int, float):
+        return math.isfinite(value) and all(_within(value, bound) for bound in bounds)
     return True
 
 
-@functools.cache
-def _adapter(kind: Any, bounds: tuple[Any, ...]) -> TypeAdapter[Any]:
-    hint: Any = Annotated[kind, *bounds] if bounds else kind  # pyright: ignore
-    return TypeAdapter(hint, config=RULES)
+def _within(value: float, bound: Any) -> bool:
+    """Whether a number is within one bound of `annotated_types`."""
+    low, high = getattr(bound, "ge", -math.inf), getattr(bound, "le", math.inf)
+    above, below = getattr(bound, "gt", -math.inf), getattr(bound, "lt", math.inf)
+    return low <= value <= high and (isinstance(bound, Ge | Le) or above < value < below)
 
 
 def checked_options(part: C) -> C:

@@ -23,10 +23,10 @@ from flowrl.reading import parse_json, read_input, read_text
 
 __all__ = [
     "Clause",
-    "PromptStream",
     "Request",
     "compositional_prompts",
     "image_prompts",
+    "prompts_digest",
     "read_prompts",
     "request_of",
     "text_prompts",
@@ -271,39 +271,6 @@ def _without_none(value: Any) -> Any:
     return [_without_none(entry) for entry in value] if isinstance(value, list) else value
 
 
-class PromptStream:
-    """Prompts in shuffled passes, reproducible from seed and position.
-
-    Args:
-        prompts: the training prompts.
-        seed: seed of the order.
-
-    Raises:
-        ConfigError: there are no prompts.
-    """
-
-    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
-        require(bool(prompts), "prompts", prompts, "a non-empty list")
-        import torch
-
-        self.prompts = list(prompts)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.order: list[int] = []
-        lines = prompt_lines(prompts, lambda value: type(value).__name__)
-        self.digest = hashlib.sha256(lines).hexdigest()
-        """A hash of the prompts, to which an order belongs."""
-
-    def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts."""
-        import torch
-
-        while len(self.order) < count:
-            self.order += torch.randperm(len(self.prompts), generator=self.generator).tolist()
-        chosen, self.order = self.order[:count], self.order[count:]
-        return [self.prompts[i] for i in chosen]
-
-    def upcoming(self, count: int) -> list[Prompt]:
-        """The distinct prompts among the next `count`, in order; the position does not change."""
-        ahead = copy.copy(self)
-        ahead.generator, ahead.order = self.generator.clone_state(), list(self.order)
-        return list({prompt.text: prompt for prompt in ahead.take(count)}.values())
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """A hash of the prompts, to which an order belongs."""
+    return hashlib.sha256(prompt_lines(prompts, lambda value: type(value).__name__)).hexdigest()

@@ -24,7 +24,14 @@ from flowrl.reading import load_document
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
 
-RULES: ConfigDict = {**options.RULES, "extra": "forbid", "use_attribute_docstrings": True}
+RULES = ConfigDict(
+    strict=True,
+    allow_inf_nan=False,
+    arbitrary_types_allowed=True,
+    extra="forbid",
+    use_attribute_docstrings=True,
+)
+"""Types are not converted, except integers to floats, and numbers are finite."""
 
 
 @dataclass_transform(frozen_default=True)

@@ -95,8 +95,9 @@ def _risks(kind: str, text: str) -> Iterator[tuple[str, str]]:
     judged by its colon: a part may import what it is given.
     """
     spec = parse_spec(text, kind)
-    if why := CODE if NAMES_CODE.search(spec.name) else _risk_by_name(kind, spec.name):
-        yield spec.name, why
+    is_code = NAMES_CODE.search(spec.name)
+    if is_code:
+        yield spec.name, CODE
     for option, value in spec.options.items():
         for inner in _texts(value):
             content = f"({option}={inner!r})"
@@ -108,6 +109,8 @@ def _risks(kind: str, text: str) -> Iterator[tuple[str, str]]:
                 yield from _risks(NESTED[option], inner)
             elif NAMES_CODE.search(inner):
                 yield spec.name, f"{CODE} {content}"
+    if not is_code and (why := _risk_by_name(kind, spec.name)):
+        yield spec.name, why
 
 
 def _texts(value: Any) -> Iterator[str]:

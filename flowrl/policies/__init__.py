@@ -1,40 +1,80 @@
 """Policies, which own a network: the closed-form mixture, the small built-in model, and diffusers'
-pipelines.
+pipelines. The names below are imported at their first use.
 """
 
-from flowrl.policies.families import (
-    SD3,
-    Family,
-    Flux,
-    QwenImage,
-    Wan,
-    decode_scaled,
-    family_of,
-    linear_guidance,
-    packed_shape,
-    resolution_shift,
-    unpacked,
-)
-from flowrl.policies.load import load_policy
-from flowrl.policies.lora import LORA_TARGETS, Adapters
-from flowrl.policies.memory import (
-    ARCHITECTURES,
-    Architecture,
-    Memory,
-    StorageCounter,
-    architecture_of,
-    count_memory,
-)
-from flowrl.policies.mixture import MixturePolicy
-from flowrl.policies.pipeline import (
-    DTYPES,
-    ModelOptions,
-    PipelinePolicy,
-    compile_blocks,
-    device_of,
-    has_compiled_blocks,
-)
-from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Policy
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowrl.policies.device import device_of
+    from flowrl.policies.families import (
+        SD3,
+        Family,
+        Flux,
+        QwenImage,
+        Wan,
+        decode_scaled,
+        family_of,
+        linear_guidance,
+        packed_shape,
+        resolution_shift,
+        unpacked,
+    )
+    from flowrl.policies.load import load_policy
+    from flowrl.policies.lora import LORA_TARGETS, Adapters
+    from flowrl.policies.memory import (
+        ARCHITECTURES,
+        Architecture,
+        Memory,
+        StorageCounter,
+        architecture_of,
+        count_memory,
+    )
+    from flowrl.policies.mixture import MixturePolicy
+    from flowrl.policies.pipeline import (
+        DTYPES,
+        ModelOptions,
+        PipelinePolicy,
+        compile_blocks,
+        has_compiled_blocks,
+    )
+    from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Policy
+
+_HOMES = {
+    "device": ("device_of",),
+    "families": (
+        "SD3",
+        "Family",
+        "Flux",
+        "QwenImage",
+        "Wan",
+        "decode_scaled",
+        "family_of",
+        "linear_guidance",
+        "packed_shape",
+        "resolution_shift",
+        "unpacked",
+    ),
+    "load": ("load_policy",),
+    "lora": ("LORA_TARGETS", "Adapters"),
+    "memory": (
+        "ARCHITECTURES",
+        "Architecture",
+        "Memory",
+        "StorageCounter",
+        "architecture_of",
+        "count_memory",
+    ),
+    "mixture": ("MixturePolicy",),
+    "pipeline": (
+        "DTYPES",
+        "ModelOptions",
+        "PipelinePolicy",
+        "compile_blocks",
+        "has_compiled_blocks",
+    ),
+    "small_sd3": ("SmallSD3", "SmallSD3Policy"),
+}
 
 __all__ = [
     "ARCHITECTURES",
@@ -67,3 +107,10 @@ __all__ = [
     "resolution_shift",
     "unpacked",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"flowrl.policies.{module}"), name)
+    raise AttributeError(f"module 'flowrl.policies' has no attribute {name!r}")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
-from flowrl.policies.pipeline import device_of
+from flowrl.policies.device import device_of
 
 
 class MixturePolicy:

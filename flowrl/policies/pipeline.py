@@ -3,7 +3,6 @@
 import copy
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +22,7 @@ from flowrl.core.options import Count, Whole
 from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.distributed import Distributed, full_tensors, is_sharded_network
 from flowrl.parts.settings import settings_group
+from flowrl.policies.device import device_of
 from flowrl.policies.embedded import EmbeddingsFolder
 from flowrl.policies.families import Family, linear_guidance, shape_of, size_of
 from flowrl.policies.lora import Adapters, load_frozen_adapters
@@ -143,17 +143,6 @@ class ModelOptions:
 
 RESIZABLE = ("rows", "gradient_checkpointing", "decode_batch", "compile")
 """Options that a policy can change (`PipelinePolicy.resize`)."""
-
-
-def device_of(name: str | torch.device) -> torch.device:
-    """The device `name`: cpu, cuda, or cuda:NUMBER. Raises `ConfigError` for any other name, or a
-    GPU that does not exist.
-    """
-    form, count = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", str(name)), torch.cuda.device_count()
-    allowed = f"cpu, cuda or cuda:NUMBER; PyTorch {torch.__version__} sees {count} GPUs"
-    fits = form is not None and (form[0] == "cpu" or int(form[1] or 0) < count)
-    require(fits, "device", str(name), allowed)
-    return torch.device(name)
 
 
 def computing_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:

@@ -10,8 +10,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from flowrl.core.types import Condition, Prompt, Schedule
+from flowrl.policies.device import device_of
 from flowrl.policies.lora import LORA_TARGETS, Adapters
-from flowrl.policies.pipeline import computing_in, device_of, schedule_of
+from flowrl.policies.pipeline import computing_in, schedule_of
 
 GRID, CELL, CHANNELS = 4, 16, 8
 """Cells per side of the image, pixels per side of a cell, and channels of the latent."""

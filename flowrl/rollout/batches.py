@@ -19,6 +19,7 @@ from flowrl.core.calls import part_call
 from flowrl.core.errors import ConfigError, TrainingError, require
 from flowrl.core.experience import Decisions
 from flowrl.core.forward import ForwardBatch, Guidance
+from flowrl.core.processes import Assignment, Processes
 from flowrl.core.protocols import FlowPolicy, ForwardLoss, PolicyLoss, Sampler, extras
 from flowrl.core.tree import Tree
 from flowrl.core.types import (
@@ -33,7 +34,6 @@ from flowrl.core.types import (
     to_device,
     unit_means,
 )
-from flowrl.distributed import Assignment, Distributed
 from flowrl.flow.path import expand
 from flowrl.rollout.collector import Collected
 from flowrl.rollout.groups import Groups
@@ -200,7 +200,7 @@ class MicroBatch:
 
 
 def micro_batches(
-    rows: Rows, size: int, collected: Collected, distributed: Distributed
+    rows: Rows, size: int, collected: Collected, processes: Processes
 ) -> list[MicroBatch]:
     """This process's rows of a mini-batch, at most `size` network evaluations at a time."""
     device, first = collected.rollout.trajectories.states.device, collected.samples.start
@@ -218,9 +218,9 @@ def micro_batches(
         sample, column = (piece.sample - first).to(device), piece.column.to(device)
         share = piece.evaluated / rows.total
         batches.append(MicroBatch(sample, column, share, shared, complete))
-    if distributed.sharded:
-        total, ranks = collected.rollout.groups.all, range(distributed.world_size)
-        most = max(len(pieces(distributed.assign(total, rank))) for rank in ranks)
+    if processes.sharded:
+        total, ranks = collected.rollout.groups.all, range(processes.world_size)
+        most = max(len(pieces(processes.assign(total, rank))) for rank in ranks)
         zero = torch.zeros(1, dtype=torch.long, device=device)
         padding = MicroBatch(zero, rows.column[:1].to(device), 0.0, complete=complete)
         batches += [padding] * (most - len(batches))
@@ -459,7 +459,7 @@ class ForwardBatches(Batches):
         times: training times [sample, draw]; for the first arguments see `Batches`.
         decisions: the axis of credit.
         seed: the iteration's seed of the noise.
-        copies: the copies of the weights that the loss declares (`training.behaviour.Behaviour`).
+        copies: the copies of the weights that the loss declares (`flowrl.weights.Behaviour`).
         guidance: guidance of the velocities.
 
     Raises:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from flowrl.core.processes import Assignment, Processes
 from flowrl.core.protocols import AnyReward, AnySampler, FlowPolicy
 from flowrl.core.types import (
     Condition,
@@ -19,7 +20,6 @@ from flowrl.core.types import (
     copies_done,
     to_main_memory,
 )
-from flowrl.distributed import Assignment, Distributed
 from flowrl.probes import Probe, whole
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.rollout import Rollout, rollout
@@ -77,7 +77,7 @@ class Collector:
         schedule: the schedule.
         groups: all groups of the iteration.
         probe: the probe.
-        distributed: the processes.
+        processes: the processes.
         max_batch: largest number of latents per network call.
         chunk: groups per chunk; 0: all at once; "auto": if `overlap`, `chunk_size`.
         overlap: decode and score in a second thread, on a CUDA stream of its own, while the next
@@ -92,7 +92,7 @@ class Collector:
     schedule: Schedule
     groups: Groups
     probe: Probe
-    distributed: Distributed
+    processes: Processes
     max_batch: int
     chunk: int | Literal["auto"] = 0
     overlap: bool = False
@@ -116,7 +116,7 @@ class Collector:
         costs of all processes. `enter` is called with "rollout" and "reward" when these phases
         begin. `columns`: see `rollout`. An error of a part is raised in every process.
         """
-        assigned, members = self.distributed.assign(self.groups.prompts), self.groups.members
+        assigned, members = self.processes.assign(self.groups.prompts), self.groups.members
         device, start = self.policy.device, generator.get_state()
         beside = self.overlap and device.type == "cuda"
         scored, paths, jobs = Usage(), list[Trajectories](), list[Future[Values]]()
@@ -125,7 +125,7 @@ class Collector:
             count = assigned.count
             size = chunk_size(count, members, self.max_batch) if self.overlap else count
         try:
-            with self.distributed.shared_errors():
+            with self.processes.shared_errors():
                 for first, count in assigned.chunks(size):
                     enter("rollout")
                     for job in jobs:
@@ -158,7 +158,7 @@ class Collector:
                 own_tables = [job.result() for job in jobs]
         finally:
             rewards.shutdown(cancel_futures=True)
-        gathered = self.distributed.gather((own_tables, scored))
+        gathered = self.processes.gather((own_tables, scored))
         usage.nfe, usage.probe_nfe = (
             whole(count / assigned.count * self.groups.prompts)
             for count in (usage.nfe, usage.probe_nfe)

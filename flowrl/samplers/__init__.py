@@ -4,6 +4,7 @@ from flowrl.samplers.kernels import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE, transi
 from flowrl.samplers.multistep import Multistep
 from flowrl.samplers.windows import (
     FixedWindow,
+    RandomSteps,
     RandomWindow,
     SlidingWindow,
     Windowed,
@@ -19,6 +20,7 @@ __all__ = [
     "FixedWindow",
     "FlowSDE",
     "Multistep",
+    "RandomSteps",
     "RandomWindow",
     "SlidingWindow",
     "Windowed",

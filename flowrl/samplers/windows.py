@@ -6,7 +6,7 @@ variance to the rewards of a group, so random windows are drawn once per iterati
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from annotated_types import Gt, Lt
@@ -15,11 +15,10 @@ from torch import Tensor
 
 from flowrl.core.checks import checked
 from flowrl.core.errors import ConfigError, require
-from flowrl.core.options import Count, Whole, checked_options
+from flowrl.core.options import Count, Fraction, Whole, checked_options
 from flowrl.core.protocols import AnySampler, MultistepSolver, Sampler, Window
 from flowrl.core.types import Gaussian, Latents, Schedule, StepIndex
 from flowrl.flow import expand
-from flowrl.parts.specs import parse_slice, parse_spec
 from flowrl.samplers.kernels import ODE, checked_transition
 
 
@@ -201,46 +200,54 @@ class SlidingWindow:
         return range(start, start + self.size)
 
 
-def trained_steps(spec: str, stds: Tensor, generator: torch.Generator) -> Int[Tensor, " step"]:
-    """Indices of the stochastic steps that enter the loss, in order, selected by `spec`.
+@checked_options
+@dataclass(frozen=True)
+class RandomSteps:
+    """A share of the stochastic steps, drawn anew every iteration; see `trained_steps`.
 
-    random(fraction=f) draws floor(f n) of the n stochastic steps, at least one, uniformly. One draw
+    Args:
+        fraction: the share, in (0, 1].
+    """
+
+    fraction: Fraction
+
+
+def trained_steps(
+    chosen: slice | RandomSteps, stds: Tensor, generator: torch.Generator
+) -> Int[Tensor, " step"]:
+    """Indices of the stochastic steps that enter the loss, in order.
+
+    `RandomSteps(f)` draws floor(f n) of the n stochastic steps, at least one, uniformly. One draw
     serves all samples of an iteration; DanceGRPO (arXiv 2505.07818, public code:
     `timestep_fraction` 0.6) draws separately for each sample. Flow-GRPO's code samples with noise
     at all steps and trains all but the last.
 
     Args:
-        spec: a slice of the schedule's steps, or random(fraction=...).
+        chosen: a slice of the schedule's steps, or a random share.
         stds: standard deviations of the sampler's transitions [step].
-        generator: the source of the draw of random(fraction=...); a slice leaves it unchanged.
+        generator: the source of a random draw; a slice leaves it unchanged.
 
     Returns:
         Sorted step indices [step].
 
     Raises:
-        ConfigError: `spec` is not allowed, a slice ends outside the schedule, or no stochastic
-            step remains.
+        ConfigError: a slice ends outside the schedule, or no stochastic step remains.
     """
     noisy = (stds > 0).nonzero().flatten()
     if len(noisy) == 0:
         raise ConfigError(
             "the sampler has no stochastic step on this schedule, so there is nothing to train"
         )
-    fixed = parse_slice(spec)
-    if fixed is not None:
-        start, stop, _ = fixed.indices(len(stds))
-        inside = all(abs(end or 0) <= len(stds) for end in (fixed.start, fixed.stop))
-        require(inside, "trained_steps", spec, f"within the schedule's {len(stds)} steps")
+    if isinstance(chosen, slice):
+        ends = chosen.start, chosen.stop
+        written = ":".join("" if end is None else str(end) for end in ends)
+        start, stop, _ = chosen.indices(len(stds))
+        inside = all(abs(end or 0) <= len(stds) for end in ends)
+        require(inside, "trained_steps", written, f"within the schedule's {len(stds)} steps")
         steps = noisy[(noisy >= start) & (noisy < stop)]
         allowed = f"at least one of the stochastic steps {noisy.tolist()}"
-        require(len(steps) > 0, "trained_steps", spec, allowed)
+        require(len(steps) > 0, "trained_steps", written, allowed)
         return steps
-    parsed = parse_spec(spec, "trained_steps")
-    fraction: Any = parsed.options.get("fraction")
-    fits = parsed.name == "random" and parsed.options.keys() == {"fraction"}
-    fits = fits and type(fraction) in (int, float) and 0 < fraction <= 1
-    allowed = "a slice START:STOP as in : or :-1, or random(fraction=...) in (0, 1]"
-    require(fits, "trained_steps", spec, allowed)
     order = torch.randperm(len(noisy), generator=generator, device=generator.device)
-    order = order[: max(1, int(fraction * len(noisy)))].to(noisy.device)
+    order = order[: max(1, int(chosen.fraction * len(noisy)))].to(noisy.device)
     return noisy[order].sort().values

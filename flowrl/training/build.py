@@ -6,8 +6,9 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -25,22 +26,25 @@ from flowrl.core.protocols import (
 from flowrl.core.types import Prompt
 from flowrl.distributed import Distributed
 from flowrl.flow import uniform_schedule
-from flowrl.methods import Method, check_one_advantage, named_method, try_credit, with_options
-from flowrl.parts.prompts import PromptStream
+from flowrl.methods import METHODS, Method, check_one_advantage, try_credit, with_options
 from flowrl.parts.registry import KINDS, build, check_spec
-from flowrl.parts.specs import parse_slice
+from flowrl.parts.specs import parse_slice, parse_spec
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.probes import NoProbe
 from flowrl.rewards import NoisyReward
-from flowrl.rewards.contract import load_reward
+from flowrl.rewards.contract import is_remote, load_reward
 from flowrl.rewards.pool import pooled
-from flowrl.samplers import ODE, FixedWindow, trained_steps, transition_stds, windowed
+from flowrl.rollout.order import PromptStream
+from flowrl.samplers import ODE, FixedWindow, RandomSteps, trained_steps, transition_stds, windowed
+from flowrl.trainer import Trainer, Updates
 from flowrl.training.checkpoint import load_weights
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.evaluation import make_heldout_metrics
+from flowrl.training.optim import make_optimizer, prepare_policy, reference_weights
 from flowrl.training.started import with_stored_prompts
-from flowrl.training.trainer import Trainer, overlaps_rewards
 from flowrl.worlds.base import ModelWorld, check_hash, check_policy, prompts_of, world
+
+Made = TypeVar("Made", bound=Trainer)
 
 
 def make_world(config: RunConfig, distributed: Distributed = Distributed()) -> World:
@@ -66,6 +70,21 @@ def make_world(config: RunConfig, distributed: Distributed = Distributed()) -> W
     ):
         require(value in known, name, value, f"one of {', '.join(known)}")
     return chosen
+
+
+def named_method(name: str, credit: str = "") -> Method:
+    """A method by name, as published, or with the credit rule of the spec `credit`, whose attribute
+    `shared_noise`, if there is one, replaces the method's. With `credit`, a further name is a label
+    of Flow-GRPO with this rule. Raises `ConfigError` for an unknown name.
+    """
+    known = f"{', '.join(METHODS)}; any name with --credit"
+    require(name in METHODS or bool(credit), "method", name, known)
+    method = METHODS.get(name, METHODS["flow-grpo"])()
+    if not credit:
+        return method
+    rule = build("credit", credit)
+    shared = getattr(rule, "shared_noise", method.shared_noise)
+    return replace(method, name=name or credit, credit=rule, shared_noise=shared)
 
 
 def run_method(config: RunConfig) -> Method:
@@ -187,10 +206,15 @@ def make_policy(config: RunConfig) -> FlowPolicy:
 
 
 def make_trainer(
-    config: RunConfig, distributed: Distributed = Distributed(), world: World | None = None
+    config: RunConfig,
+    distributed: Distributed = Distributed(),
+    world: World | None = None,
+    policy: FlowPolicy | None = None,
+    **given: Any,
 ) -> Trainer:
-    """A trainer of `config`; `world` is that of `config` if it is already made. Sizes that are auto
-    have their defaults until `training.memory.find_sizes`.
+    """A trainer of `config`; `world` and `policy` are those of `config` if they are already made,
+    and `given` further arguments of `Trainer`. Sizes that are auto have their defaults
+    (`training.memory.find_sizes`).
 
     Raises `ConfigError` if a setting is not allowed, the policy or the prompts do not fit, or the
     trajectories do not fit into main memory.
@@ -204,11 +228,87 @@ def make_trainer(
     load_reward(reward)
     prompts = prompts_of(world, config.environment.task, "train")
     prompts_of(world, config.environment.task, "heldout")
-    policy = world.policy(policy_options(config))
-    check_policy(world, policy)
+    if policy is None:
+        policy = world.policy(policy_options(config))
+        check_policy(world, policy)
     require_room(config, policy.latent_shape, distributed.world_size)
-    trainer = Trainer(policy, method, reward, prompts, config, distributed)
-    return trainer
+    return build_trainer(config, policy, method, reward, prompts, distributed, **given)
+
+
+def build_trainer(
+    config: RunConfig,
+    policy: FlowPolicy,
+    method: Method,
+    reward: AnyReward,
+    prompts: Sequence[Prompt],
+    distributed: Distributed = Distributed(),
+    kind: type[Made] = Trainer,
+    **given: Any,
+) -> Made:
+    """A trainer of these parts with the numbers of `config`; `given` are further arguments of
+    `Trainer`.
+    """
+    rollout, optim, batches = config.rollout, config.optim, config.batches
+    prepare_policy(policy, distributed, batches.compile)
+    start, end = optim.learning_rate, optim.final_learning_rate
+
+    def rate(done: int) -> float:
+        """Linear from `learning_rate` to `learning_rate` x `final_learning_rate`."""
+        return start * (end + (1 - end) * (1 - done / config.iterations))
+
+    updates = Updates(
+        optim.minibatches,
+        batches.micro_batch,
+        optim.max_grad_norm,
+        optim.ema_decay,
+        optim.loss_scale if config.policy.dtype == "float16" else 0.0,
+        steps_of(config.algorithm.trained_steps),
+        config.algorithm.drop_zero_advantages,
+        config.loss_guidance(),
+        rate,
+    )
+    return kind(
+        policy,
+        method,
+        reward,
+        prompts,
+        groups=rollout.groups,
+        members=rollout.group_size,
+        steps=rollout.num_steps,
+        optimizer=partial(make_optimizer, optim),
+        updates=updates,
+        seed=config.seed,
+        max_batch=batches.max_batch,
+        chunk=rollout.chunk,
+        overlap=overlaps_rewards(config, reward),
+        offload=rollout.offload,
+        reference=reference_weights(config.policy.reference, policy, distributed),
+        processes=distributed,
+        **given,
+    )
+
+
+def overlaps_rewards(config: RunConfig, reward: AnyReward) -> bool:
+    """Whether a chunk is scored during the rollout of the next one; auto: if there are chunks, and
+    the policy is on a GPU or a server computes the reward. Others would share the policy's cores.
+    """
+    rollout, elsewhere = config.rollout, config.policy.device != "cpu" or is_remote(reward)
+    auto = rollout.overlap_rewards == "auto" and rollout.chunk != 0 and elsewhere
+    return auto or rollout.overlap_rewards == "true"
+
+
+def steps_of(text: str) -> slice | RandomSteps:
+    """The setting `trained_steps` as an object. Raises `ConfigError` for another text."""
+    fixed = parse_slice(text)
+    if fixed is not None:
+        return fixed
+    parsed = parse_spec(text, "trained_steps")
+    fraction: Any = parsed.options.get("fraction")
+    fits = parsed.name == "random" and parsed.options.keys() == {"fraction"}
+    fits = fits and type(fraction) in (int, float) and 0 < fraction <= 1
+    allowed = "a slice START:STOP as in : or :-1, or random(fraction=...) in (0, 1]"
+    require(fits, "trained_steps", text, allowed)
+    return RandomSteps(fraction)
 
 
 def require_room(config: RunConfig, latent_shape: Sequence[int], processes: int) -> None:
@@ -274,7 +374,7 @@ def first_trained_steps(config: RunConfig) -> torch.Tensor:
     fits = fixed or parse_slice(chosen) in (None, slice(None))
     need = "':' or random(fraction=...) with a window that changes between iterations"
     require(fits, "trained_steps", chosen, need)
-    return trained_steps(chosen, trial_stds(config), torch.Generator())
+    return trained_steps(steps_of(chosen), trial_stds(config), torch.Generator())
 
 
 NEEDS = {

@@ -15,11 +15,15 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from flowrl.core.calls import part_call, state_of
 from flowrl.core.errors import CheckpointError, ConfigError, FlowrlError
-from flowrl.distributed import Distributed, full_tensors, load_full_tensors
+from flowrl.core.processes import Processes
+from flowrl.distributed import full_tensors, load_full_tensors
 from flowrl.io import flush_folder, write_bytes
+from flowrl.parts.prompts import prompts_digest
 from flowrl.parts.trust import trust_option
 from flowrl.reading import read_bytes, reading
+from flowrl.trainer import Trainer
 from flowrl.training.config import load_config
 
 FORMAT, EARLIER = "flowrl-checkpoint-5", "flowrl-checkpoint-4"
@@ -233,8 +237,58 @@ def training_state(
     return full_state(live, {"optimizer": numbers})
 
 
+def trainer_state(trainer: Trainer) -> Checkpoint:
+    """A copy of weights, averages, optimizer, generators, the prompt order, and the credit rule's
+    memory if it has one, in main memory.
+
+    Other processes than the main one get no tensors; with sharded weights all must call this.
+    """
+    state = training_state(trainer.named, trainer.average, trainer.optimizer)
+    copies = full_state(trainer.copies.tensors(), trainer.copies.counters)
+    if not trainer.processes.is_main:
+        return state
+    tensors = {
+        "generator": trainer.generator.get_state(),
+        "prompts.generator": trainer.prompts.generator.get_state(),
+    }
+    for prefix, part in trainer.with_memory.items():
+        name = f"{prefix.removesuffix('.')}: {type(part).__name__}"
+        tensors |= prefixed(prefix, state_of(name, part))
+    values = {
+        "done": trainer.done,
+        "order": list(trainer.prompts.order),
+        "prompts": prompts_digest(trainer.prompts.prompts),
+        "loss_scale": trainer.scaler.state_dict(),
+    }
+    return state | copies | Checkpoint(tensors, values)
+
+
+def restore_trainer(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Continue from `trainer_state`, in place, on any number of processes. All processes call this;
+    only the main process's checkpoint is used. Other prompts begin with a new pass.
+
+    Raises `ConfigError` if it belongs to other weights.
+    """
+    processes = trainer.processes
+    restore_training_state(checkpoint, trainer.named, trainer.average, trainer.optimizer, processes)
+    saved = checkpoint.tensors.items()
+    small = {name: tensor for name, tensor in saved if not name.startswith(PER_PARAMETER)}
+    tensors, values = processes.in_main(lambda: (small, checkpoint.values))
+    load_matching(trainer.copies.tensors(), checkpoint.tensors, processes)
+    trainer.copies.counters = values
+    for prefix, part in trainer.with_memory.items():
+        with part_call(f"{type(part).__name__}.load_state_dict"):
+            part.load_state_dict(without_prefix(prefix, tensors))
+    trainer.scaler.load_state_dict(values["loss_scale"])
+    trainer.generator.set_state(tensors["generator"])
+    trainer.prompts.generator.set_state(tensors["prompts.generator"])
+    trainer.done = int(values["done"])
+    now = prompts_digest(trainer.prompts.prompts)
+    trainer.prompts.order = list(values["order"]) if values.get("prompts", now) == now else []
+
+
 def load_matching(
-    tensors: Mapping[str, Tensor], values: Mapping[str, Tensor], distributed: Distributed
+    tensors: Mapping[str, Tensor], values: Mapping[str, Tensor], distributed: Processes
 ) -> None:
     """Fill `tensors` with the main process's `values` of the same names.
 
@@ -255,7 +309,7 @@ def restore_training_state(
     parameters: Mapping[str, nn.Parameter],
     average: Sequence[Tensor],
     optimizer: torch.optim.Optimizer,
-    distributed: Distributed,
+    distributed: Processes,
 ) -> None:
     """The inverse of `training_state`, in place, on any number of processes, of which only the main
     one's checkpoint is used. Raises `ConfigError` if it belongs to other parameters.

@@ -19,9 +19,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from flowrl.core.errors import RewardError
+from flowrl.core.processes import Assignment
 from flowrl.core.protocols import Features, FlowPolicy, RewardModel, World
 from flowrl.core.types import Prompt
-from flowrl.distributed import Assignment, Distributed
+from flowrl.distributed import Distributed
 from flowrl.io import write_bytes, write_json
 from flowrl.parts.registry import build
 from flowrl.probes import Completion
@@ -40,8 +41,8 @@ from flowrl.rollout import (
 )
 from flowrl.rollout.sampling import decoded
 from flowrl.rollout.values import Inspect
+from flowrl.trainer import Trainer
 from flowrl.training.config import RunConfig
-from flowrl.training.trainer import Trainer
 
 _LOG = logging.getLogger(__name__)
 DIVERSITY_SEED = 20241
@@ -296,14 +297,16 @@ def evaluate(
     return Evaluation(scores, row, images, trained[:keep], prompts[:keep])
 
 
-def write_trajectory(folder: Path, trainer: Trainer, world: World, members: int = 12) -> None:
+def write_trajectory(
+    folder: Path, trainer: Trainer, world: World, task: str, members: int = 12
+) -> None:
     """Write trajectory.json: values along the trajectories of one group, by ODE completion from the
     start of every decision.
 
     The member with the largest changes of reward is "chosen"; trajectory.safetensors contains the
     images of its completions.
     """
-    policy, prompt = trainer.policy, world.prompts(trainer.config.environment.task, "heldout")[0]
+    policy, prompt = trainer.policy, world.prompts(task, "heldout")[0]
     generator, groups = torch.Generator(policy.device).manual_seed(7), Groups(1, members)
     result = rollout(
         policy,
@@ -315,7 +318,7 @@ def write_trajectory(folder: Path, trainer: Trainer, world: World, members: int 
         groups,
         Completion(),
         Usage(),
-        trainer.config.batches.max_batch,
+        trainer.collector.max_batch,
     )
     table = score_rollout(policy, trainer.reward, result, [prompt]).total[0]
     # without decisions the ODE leads to the image

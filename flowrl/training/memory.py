@@ -27,9 +27,9 @@ from flowrl.io import cache_folder, write_bytes
 from flowrl.parts.plugins import versions
 from flowrl.parts.settings import grouped, read_settings, settings_text
 from flowrl.policies.pipeline import RESIZABLE
+from flowrl.trainer import Trainer
 from flowrl.training.build import model_options
 from flowrl.training.config import SIZES, RunConfig
-from flowrl.training.trainer import Trainer
 
 HEADROOM = 0.1
 """Fraction of the GPU's memory that stays free."""
@@ -116,18 +116,18 @@ def decoded(trainer: Trainer, batch: int) -> None:
     policy.decode(torch.zeros(batch, *policy.latent_shape, device=policy.device))
 
 
-def room(trainer: Trainer) -> float:
+def room(trainer: Trainer, config: RunConfig) -> float:
     """Bytes that a network call of this process may use; infinite on the CPU.
 
     Free memory and PyTorch's reserve, less the headroom and what training will need in addition:
     this process's trajectories (nodes and velocities in float32), and the optimizer's moments.
     """
-    device, config = trainer.policy.device, trainer.config
+    device = trainer.policy.device
     if device.type != "cuda":
         return math.inf
     free, total = torch.cuda.mem_get_info(device)
     rollout, latent = config.rollout, 4 * math.prod(trainer.policy.latent_shape)
-    groups = 0 if rollout.offload else trainer.distributed.assign(rollout.groups).count
+    groups = 0 if rollout.offload else trainer.processes.assign(rollout.groups).count
     trajectories = groups * rollout.group_size * (2 * rollout.num_steps + 1) * latent
     bytes_per_weight = 8 if config.optim.optimizer == "adamw" else 2
     weights = 0 if trainer.optimizer.state else sum(p.numel() for p in trainer.parameters)
@@ -152,19 +152,24 @@ def out_of_memory() -> Iterator[None]:
 
 
 def grow(
-    trainer: Trainer, work: str, limit: int, deadline: float = math.inf, first: int = 1
+    trainer: Trainer,
+    config: RunConfig,
+    work: str,
+    limit: int,
+    deadline: float = math.inf,
+    first: int = 1,
 ) -> tuple[float, int]:
     """The largest of the batches `first`, 2 `first`, ... and `limit` at which a step still gains a
     factor of `GAIN` in speed (0: not even `first` fits), after its latents per second. It is the
     same in all processes: that of the slowest, and of the one with the least free memory. No batch
     is begun after the `deadline`.
     """
-    distributed, rate, best, batch, fits = trainer.distributed, 0.0, 0, first, True
+    distributed, rate, best, batch, fits = trainer.processes, 0.0, 0, first, True
     while fits:
         seconds = math.inf
         with distributed.shared_errors():
             try:
-                call, free = measured(trainer, batch, work), room(trainer)
+                call, free = measured(trainer, batch, work), room(trainer, config)
                 seconds = call.seconds if call.peak <= free else math.inf
                 fits = 2 * call.peak - call.held <= free
             except torch.OutOfMemoryError:
@@ -181,52 +186,53 @@ def grow(
     return rate, best
 
 
-def find_sizes(trainer: Trainer) -> None:
-    """Replace the auto sizes of a model in `trainer.config`, and in its policy, by those of the
-    profile in the user's cache, or by measured ones. Built-in worlds keep their defaults.
+def find_sizes(trainer: Trainer, config: RunConfig) -> tuple[dict[str, Any], str]:
+    """The auto sizes of a model, from the profile in the user's cache or measured on `trainer`, and
+    a text about them; none for built-in worlds. The trainer's policy gets them; it is then that of
+    another trainer with these sizes.
 
     All processes call this. Raises `ConfigError` if not even a batch of 1 fits.
     """
-    config = trainer.config
     wanted = [name for name in SIZES if config.flat()[name] == "auto"]
     if "micro_batch" not in wanted or config.rollout.max_batch != "auto":
         # one of the two follows from the other
         wanted = [name for name in wanted if name not in ("micro_batch", "max_batch")]
     resize = extras(trainer.policy, "resize", "velocity_network")
     if not config.policy.model or resize is None or not wanted:
-        return
-    path = profile_path(trainer)
-    found = trainer.distributed.in_main(lambda: cached_profile(path))
+        return {}, ""
+    path = profile_path(trainer, config)
+    found = trainer.processes.in_main(lambda: cached_profile(path))
     if found.keys() == {*wanted} - {"max_batch"}:
-        trainer.profile = f"sizes from {path}"
+        profile = f"sizes from {path}"
     else:
         began = time.monotonic()
-        found = measured_sizes(trainer, wanted, began + LIMIT)
-        trainer.profile = f"sizes measured in {time.monotonic() - began:.0f} s, "
-        if trainer.distributed.is_main:
+        found = measured_sizes(trainer, config, wanted, began + LIMIT)
+        profile = f"sizes measured in {time.monotonic() - began:.0f} s, "
+        if trainer.processes.is_main:
             try:
                 write_bytes(path, settings_text(grouped(RunConfig, found), SUMMARY).encode())
-                trainer.profile += f"kept in {path}"
+                profile += f"kept in {path}"
             except OSError as error:  # the next run measures again
-                trainer.profile += f"not kept in {path} ({error.strerror})"
-    trainer.config = config = config.replace(**found)
-    options = model_options(config)
+                profile += f"not kept in {path} ({error.strerror})"
+    options = model_options(config.replace(**found))
     text = ", ".join(f"{name} {value}" for name, value in found.items())
-    trainer.profile += f": {text}; {options.rows or 'any number of'} network rows per call"
+    profile += f": {text}; {options.rows or 'any number of'} network rows per call"
     resize.resize(**{name: getattr(options, name) for name in RESIZABLE})
-    trainer.collector.max_batch = config.batches.max_batch
     if trainer.policy.device.type == "cuda":
         torch.cuda.empty_cache()
+    return found, profile
 
 
 SUMMARY = "Measured batch sizes; reuse them with: flowrl train --profile FILE"
 
 
-def measured_sizes(trainer: Trainer, wanted: list[str], deadline: float) -> dict[str, Any]:
+def measured_sizes(
+    trainer: Trainer, config: RunConfig, wanted: list[str], deadline: float
+) -> dict[str, Any]:
     """Measured values of the `wanted` sizes."""
-    config, policy = trainer.config, extras(trainer.policy, "resize")
+    policy = extras(trainer.policy, "resize")
     rollout, sizes = config.rollout, config.batches
-    samples = trainer.distributed.assign(rollout.groups, 0).count * rollout.group_size
+    samples = trainer.processes.assign(rollout.groups, 0).count * rollout.group_size
     first = limit = sizes.micro_batch
     if "micro_batch" in wanted:
         first, limit = 1, math.ceil(samples * rollout.num_steps / config.optim.minibatches)
@@ -237,7 +243,7 @@ def measured_sizes(trainer: Trainer, wanted: list[str], deadline: float) -> dict
     rates = {}
     for checkpointing in choices:
         policy.resize(gradient_checkpointing=checkpointing)
-        rates[checkpointing] = grow(trainer, "update", limit, deadline, first)
+        rates[checkpointing] = grow(trainer, config, "update", limit, deadline, first)
     fastest = max(rates, key=rates.__getitem__)
     rate, batch = rates[fastest]
     need = "more GPU memory: a smaller resolution, lora_rank, dtype or model, chunk 1 or offload"
@@ -245,10 +251,10 @@ def measured_sizes(trainer: Trainer, wanted: list[str], deadline: float) -> dict
     policy.resize(gradient_checkpointing=fastest)
     found: dict[str, Any] = {"micro_batch": batch, "gradient_checkpointing": fastest}
     if "compile" in wanted:
-        found["compile"] = compiling_pays(trainer, batch, rate, deadline)
+        found["compile"] = compiling_pays(trainer, config, batch, rate, deadline)
     if "decode_batch" in wanted:
         most = max(1, min(samples, MOST_IMAGES))
-        found["decode_batch"] = max(1, grow(trainer, "decode", most, deadline)[1])
+        found["decode_batch"] = max(1, grow(trainer, config, "decode", most, deadline)[1])
     return {name: value for name, value in found.items() if name in wanted}
 
 
@@ -256,31 +262,33 @@ MOST_IMAGES = 64
 """Largest number of images per call of the decoder that is tried."""
 
 
-def compiling_pays(trainer: Trainer, batch: int, rate: float, deadline: float) -> bool:
+def compiling_pays(
+    trainer: Trainer, config: RunConfig, batch: int, rate: float, deadline: float
+) -> bool:
     """Whether the compiled network is faster than `rate` and computes the same velocities with and
     without gradients; False on the CPU or without time.
     """
-    distributed, policy = trainer.distributed, extras(trainer.policy, "resize")
+    distributed, policy = trainer.processes, extras(trainer.policy, "resize")
     late = trainer.policy.device.type != "cuda" or time.monotonic() > deadline - LIMIT / 2
     if distributed.any(late):
         return False
     policy.resize(compile="inductor")
-    compiled, _ = grow(trainer, "update", batch, deadline, batch)
+    compiled, _ = grow(trainer, config, "update", batch, deadline, batch)
     with torch.no_grad():
         sampled = velocities(trainer, batch, train=False)
     same = torch.equal(sampled, velocities(trainer, batch).detach())
     return not distributed.any(not same) and compiled > GAIN * rate
 
 
-def profile_path(trainer: Trainer) -> Path:
+def profile_path(trainer: Trainer, config: RunConfig) -> Path:
     """The file of the profile for this model, device, number of processes and settings."""
-    config, device, shared = trainer.config, trainer.policy.device, trainer.distributed
+    device, shared = trainer.policy.device, trainer.processes
     network: Any = extras(trainer.policy, "velocity_network").velocity_network
     policy = {n: v for n, v in vars(config.policy).items() if n not in ("model", "prompt_cache")}
     given = {
         "network": [type(network).__name__, dict(getattr(network, "config", {}))],
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "processes": [shared.world_size, shared.sharded, shared.replicas],
+        "processes": [shared.world_size, shared.sharded, getattr(shared, "replicas", 1)],
         "policy": policy,
         "rollout": vars(config.rollout),
         "optim": vars(config.optim),

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowrl.core.protocols import ExperienceCredit, GroupReward, Stateful
+from flowrl.trainer import Trainer
+from flowrl.training.config import RunConfig
 from flowrl.training.results import decimals
-from flowrl.training.trainer import Trainer
 
 Row = Mapping[str, Any]
 
@@ -67,9 +68,9 @@ class Limits:
     compared: bool = False
 
 
-def limits_of(trainer: Trainer) -> Limits:
+def limits_of(trainer: Trainer, config: RunConfig) -> Limits:
     """The limits of this run."""
-    config, rule = trainer.config, trainer.method.credit
+    rule = trainer.method.credit
     # with a memory by prompt, groups of equal rewards may have credit, too
     remembers = isinstance(rule, ExperienceCredit) and isinstance(rule, Stateful)
     return Limits(

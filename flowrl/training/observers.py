@@ -26,10 +26,10 @@ from flowrl.distributed import Distributed
 from flowrl.io import write_bytes
 from flowrl.parts.registry import build
 from flowrl.parts.specs import parse_spec
+from flowrl.trainer import Iteration, Trainer
 from flowrl.training.checkpoint import prefixed, without_prefix
 from flowrl.training.config import RunConfig
 from flowrl.training.monitors import fallen, heldout_errors
-from flowrl.training.trainer import Iteration, Trainer
 
 
 @checked_options

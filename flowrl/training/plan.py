@@ -18,12 +18,13 @@ from flowrl.core.protocols import ForwardLoss
 from flowrl.core.tree import plain_tree
 from flowrl.credit import read_columns
 from flowrl.flow import uniform_schedule
-from flowrl.parts.prompts import PromptStream
 from flowrl.policies import Architecture, Memory, architecture_of, count_memory
 from flowrl.probes import Probe, Shape, whole
 from flowrl.rollout.batches import minibatch_rows
+from flowrl.rollout.order import PromptStream
 from flowrl.rollout.rollout import Groups, group_tree
 from flowrl.rollout.values import transition_weights
+from flowrl.trainer import asks_for_all
 from flowrl.training.build import (
     first_trained_steps,
     make_method,
@@ -31,10 +32,10 @@ from flowrl.training.build import (
     method_text,
     model_options,
     prompts_to_embed,
+    steps_of,
     trial_stds,
 )
 from flowrl.training.config import SIZES, RunConfig
-from flowrl.training.trainer import asks_for_all
 from flowrl.worlds.base import prompts_of
 
 Launch = Literal["ddp", "fsdp2", "zero2"]
@@ -159,7 +160,7 @@ def plan(config: RunConfig, processes: int = 1, launch: Launch = "ddp") -> Plan:
     prices = NetworkPrices.of(vars(config.policy))
 
     # All groups: the rollout and its probe.
-    every = asks_for_all(config, method)
+    every = asks_for_all(steps_of(config.algorithm.trained_steps), method)
     asked = read_columns(method.credit, decisions.trained).tolist()
     nodes = [step for step, needed in zip(tree.drawn_steps, asked, strict=False) if every or needed]
     shape, probe = Shape(rollout.groups, grid, tree, nodes), method.credit.probe

@@ -16,17 +16,21 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from safetensors.torch import save
+from torch import Tensor
 
 from flowrl.core.errors import CheckpointError, part_errors, require
 from flowrl.core.protocols import Observer, extras
+from flowrl.core.types import Prompt
 from flowrl.distributed import Distributed, full_tensors
 from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
+from flowrl.nonfinite import NonFiniteError
 from flowrl.parts.plugins import versions
 from flowrl.parts.settings import settings_text
 from flowrl.parts.trust import check_code, record_code
 from flowrl.reading import as_kind, read_bytes, read_json, read_tensors, reading
 from flowrl.rewards import evaluation_reward
 from flowrl.rewards.contract import load_reward
+from flowrl.trainer import Trainer
 from flowrl.training.build import (
     METHOD_FILE,
     make_reward,
@@ -35,7 +39,14 @@ from flowrl.training.build import (
     method_parts,
     prompts_to_embed,
 )
-from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
+from flowrl.training.checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    restore_trainer,
+    save_weights,
+    to_resume,
+    trainer_state,
+)
 from flowrl.training.config import SIZES, RunConfig, load_config
 from flowrl.training.evaluation import (
     Evaluation,
@@ -47,7 +58,6 @@ from flowrl.training.format import FORMAT
 from flowrl.training.logging import TRACKER_FILE, Journal
 from flowrl.training.memory import find_sizes, out_of_memory
 from flowrl.training.monitors import limits_of, notices
-from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.observers import Observers
 from flowrl.training.results import MetricsRow, has_progress, holds
 from flowrl.training.started import (
@@ -203,25 +213,28 @@ class Run:
         self._heldout = make_heldout_metrics(self.config, self._world)
         for part in (*self._heldout.rewards.values(), self._heldout.features):
             load_reward(part)
-        self._trainer = trainer = make_trainer(self.config, self.distributed, self._world)
-        trainer.on_phase = lambda phase: self._tell({"phase": phase})
-        trainer.recorded = self._observers.recorded
         is_main = self.distributed.is_main
-        for trial in trials() if self.trial and not resume and is_main else ():
+        self._inspects = self.trial and not resume and is_main
+        self._trainer = self._make_trainer()
+        for trial in trials() if self._inspects else ():
             tried = partial(trial.reward_trial, self.config, warn=self._warn_of_trial)
-            trainer.collector.inspect = tried(trainer.reward)
             for spec, reward in self._heldout.rewards.items():
                 if (inspect := tried(reward, heldout=spec)) is not None:
                     self._heldout.trials[spec] = inspect
         self._rows = self._restore(start) if resume else []
+        self._embed_prompts()
+        sizes, text = find_sizes(self._trainer, self.config)
+        if sizes:
+            self.config = self.config.replace(**sizes)
+            self._trainer = self._make_trainer(self._trainer)
+            if resume:
+                self._rows = self._restore(start)
+        if text:
+            self._tell({"profile": text})
+        trainer = self._trainer
         allowed = f"{trainer.done} or more, or an earlier checkpoint with --from"
         fits = trainer.done <= self.config.iterations
         require(fits, "iterations", self.config.iterations, allowed)
-        self._embed_prompts()
-        find_sizes(trainer)
-        self.config = trainer.config
-        if trainer.profile:
-            self._tell({"profile": trainer.profile})
         if self.config.batches.compile:
             text = "compiling the network: its first calls take a minute or more"
             self._tell({"note": f"{text} (--compile False: none)"})
@@ -233,7 +246,26 @@ class Run:
             self._write_settings()
         if not self._rows:
             self._write_untrained()
-        self._limits = limits_of(trainer)
+        self._limits = limits_of(trainer, self.config)
+
+    def _make_trainer(self, first: Trainer | None = None) -> Trainer:
+        """The trainer, with the policy of the `first` one, on which sizes were measured."""
+        return make_trainer(
+            self.config,
+            self.distributed,
+            self._world,
+            first and first.policy,
+            recorded=self._observers.recorded,
+            on_phase=lambda phase: self._tell({"phase": phase}),
+            inspect=self._inspect if self._inspects else None,
+        )
+
+    def _inspect(self, images: Tensor, prompts: Sequence[Prompt], scores: Tensor) -> None:
+        """Try a reward of the user on its first batch."""
+        for trial in trials():
+            tried = trial.reward_trial(self.config, self._trainer.reward, warn=self._warn_of_trial)
+            if tried is not None:
+                tried(images, prompts, scores)
 
     def _embed_prompts(self) -> None:
         """Embed the held-out prompts and those of all coming iterations."""
@@ -286,7 +318,7 @@ class Run:
                     checkpoint = self._checkpoints.load(name)
                     rows = self._rows_until(checkpoint)
             if self.distributed.any(bool(checkpoint.values)):
-                trainer.restore(checkpoint)
+                restore_trainer(trainer, checkpoint)
 
         def rewind() -> list[Row]:
             self._observers.restore(checkpoint.tensors, trainer.done)
@@ -355,7 +387,9 @@ class Run:
         try:
             iteration = trainer.iteration()
         except NonFiniteError as error:
-            raise error.saved(self.folder / "failure") from error
+            write_json(self.folder / "failure" / "failure.json", error.values)
+            place = f"Prompts, rewards and advantages are in {self.folder / 'failure'}"
+            raise NonFiniteError(f"{error}. {place}", error.values) from error
         row: Row = dict(iteration)
         row |= {
             f"{name}_total": rows[-1][f"{name}_total"] + row[name]
@@ -445,7 +479,7 @@ class Run:
         observed = self._observers.state() if self.distributed.is_main else {}
         with self._saving:
             self._last = None  # two copies need twice the memory
-            state = self._trainer.state()
+            state = trainer_state(self._trainer)
             metrics = asdict(_Written(self._length, self._digest.hexdigest()))
             if self.distributed.is_main:
                 self._kept = _kept(self._rows)
@@ -513,14 +547,14 @@ class Run:
             checkpoint = Checkpoint({}, {})
             if self.distributed.is_main:
                 checkpoint = self._checkpoints.load(name)
-        self._trainer.restore(checkpoint)
+        restore_trainer(self._trainer, checkpoint)
         self._evaluation = None
 
     def _export(self, folder: Path) -> None:
         """Write the averaged weights, and a trajectory sampled with them."""
         trainer = self._trainer
         with trainer.averaged():
-            write_trajectory(folder, trainer, self._world)
+            write_trajectory(folder, trainer, self._world, self.config.environment.task)
             if (exported := extras(trainer.policy, "save")) is not None:
                 exported.save(folder / self.config.policy.tuning)
         average = full_tensors(dict(zip(trainer.names, trainer.average, strict=True)))

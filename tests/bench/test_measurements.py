@@ -12,7 +12,7 @@ from flowrl_bench.rules import RandomCredit
 from flowrl_testing import credit_contract
 
 from flowrl.core.errors import TrainingError
-from flowrl.training.trainer import Trainer
+from flowrl.trainer import Trainer
 
 test_random_credit = credit_contract(
     RandomCredit(),

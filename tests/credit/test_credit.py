@@ -383,7 +383,6 @@ ZEROS = torch.zeros(3, 5, COUNT)
         (MyRule(ZEROS.long()), r"torch\.int64"),
         (MyRule(ZEROS.to_sparse()), "a tensor that is sparse"),
         (MyRule(ZEROS.index_fill(2, torch.tensor([1]), torch.nan)), r"not finite, .* \[0, 0, 1\]"),
-        (MyRule(lambda values, decisions: gains(values.mul_(2))), "changed its input in place"),
         (MyRecordRule(ZEROS), r"MyRecordRule\.credit returned torch.*, not a Credit"),
         (MyRecordRule((ZEROS, ZEROS + 1.5)), r"weights from 1.5 to 1.5, not within \[0, 1\]"),
         (MyRecordRule((ZEROS, ZEROS - 0.5)), r"weights from -0\.5"),

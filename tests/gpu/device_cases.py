@@ -7,9 +7,8 @@ from seeded import seeded
 from small_run import trainer_of
 
 from flowrl.core.types import Prompt
-from flowrl.training.build import make_method
+from flowrl.training.build import build_trainer, make_method
 from flowrl.training.config import preset
-from flowrl.training.trainer import Trainer
 
 PROMPTS = [Prompt(text) for text in ("three red circles", "a dog", "a small house")]
 SMALL = dict(
@@ -39,7 +38,7 @@ def model_trainer(
     """A trainer of the tiny pipeline `name`."""
     config = preset("tiny").apply(dtype=dtype, **{**SMALL, **changes})
     policy = model_policy(name, device, dtype=dtype, guidance_scale=guidance_scale, **dict(options))
-    return Trainer(policy, make_method(config), reward, PROMPTS, config)
+    return build_trainer(config, policy, make_method(config), reward, PROMPTS)
 
 
 def world_trainer(name, device, **changes):

@@ -9,10 +9,9 @@ from gpu_cases import RandomEmbeddings, random_pipeline
 
 from flowrl.policies import ARCHITECTURES, ModelOptions, PipelinePolicy, count_memory
 from flowrl.policies.memory import StorageCounter
-from flowrl.training.build import make_method
+from flowrl.training.build import build_trainer, make_method
 from flowrl.training.config import preset
 from flowrl.training.memory import velocities
-from flowrl.training.trainer import Trainer
 
 NARROW = {
     "sd3.5-medium": dict(
@@ -36,7 +35,7 @@ def trainer_of(name, device, checkpointing, monkeypatch):
     pipe = random_pipeline(name, device, torch.bfloat16)
     policy = PipelinePolicy(pipe, family, ModelOptions(**sizes, **narrow))
     config = preset("tiny").apply(method="flow-grpo", window=":-1", dtype="bfloat16")
-    return Trainer(policy, make_method(config), REDNESS, PROMPTS, config)
+    return build_trainer(config, policy, make_method(config), REDNESS, PROMPTS)
 
 
 def peak_of(work, trainer):

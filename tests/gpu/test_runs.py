@@ -13,6 +13,7 @@ from small_run import model_files, rows_of, words
 
 from flowrl.cli.main import main
 from flowrl.policies import DTYPES
+from flowrl.training.checkpoint import restore_trainer, trainer_state
 from flowrl.training.config import preset
 from flowrl.training.run import Run
 
@@ -74,9 +75,9 @@ def test_a_checkpoint_restores_weights_moments_and_generators(name, device):
         any_trainer(name, device, method="stepwise-flow-grpo", iterations=3) for _ in range(2)
     )
     trainer.iteration()
-    state = trainer.state()
+    state = trainer_state(trainer)
     assert {tensor.device.type for tensor in state.tensors.values()} == {"cpu"}
-    again.restore(state)
+    restore_trainer(again, state)
     assert torch.equal(trainer.generator.get_state(), again.generator.get_state())
     assert torch.equal(flat(again.parameters), flat(trainer.parameters))
     assert again.iteration()["grad_norm"] > 0

@@ -2,7 +2,6 @@
 without the user's word.
 """
 
-import dataclasses
 import json
 import pickle
 import shutil
@@ -16,38 +15,28 @@ from typing import Any
 import pytest
 import torch
 from flowrl_bench.results_file import ResultsFile, make_line
-from flowrl_compare.comparison import CompareConfig, compare, load_compare
+from flowrl_compare.comparison import CompareConfig, load_compare
 from flowrl_rewards import PickScore
 from flowrl_testing.tiny import TINY, tiny_sd3
-from flowrl_testing.trial import try_parts
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_run import MIXTURE, TINY_RUN, error_of, flowrl_
 from tiny_rewards import tiny_clip
 
-from flowrl.core.errors import ConfigError, FlowrlError
+from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
 from flowrl.io import write_json
-from flowrl.methods import named_method
-from flowrl.parts import registry
-from flowrl.parts.registry import KINDS, available, build, files_of, find_maker, options_of
-from flowrl.parts.specs import NESTED, parse_spec
-from flowrl.parts.trust import PARTS, trust_option, trusted
+from flowrl.parts import registry, trust
+from flowrl.parts.registry import KINDS, available, build, options_of
+from flowrl.parts.specs import NESTED
+from flowrl.parts.trust import PARTS, require_trust, trust_option, untrusted
 from flowrl.policies.load import load_policy
-from flowrl.probes import NoProbe
 from flowrl.training import build as training_build
 from flowrl.training.build import (
-    check,
     make_method,
-    make_policy,
-    make_reward,
-    make_trainer,
-    make_world,
 )
 from flowrl.training.config import RunConfig, load_config, preset
-from flowrl.training.plan import plan
 from flowrl.training.run import Run
-from flowrl.worlds.base import world
 
 
 @pytest.fixture
@@ -167,53 +156,6 @@ def test_a_hostile_run_executes_nothing(setting, name, finished, canary, tmp_pat
     assert not canary.exists() and sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("setting", [setting for setting in PARTS if setting != "heldout_rewards"])
-def test_what_imports_refuses_by_itself(setting, finished, canary, tmp_path, monkeypatch, capsys):
-    """In every opening without the early message, which most refuse nevertheless."""
-    for module in ("parts.trust", "training.config"):
-        monkeypatch.setattr(f"flowrl.{module}.untrusted", lambda *_: iter(()))
-    out, spec = tmp_path / "hostile", f"{tmp_path}/evil.py:Evil"
-    run = write_hostile(finished, out, setting, spec)
-    values = {setting: [spec] if setting == "observe" else spec}
-    (out / "arms.yaml").write_text(json.dumps({"arms": {"base": {}, "evil": values}}))
-    (out / "arm.yaml").write_text(json.dumps({"arms": {"evil": values}}))
-    config = TINY_RUN.replace(**values)
-    entries = {"curve": [], "totals": {}, "phases": {}, "gains": None}
-    line = make_line(config, entries, "x", key="0" * 16)
-    (out / "lines.jsonl").write_text(json.dumps(line) + "\n")
-    asked = 0
-    for command in (
-        *openings(out, run, tmp_path / "new"),
-        f"compare {MIXTURE} --arms {out}/arms.yaml --out {tmp_path}/new",
-        f"bench rule --arms {out}/arm.yaml --quick --world mixture --out {tmp_path}/new",
-        f"bench redo {'0' * 16} --out {out}/lines.jsonl",
-    ):
-        if "compare --preset" in command and setting in ("window", "credit"):
-            continue  # replaced, so the comparison would run
-        shutil.rmtree(tmp_path / "new", ignore_errors=True)
-        flowrl_(command)
-        asked += "--trust" in capsys.readouterr().err
-        assert not canary.exists(), command
-    assert asked >= 5
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_caller_that_forgets_is_refused(kind, canary):
-    for text in ("evil.py:Evil", "evil_module:Evil"):
-        calls = [
-            lambda text=text: build(kind, text),
-            lambda text=text: find_maker(kind, parse_spec(text)),
-            lambda text=text: options_of(kind, text),
-            *([lambda text=text: world(text)] if kind == "world" else []),
-            *([lambda text=text: named_method("x", text)] if kind == "credit" else []),
-        ]
-        for call in calls:
-            with pytest.raises(ConfigError, match="consent"):
-                call()
-        files_of(kind, parse_spec(text))
-    assert not canary.exists()
-
-
 class Plugin:
     """An entry point of an installed package."""
 
@@ -226,20 +168,17 @@ class Plugin:
         return self.part
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_parts_of_packages_that_may_connect_need_trust(kind, monkeypatch):
+@pytest.mark.parametrize("setting", [name for name in PARTS if name != "heldout_rewards"])
+def test_parts_of_packages_that_may_connect_need_trust(setting, monkeypatch):
     """All of some kinds, and others that say so; their class is not called."""
-    setting = {k: name for name, k in PARTS.items()}.get(kind, "")
+    kind = PARTS[setting]
     for connects, package in product((True, False), ("somebody", "flowrl_bench")):
         plugin = Plugin(connects=connects)
         plugin.module = f"{package}.parts"
         monkeypatch.setattr(registry, "plugin", lambda *_, plugin=plugin: plugin)
+        monkeypatch.setattr(trust, "plugin", lambda *_, plugin=plugin: plugin)
         needs = connects or (kind in ("observer", "world") and package == "somebody")
-        with pytest.raises(ConfigError, match="consent") if needs else nullcontext():
-            assert find_maker(kind, parse_spec("part")) is plugin.part
-        assert find_maker(kind, parse_spec("part")) is plugin.part
-        if setting:
-            assert bool(trust_option({setting: "part"})) == needs
+        assert bool(trust_option({setting: "part"})) == needs
     assert not trust_option({"observe": ("budget(nfe=9)",), "world": "shapes"})
     assert trust_option({"tracker": "trackio"}) and not trust_option({"tracker": "tensorboard"})
 
@@ -282,16 +221,9 @@ def test_a_hostile_comparison_executes_nothing(finished, canary, tmp_path):
         {"flow-grpo": {}, "evil": {"loss": "evil.py:Evil"}},
         {"evil": {"credit": "flowrl.methods:named_method(credit='evil.py:Evil')"}},
     ):
-        changed = values | {"arms": arms}
-        with pytest.raises(
-            ConfigError, match=r"names .*(evil\.py:Evil|named_method): it is code that"
-        ):
-            CompareConfig.from_dict(changed).jobs()
-        write_json(tmp_path / "config.json", changed)
-        read = load_compare(tmp_path / "config.json")
-        for use in (read.allowed, read.descriptions, partial(compare, read, tmp_path / "new")):
-            with pytest.raises(ConfigError, match=r"trust=True in Python"):
-                use()
+        write_json(tmp_path / "config.json", values | {"arms": arms})
+        with pytest.raises(ConfigError, match=r"names .*(evil\.py:Evil|named_method): it is code"):
+            load_compare(tmp_path / "config.json")
         assert load_compare(tmp_path / "config.json", trust=True).run == TINY_RUN
     assert not canary.exists()
 
@@ -320,35 +252,30 @@ def test_results_of_somebody_else_execute_nothing(setting, name, word, canary, t
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("setting", ["reward", "observe"])
-def test_a_repeated_setting_is_in_the_users_own_words(setting, finished, canary, tmp_path, capsys):
-    """Only the same text as the setting, and for that text alone."""
-    out, spec = tmp_path / "hostile", f"{tmp_path}/evil.py:Evil"
-    run = write_hostile(finished, out, setting, spec)
-    for options in (f"train --resume {run}", f"compare --resume {out} --workers 1"):
-        name = f"--from {spec}" if "train" in options else ""  # which is no setting
-        for others in ("", f"--loss {spec}", f"--{setting} {spec}2", name):
-            error_of(f"{options} {others}", capsys)
-            assert not canary.exists()
-        assert "is not a" in error_of(f"{options} --{setting} {spec}", capsys) and canary.exists()
-        canary.unlink()
-    other = write_hostile(finished, tmp_path / "two", "loss", "evil_module:Evil")
-    for path in (other / "config.json", tmp_path / "two" / "config.json"):
-        path.write_text(path.read_text().replace('"reward": ""', f'"reward": "{spec}"', 1))
-    for options in (f"train --resume {other}", f"compare --resume {tmp_path}/two"):
-        error = error_of(f"{options} --reward {spec}", capsys)
-        assert "loss names evil_module:Evil" in error and not canary.exists()
+TEXTS_OF_CODE = (
+    "evil.py:Evil",
+    " evil.py:Evil ",
+    "evil.py:Evil()",
+    "evil_module:Evil",
+    "evil_module :Evil",
+    "evil_module:1 (x=1)",
+    "a'evil_module:1'(x=1)",
+    "flowrl.methods:named_method(name='x', credit='evil.py:Evil')",
+    "greedy(x='evil.py:Evil')",
+    "greedy ( x = ['evil_module:Evil'] )",
+    "weighted(rule='gdpo(rule=\"evil.py:Evil\")')",
+)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_option_of_a_part_runs_code(kind, canary):
+@pytest.mark.parametrize("kind", sorted({*PARTS.values()}))
+def test_no_option_of_a_part_in_a_file_names_code(kind):
     """Under every name that an option of a registered part has, and under one that none has."""
-    texts = ("evil.py:Evil", "evil_module:Evil", "flowrl.methods:awm", "clipped(reward='x.py:A')")
+    setting = {k: name for name, k in PARTS.items()}[kind]
     for name in available(kind):
-        for option, text in product({*options_of(kind, name), "nothing"}, texts):
-            with suppress(FlowrlError):
-                build(kind, f"{name}({option}={text!r})")
-    assert not canary.exists()
+        for option, text in product({*options_of(kind, name), "nothing"}, TEXTS_OF_CODE):
+            spec = f"{name}({option}={text!r})"
+            refused = bool(trust_option({setting: [spec] if kind == "observer" else spec}))
+            assert refused, spec
 
 
 TEXTS = [name for name, value in RunConfig().flat().items() if isinstance(value, str | tuple)]
@@ -366,92 +293,43 @@ def test_no_setting_of_a_file_runs_code(setting, canary, tmp_path):
         assert not canary.exists()
 
 
-class Greedy:
-    """A plug-in of the worst kind: it builds every text in its options as a part."""
-
-    probe = NoProbe()
-
-    def __init__(self, **options):
-        self.build(options)
-
-    def build(self, value):
-        if isinstance(value, str):
-            with suppress(ConfigError):
-                build("credit", value)
-        elif isinstance(value, dict):
-            self.build([*value, *value.values()])
-        elif isinstance(value, list | tuple):
-            for inside in value:
-                self.build(inside)
-
-    def assign(self, values, decisions):
-        return values[..., 1:]
-
-
-HOSTILE = st.sampled_from(
-    [
-        "evil.py:Evil",
-        " evil.py:Evil ",
-        "evil.py:Evil()",
-        "evil_module:Evil",
-        "evil_module :Evil",
-        "evil_module:1 (x=1)",
-        "evil-module:1 (x=1)",
-        "a'evil_module:1'(x=1)",
-        "flowrl.methods:named_method(name='x', credit='evil.py:Evil')",
-        "greedy(x='evil.py:Evil')",
-        "greedy ( x = ['evil_module:Evil'] )",
-        "weighted(rule='gdpo(rule=\"evil.py:Evil\")')",
-    ]
-)
-HARMLESS = st.sampled_from(
-    ["noise", "uniform", "substeps:5", "2:5", "greedy(x='uniform')", "gain(probe='substeps:5')"],
-)
-
-
 def nested(texts):
     """Literals with a text at some depth."""
-    names = st.sampled_from(NAMES)
     return st.recursive(
         texts,
         lambda inner: (
             st.lists(inner, min_size=1, max_size=2)
             | st.tuples(inner, st.integers(0, 9))
-            | st.dictionaries(HARMLESS | st.integers(0, 9), inner, min_size=1, max_size=2)
-            | st.builds(lambda name, value: f"greedy({name}={value!r})", names, inner)
+            | st.dictionaries(st.text("ab"), inner, min_size=1, max_size=2)
+            | st.dictionaries(texts, st.integers(0, 9), min_size=1, max_size=2)
+            | st.builds(lambda name, value: f"greedy({name}={value!r})", NAMES, inner)
         ),
         max_leaves=4,
     )
 
 
-NAMES = (*NESTED, *PARTS, "times", "url_of", "evil", "x")
+NAMES = st.sampled_from((*NESTED, *PARTS, "url_of", "x"))
 
 
-@given(option=st.sampled_from(NAMES), hostile=nested(HOSTILE), harmless=nested(HARMLESS))
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-def test_what_needs_no_trust_runs_no_code_at_any_depth(
-    option, hostile, harmless, canary, monkeypatch
-):
+HARMLESS = st.sampled_from(("uniform", "5", "gain(probe=none)", ["a", 1]))
+
+
+@given(NAMES, nested(st.sampled_from(TEXTS_OF_CODE)), HARMLESS)
+@settings(max_examples=200, deadline=None)
+def test_code_is_found_at_any_depth(option, hostile, harmless):
     """Whatever an installed plug-in does with its options, and however the option is called."""
-    built_in: Any = KINDS["credit"].built_in
-    monkeypatch.setitem(built_in, "greedy", f"{__name__}:Greedy")
-    for value in (hostile, harmless, [harmless, hostile], {"a": harmless, "b": (hostile,)}):
-        with suppress(ConfigError):  # the option may be one of another kind of part
-            build("credit", f"greedy({option}={value!r})")
-    assert not canary.exists()
-    build("credit", "greedy(x=[{'a': 'evil.py:Evil'}])")
-    canary.unlink()
+    for value in (hostile, [harmless, hostile], {"a": harmless, "b": (hostile,)}):
+        with suppress(ConfigError):  # no text of a part
+            assert any(untrusted({"credit": f"greedy({option}={value!r})"})), value
+    with suppress(ConfigError):
+        assert not any(untrusted({"credit": f"greedy({option}={harmless!r})"}))
 
 
 @pytest.mark.parametrize("backend", ["flash_hub", "_native_cudnn", ""])
 def test_kernels_from_the_hub_need_trust(backend):
     refused = pytest.raises(ConfigError, match="attention_backend names flash_hub")
     with refused if backend == "flash_hub" else nullcontext():
-        trusted({"attention_backend": backend}, "mine")
+        require_trust({"attention_backend": backend}, "mine")
 
 
 @pytest.mark.parametrize(
@@ -501,16 +379,16 @@ def test_the_users_own_rule_needs_one_word_to_go_on(tmp_path, capsys):
     assert flowrl_(f"train --config {out}/config.yaml --out {again} --trust") == 0
     first, second = ((folder / "weights.safetensors").read_bytes() for folder in (out, again))
     assert first == second
-    # reading runs nothing
-    read = load_config(out / "config.json")
-    assert read.algorithm.credit.endswith(":Mine")
-    copy, start = RunConfig.from_dict(read.as_dict()), preset(str(out / "config.yaml")).apply()
-    for config in (read, copy, start):
-        with pytest.raises(ConfigError, match="credit names"):
-            make_method(config)
+    read = load_config(out / "config.json", trust=True)
+    for again in (
+        lambda: load_config(out / "config.json"),
+        lambda: RunConfig.from_dict(read.as_dict()),
+        lambda: preset(str(out / "config.yaml")),
+    ):
+        with pytest.raises(ConfigError, match=r"credit names .*--trust"):
+            again()
+    assert load_config(out / "config.json", credit="uniform").algorithm.credit == "uniform"
     assert type(make_method(load_config(out / "config.json", trust=True)).credit).__name__ == "Mine"
-    # the option replaces what the file names
-    assert flowrl_(f"train --preset {out}/config.yaml --credit uniform --out {tmp_path}/other") == 0
 
 
 @pytest.fixture(scope="module")
@@ -613,24 +491,3 @@ def test_a_hostile_reward_model_executes_nothing(canary, tmp_path, monkeypatch):
     with suppress(ConfigError):  # it may also be read as what it is without the code
         reward_of(mapped)
     assert not canary.exists()
-
-
-@pytest.mark.parametrize("setting", [setting for setting in PARTS if setting != "window"])
-def test_a_read_run_builds_nothing_that_needs_trust(setting, finished, canary, tmp_path):
-    """Whoever builds, also of a changed copy; settings in place of the file's are the user's own
-    word.
-    """
-    out, spec = tmp_path / "hostile", f"{tmp_path}/evil.py:Evil"
-    path = write_hostile(finished, out, setting, spec) / "config.json"
-    config = load_config(path)
-    changed = config.replace(seed=1), dataclasses.replace(config, seed=1)
-    builders = (make_world, make_method, make_reward, make_policy, make_trainer, check, plan)
-    builders += (lambda read: Run(read, Path("run")).execute(), lambda read: try_parts([read]))
-    for read in (config, *changed, pickle.loads(pickle.dumps(config))):
-        for build_from in builders:
-            with pytest.raises(
-                ConfigError, match=rf"hostile/.*config.json: {setting} names .*--trust"
-            ):
-                build_from(read)
-    assert not canary.exists() and not Path("run").exists()
-    make_method(config.replace(**{setting: RunConfig().flat()[setting]}))

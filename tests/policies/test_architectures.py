@@ -18,7 +18,7 @@ from flowrl.core.types import Prompt
 from flowrl.io import cache_folder
 from flowrl.policies import ARCHITECTURES, Adapters, StorageCounter, architecture_of, memory
 from flowrl.rewards import FunctionReward
-from flowrl.training.build import make_method, model_options
+from flowrl.training.build import build_trainer, make_method, model_options
 from flowrl.training.config import preset
 from flowrl.training.plan import (
     CARDS,
@@ -31,7 +31,6 @@ from flowrl.training.plan import (
     times_text,
 )
 from flowrl.training.plan import memory as count_plan
-from flowrl.training.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -186,7 +185,7 @@ def test_the_network_is_called_as_often_as_the_plan_counts(method, changes, micr
     count = lambda *_: calls.update([torch.is_grad_enabled()])  # noqa: E731
     policy.transformer.register_forward_pre_hook(count)
     red = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)))
-    trainer = Trainer(policy, make_method(config), red, [Prompt("a dog")], config)
+    trainer = build_trainer(config, policy, make_method(config), red, [Prompt("a dog")])
     trainer.iteration()  # in the first one an old network may be the current one
     calls.clear()
     trainer.iteration()

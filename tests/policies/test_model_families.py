@@ -6,7 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from family_cases import CASES, PROMPTS, TEXTS, TIME, draw, fill, noise_of, trainer_of, velocity
+from family_cases import (
+    CASES,
+    PROMPTS,
+    TEXTS,
+    TIME,
+    config_of,
+    draw,
+    fill,
+    noise_of,
+    trainer_of,
+    velocity,
+)
 from flowrl_testing import policy_contract
 from flowrl_testing.tiny import TINY, tiny_flux, tiny_sd3
 from seeded import seeded
@@ -23,6 +34,7 @@ from flowrl.policies import (
     load_policy,
     lora,
 )
+from flowrl.training.checkpoint import restore_trainer, trainer_state
 from flowrl.training.plan import plan
 
 test_qwen_image = policy_contract(
@@ -107,12 +119,12 @@ def test_train_save_reload_resume(family, dtype, method, tmp_path):
     trainer, again = make(), make()
     row = trainer.iteration()
     assert row["grad_norm"] > 0 and row["kl"] > 0 and 0 <= row.get("ratio_deviation", 0) < 1e-5
-    counts, drawn = vars(plan(trainer.config)), method in ("granular-grpo", "tree-grpo")
+    counts, drawn = vars(plan(config_of(method=method))), method in ("granular-grpo", "tree-grpo")
     for name in ("probe_nfe", "reward_calls", "gradient_nfe", *["nfe"] * (not drawn)):
         assert row[name] == counts[name], name
-    state = trainer.state()
+    state = trainer_state(trainer)
     trainer.iteration()
-    again.restore(state)
+    restore_trainer(again, state)
     again.iteration()
     for kind in ("parameters", "average"):
         assert all(map(torch.equal, getattr(trainer, kind), getattr(again, kind)))

@@ -22,10 +22,9 @@ from flowrl.losses import DiffusionNFT
 from flowrl.rollout import Groups
 from flowrl.rollout.batches import ForwardBatches
 from flowrl.rollout.rollout import Rollout
-from flowrl.training.build import make_method
+from flowrl.training.build import build_trainer, make_method
 from flowrl.training.config import RunConfig
 from flowrl.training.plan import plan
-from flowrl.training.trainer import Trainer
 
 PROMPTS = [Prompt("three red circles"), Prompt("a dog")]
 
@@ -105,7 +104,7 @@ def test_metrics_and_plan_count_the_passes_of_the_network(scale, train, train_nf
     guidance = dict(guidance_scale=scale, train_guidance_scale=train)
     config = RunConfig.of(**SETTINGS, **guidance, reference_guidance_scale=4.5)
     policy, planned = tiny_sd3_policy(replace(TINY, guidance_scale=scale)), plan(config)
-    trainer, rows = Trainer(policy, make_method(config), REDNESS, PROMPTS, config), []
+    trainer, rows = build_trainer(config, policy, make_method(config), REDNESS, PROMPTS), []
     trainer.iteration()  # afterwards the copy lags behind the weights
     policy.transformer.register_forward_pre_hook(
         lambda module, arguments, options: rows.append(len(options["hidden_states"])),

@@ -106,14 +106,9 @@ def test_draws_differ_between_groups_and_iterations_and_move_no_generator(policy
     assert torch.equal(torch.get_rng_state(), before)
 
 
-CHANGED = r"Own\.estimate changed its input in place"
-
-
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (lambda run: run.trajectories.states.add_(1.0) is None or {}, CHANGED),
-        (lambda run: {0: run.final.clamp_(0, 1)}, CHANGED),
         (lambda run: {10: run.final}, r"for 10; allowed: .*nodes \[0, 1, 2, 3, 4, 5, 6, 7, 8\]"),
         (lambda run: {3: [run.final]}, "list for 3; allowed: latents of"),
         (lambda run: {3: run.final[1:]}, "7, 2, 1, 1.* for 3; .*2, 2.*8, 2"),

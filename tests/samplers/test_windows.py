@@ -17,6 +17,7 @@ from flowrl.samplers import (
     trained_steps,
     windowed,
 )
+from flowrl.training import build
 
 
 def steps_of(window, count=10, iteration=0, seed=0):
@@ -73,7 +74,7 @@ def test_a_multistep_solver_has_no_window():
 
 
 def chosen(spec, stds, seed=0):
-    return trained_steps(spec, torch.tensor(stds), seeded(seed)).tolist()
+    return trained_steps(build.steps_of(spec), torch.tensor(stds), seeded(seed)).tolist()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from small_run import MIXTURE, flowrl_, rows_of
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.forward import Decay, WeightCopy
-from flowrl.training.behaviour import Behaviour
+from flowrl.weights import Behaviour
 
 
 def made(policy, **declared):

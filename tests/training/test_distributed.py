@@ -32,6 +32,7 @@ from small_run import (
 )
 from torch.distributed import HashStore
 
+from flowrl.core.calls import part_call
 from flowrl.core.errors import ConfigError, FlowrlError, RewardError, TrainingError
 from flowrl.core.experience import Actions
 from flowrl.core.types import Prompt
@@ -46,11 +47,10 @@ from flowrl.io import write_json
 from flowrl.policies import load_policy
 from flowrl.rewards import FunctionReward
 from flowrl.training import memory
-from flowrl.training.build import make_method
-from flowrl.training.checkpoint import Checkpoints, load_weights
+from flowrl.training.build import build_trainer, make_method
+from flowrl.training.checkpoint import Checkpoints, load_weights, restore_trainer, trainer_state
 from flowrl.training.config import load_config, preset
 from flowrl.training.run import Run
-from flowrl.training.trainer import Trainer
 from flowrl.training.watch import watched_calls
 from flowrl.workers import launch_rank
 
@@ -113,7 +113,7 @@ def pipeline_trainer(config, distributed, family="sd3", **options):
         options["load_to"] = "cpu" if distributed.is_main else "meta"
     prompts = [Prompt(text) for text in ("three red circles", "a dog", "a small house")]
     policy = load_policy(str(folder / family), replace(PIPELINES[family].options, **options))
-    return Trainer(policy, make_method(config), REDNESS, prompts, config, distributed)
+    return build_trainer(config, policy, make_method(config), REDNESS, prompts, distributed)
 
 
 def adapters():
@@ -142,7 +142,7 @@ def trained(make, config, distributed, evaluated=False):
             with trainer.averaged(), torch.no_grad():
                 row["velocity"] = velocity(trainer.policy).tolist()
         rows.append(row)
-    state = trainer.state().tensors
+    state = trainer_state(trainer).tensors
     assert distributed.is_main or not state
     kept = ("weight.", "average.", "copy.")
     return rows, {name: state[name] for name in state if name.startswith(kept)}
@@ -218,7 +218,7 @@ def sharded(distributed):
         moments = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq")]
         assert moments
         assert all(map(is_sharded, [*trainer.parameters, *trainer.average, *moments]))
-        again.restore(trainer.state())
+        restore_trainer(again, trainer_state(trainer))
         rows = [plain(some.iteration()) for some in (trainer, again)]
         differences[f"{make.__name__} resumed"] = largest_difference(*rows)
         with trainer.averaged(), tempfile.TemporaryDirectory() as folder:
@@ -312,8 +312,8 @@ def found_batches(distributed, peaks=(1.0, 1.0), speed=(1e3, 1e3), fails=False):
     trainer = world_trainer(MIXTURE, distributed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "measured", measured)
-        patch.setattr(memory, "room", lambda trainer: 24.0)
-        return memory.grow(trainer, "update", 256)[1]
+        patch.setattr(memory, "room", lambda *given: 24.0)
+        return memory.grow(trainer, MIXTURE, "update", 256)[1]
 
 
 def everything(distributed, tell, folder):
@@ -670,9 +670,9 @@ def test_with_sharded_weights_an_error_does_not_wait_for_processes_that_compute(
 def test_a_time_out_names_the_slow_part_of_the_other_process(monkeypatch):
     store = HashStore()
     monkeypatch.setattr("flowrl.distributed._store", lambda: store)
-    monkeypatch.setattr("flowrl.core.types.SLOW", 0.1)
+    monkeypatch.setattr("flowrl.training.watch.SLOW", 0.1)
     time_out = pytest.raises(OtherProcessError, match=r"only slow \(process 1: Mine.score\), raise")
-    with watched_calls(Distributed(1, 2).publish), named_call("Mine.score"):
+    with watched_calls(Distributed(1, 2).publish), part_call("Mine.score"):
         time.sleep(0.2)
         with time_out, Distributed(0, 2)._connected():
             raise RuntimeError("Timed out")

@@ -9,6 +9,7 @@ import torch
 from small_run import BASE, CASES, plain, trained, trainer_of
 
 from flowrl.core.errors import ConfigError
+from flowrl.training.checkpoint import restore_trainer, trainer_state
 
 IN_CHUNKS = dict(micro_batch=7, max_batch=5, chunk=1, offload=True, overlap_rewards=True)
 SPLITS = (dict(micro_batch=3), IN_CHUNKS)
@@ -33,7 +34,7 @@ def test_the_split_of_the_work_changes_nothing(case):
 
 def state_of(trainer):
     """All that a checkpoint has: tensors as bytes, and plain values."""
-    state = trainer.state()
+    state = trainer_state(trainer)
     tensors = {name: tensor.numpy().tobytes() for name, tensor in state.tensors.items()}
     return tensors, json.dumps(state.values)
 
@@ -47,15 +48,15 @@ def test_a_state_is_a_snapshot_of_all_that_the_next_iteration_needs(case):
     config = BASE.replace(**CASES.get(case, FLOAT16))
     trainer = trainer_of(config)
     trainer.iteration()
-    state, taken = trainer.state(), state_of(trainer)
+    state, taken = trainer_state(trainer), state_of(trainer)
     row, after = plain(trainer.iteration()), state_of(trainer)
     for other in (trainer, trainer_of(config)):
-        other.restore(state)
+        restore_trainer(other, state)
         assert state_of(other) == taken
         assert plain(other.iteration()) == row and state_of(other) == after
     if trainer.copies.by_name:
         with pytest.raises(ConfigError, match="another run, loss or model"):
-            trainer.restore(trainer_of(BASE).state())
+            restore_trainer(trainer, trainer_state(trainer_of(BASE)))
 
 
 def test_later_updates_do_not_change_a_state():
@@ -64,7 +65,7 @@ def test_later_updates_do_not_change_a_state():
     moments = [value for values in trainer.optimizer.state.values() for value in values.values()]
     copies = trainer.copies.by_name["old"].values
     used = {t.data_ptr() for t in (*trainer.parameters, *trainer.average, *copies, *moments)}
-    assert used.isdisjoint(tensor.data_ptr() for tensor in trainer.state().tensors.values())
+    assert used.isdisjoint(tensor.data_ptr() for tensor in trainer_state(trainer).tensors.values())
 
 
 @pytest.mark.parametrize(

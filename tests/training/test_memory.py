@@ -22,11 +22,10 @@ from flowrl.core.types import Prompt
 from flowrl.rewards import FunctionReward
 from flowrl.rollout.sampling import sample_images
 from flowrl.training import memory
-from flowrl.training.build import make_method, make_trainer
+from flowrl.training.build import build_trainer, make_method, make_trainer
 from flowrl.training.config import SIZES, load_config, preset
 from flowrl.training.memory import GAIN, Measured, find_sizes, grow, room
 from flowrl.training.run import Run
-from flowrl.training.trainer import Trainer
 
 FIXED = TINY_RUN.replace(iterations=4, checkpoint_every=1, kl_weight=0.1)
 ANY = 10**18
@@ -45,7 +44,7 @@ def simulate(patch, room, base=1.0, each=2.0, half=1e12, limit=ANY):
         return Measured(base, base + each * batch, half + batch)
 
     patch.setattr(memory, "measured", measured)
-    patch.setattr(memory, "room", lambda trainer: room)
+    patch.setattr(memory, "room", lambda *given: room)
     return calls
 
 
@@ -55,7 +54,7 @@ def trainer():
 
 
 def best(trainer, limit=ANY):
-    return grow(trainer, "update", limit)[1]
+    return grow(trainer, FIXED, "update", limit)[1]
 
 
 @settings(max_examples=30, deadline=None)
@@ -84,25 +83,25 @@ def test_memory_that_runs_out_unforeseen_ends_growth_and_no_room_is_an_error(tra
     assert best(trainer, 64) == 8
     simulate(monkeypatch, 2.0)
     with pytest.raises(ConfigError, match=r"micro_batch = 'auto' .* resolution"):
-        find_sizes(tiny_trainer())
+        find_sizes(*tiny_trainer())
 
 
 def test_the_room_leaves_a_tenth_of_the_gpu_and_what_training_holds_later(trainer, monkeypatch):
-    assert room.__wrapped__(trainer) == math.inf
+    assert room(trainer, FIXED) == math.inf
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 10**9, 80 * 10**9))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15 * 10**9)
     weights = sum(parameter.numel() for parameter in trainer.parameters)
     policy = SimpleNamespace(device=torch.device("cuda"), latent_shape=(10**6,))
     shown = SimpleNamespace(**{**vars(trainer), "policy": policy})
     nodes = 2 * 3 * (2 * 4 + 1)  # groups x members x (nodes and velocities)
-    assert room.__wrapped__(shown) == pytest.approx(67e9 - 4e6 * nodes - 8 * weights)
-    shown.config = trainer.config.replace(offload=True, optimizer="adamw-8bit")
-    assert room.__wrapped__(shown) == pytest.approx(67e9 - 2 * weights)
+    assert room(shown, FIXED) == pytest.approx(67e9 - 4e6 * nodes - 8 * weights)
+    small = FIXED.replace(offload=True, optimizer="adamw-8bit")
+    assert room(shown, small) == pytest.approx(67e9 - 2 * weights)
 
 
 def test_measuring_changes_nothing_and_running_out_of_memory_is_one_error(trainer, monkeypatch):
     fresh = make_trainer(FIXED)
-    grow(trainer, "update", 4)
+    grow(trainer, FIXED, "update", 4)
     assert all(parameter.grad is None for parameter in trainer.parameters)
     assert trainer.iteration()["grad_norm"] == fresh.iteration()["grad_norm"]
     simulate(monkeypatch, 0.0, limit=2)
@@ -118,7 +117,8 @@ AUTO = dict.fromkeys(SIZES, "auto")
 def tiny_trainer(options=TINY_MODEL, **changes):
     config = preset("tiny").apply(model="none", iterations=1, **{**AUTO, **changes})
     policy = tiny_sd3_policy(options)
-    return Trainer(policy, make_method(config), RED, [Prompt("a dog"), Prompt("a fox")], config)
+    prompts = [Prompt("a dog"), Prompt("a fox")]
+    return build_trainer(config, policy, make_method(config), RED, prompts), config
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def tiny_trainer(options=TINY_MODEL, **changes):
 )
 def test_gradient_checkpointing_is_on_where_it_pays_only(room, changes, size, on, monkeypatch):
     """Rollout and update have the rows that were found, unless both sizes are given."""
-    run = tiny_trainer(group_size=64, **changes)
+    run, config = tiny_trainer(group_size=64, **changes)
 
     def measured(trainer, batch, work):
         saved = trainer.policy.transformer.is_gradient_checkpointing
@@ -144,22 +144,22 @@ def test_gradient_checkpointing_is_on_where_it_pays_only(room, changes, size, on
         return Measured(0, batch * (2 if saved else 8), seconds)
 
     monkeypatch.setattr(memory, "measured", measured)
-    monkeypatch.setattr(memory, "profile_path", lambda trainer: Path("nowhere/at/all"))
+    monkeypatch.setattr(memory, "profile_path", lambda *given: Path("nowhere/at/all"))
     monkeypatch.setattr(memory, "write_bytes", lambda *file: None)
-    monkeypatch.setattr(memory, "room", lambda trainer: room)
-    find_sizes(run)
-    sizes, options = run.config.batches, run.policy.options
+    monkeypatch.setattr(memory, "room", lambda *given: room)
+    sizes = config.replace(**find_sizes(run, config)[0]).batches
+    options = run.policy.options
     assert (sizes.micro_batch, sizes.gradient_checkpointing) == (size, on)
     assert run.policy.transformer.is_gradient_checkpointing == on
     assert (sizes.decode_batch, sizes.compile, options.compile) == (4, False, "")
     rows = 0 if "max_batch" in changes else size
     assert (options.rows, options.decode_batch, sizes.rows) == (rows, 4, rows)
-    assert run.collector.max_batch == sizes.max_batch == changes.get("max_batch", size)
+    assert sizes.max_batch == changes.get("max_batch", size)
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.8])
 def test_compiling_pays_if_it_is_faster_and_exact(seconds, monkeypatch):
-    run, rates = tiny_trainer(), {"": 1.0, "inductor": seconds}
+    (run, config), rates = tiny_trainer(), {"": 1.0, "inductor": seconds}
 
     def measured(trainer, batch, work):
         return Measured(0, 0, rates[trainer.policy.options.compile])
@@ -169,31 +169,31 @@ def test_compiling_pays_if_it_is_faster_and_exact(seconds, monkeypatch):
 
     monkeypatch.setattr(memory, "measured", measured)
     monkeypatch.setattr(type(run.policy), "resize", compiled)
-    assert not memory.compiling_pays(run, 4, 4 / 0.5, math.inf)  # on the CPU
+    assert not memory.compiling_pays(run, config, 4, 4 / 0.5, math.inf)  # on the CPU
     monkeypatch.setattr(run.policy, "device", SimpleNamespace(type="cuda"))
-    assert not memory.compiling_pays(run, 4, 4 / 0.5, 0.0)  # too late
-    monkeypatch.setattr(memory, "room", lambda trainer: 1.0)
+    assert not memory.compiling_pays(run, config, 4, 4 / 0.5, 0.0)  # too late
+    monkeypatch.setattr(memory, "room", lambda *given: 1.0)
     exact = dict.fromkeys((True, False), torch.ones(1))
     monkeypatch.setattr(memory, "velocities", lambda trainer, count, train=True: exact[train])
-    assert memory.compiling_pays(run, 4, 4 / 0.5, math.inf) == (seconds < 0.5)
+    assert memory.compiling_pays(run, config, 4, 4 / 0.5, math.inf) == (seconds < 0.5)
     exact[False] = exact[False] + 1e-6
-    assert not memory.compiling_pays(run, 4, 4 / 0.5, math.inf)
+    assert not memory.compiling_pays(run, config, 4, 4 / 0.5, math.inf)
 
 
 def test_a_profile_belongs_to_its_settings_and_its_device(monkeypatch):
-    run = tiny_trainer()
-    paths, cards = {memory.profile_path(run)}, ["NVIDIA H100", "NVIDIA L4"]
-    run.config = run.config.replace(resolution=32)
-    paths.add(memory.profile_path(run))
+    run, config = tiny_trainer()
+    paths, cards = {memory.profile_path(run, config)}, ["NVIDIA H100", "NVIDIA L4"]
+    config = config.replace(resolution=32)
+    paths.add(memory.profile_path(run, config))
     monkeypatch.setattr(run.policy, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: cards.pop())
-    paths |= {memory.profile_path(run) for _ in range(2)}
+    paths |= {memory.profile_path(run, config) for _ in range(2)}
     assert len(paths) == 4 and not cards
 
 
 def test_no_size_is_begun_after_the_deadline(trainer, monkeypatch):
     calls = simulate(monkeypatch, ANY)
-    assert grow(trainer, "update", ANY, 0.0)[1] == 1 and calls == [1]
+    assert grow(trainer, FIXED, "update", ANY, 0.0)[1] == 1 and calls == [1]
 
 
 def test_a_profile_is_kept_used_again_and_reproduced(tmp_path, monkeypatch, capsys):
@@ -237,10 +237,12 @@ def test_rollout_update_and_evaluation_have_calls_of_one_shape(gradient, micro):
     guided = {"guidance_scale": 2.0, "guidance_gradient": gradient}
     options, settings = replace(TINY_MODEL, **guided), {**guided, "kl_weight": 0.1}
     sizes = {**AUTO, "gradient_checkpointing": False, "decode_batch": 2, "compile": False}
-    fixed = tiny_trainer(options, **settings, **{**sizes, "micro_batch": micro, "max_batch": 3})
-    config = fixed.config.replace(max_batch="auto")
-    assert config.batches == replace(fixed.config.batches, rows=6)
-    one = tiny_trainer(replace(options, rows=6), **settings, **{**sizes, "micro_batch": micro})
+    fixed, given = tiny_trainer(
+        options, **settings, **{**sizes, "micro_batch": micro, "max_batch": 3}
+    )
+    config = given.replace(max_batch="auto")
+    assert config.batches == replace(given.batches, rows=6)
+    one, _ = tiny_trainer(replace(options, rows=6), **settings, **{**sizes, "micro_batch": micro})
     shapes = []
     one.policy.transformer.register_forward_pre_hook(
         lambda network, given, named: shapes.append(len(named["hidden_states"])), with_kwargs=True

@@ -18,11 +18,11 @@ from small_run import CASES, MIXTURE, TINY_RUN, flowrl_, rows_of, trainer_of, we
 from flowrl.core.experience import Credit
 from flowrl.core.types import Gaussian, Prompt
 from flowrl.losses import ClippedLoss
+from flowrl.nonfinite import NonFiniteCheck, NonFiniteError, culprit
 from flowrl.rollout.batches import MicroBatch
 from flowrl.training.build import make_method
 from flowrl.training.config import preset
 from flowrl.training.monitors import CHECKS, EVERY, Limits, collapse, limits_of, notices
-from flowrl.training.nonfinite import NonFiniteCheck, NonFiniteError, culprit
 from flowrl.training.run import Run
 
 TINY = TINY_RUN.replace(iterations=4)
@@ -86,7 +86,7 @@ def test_every_warning_has_its_condition(kind, columns, text):
 
 def test_a_rule_that_remembers_prompts_is_warned_only_if_all_groups_are_equal():
     limits = {
-        credit: limits_of(trainer_of(TINY.replace(credit=credit))).zero_spread
+        credit: limits_of(trainer_of(TINY.replace(credit=credit)), TINY).zero_spread
         for credit in ("uniform", "value-tracker")
     }
     assert limits == {"uniform": 0.5, "value-tracker": 1.0}
@@ -105,7 +105,7 @@ def test_flat_noise_is_no_collapse():
 
 def test_a_reward_that_compares_samples_has_no_collapse():
     fallen = rows(reward_mean=[0.2, 0.9] * 10 + [0.1] * 20, reward_std=0.1)
-    limits = limits_of(trainer_of(TINY.replace(**CASES["win rates"])))
+    limits = limits_of(trainer_of(TINY.replace(**CASES["win rates"])), TINY)
     assert collapse(fallen, Limits()) and limits.compared and not collapse(fallen, limits)
 
 
@@ -144,7 +144,7 @@ def test_half_precision_under_a_tiny_clip(dtype, fires):
     assert made[0]["ratio_noise"] < 1e-6 < made[1]["grad_norm"]
     assert {parameter.dtype for parameter in run.parameters} == {torch.float32}
     assert (made[1]["ratio_noise"] > 1e-5) == fires
-    kinds = [notice.kind for notice in notices(made, limits_of(run))]
+    kinds = [notice.kind for notice in notices(made, limits_of(run, TINY))]
     assert kinds == ["ratio-noise"] * fires
 
 
@@ -194,7 +194,7 @@ def test_a_process_names_the_prompts_of_its_own_samples():
     record, credit = SimpleNamespace(values=torch.zeros(2, 4, 2)), Credit(torch.zeros(2, 4, 1))
     prompts, rows = [Prompt("first"), Prompt("second")], torch.arange(4)
     check = NonFiniteCheck.__new__(NonFiniteCheck)
-    NonFiniteCheck.__init__.__wrapped__(check, 1, prompts, record, credit, batches, first=4)
+    NonFiniteCheck.__init__(check, 1, prompts, record, credit, batches, first=4)
     with pytest.raises(NonFiniteError, match="Prompts: 'second'"):
         check.losses([{"loss": math.nan}], [MicroBatch(rows, 0 * rows, 1.0)])
 

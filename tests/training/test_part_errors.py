@@ -52,18 +52,14 @@ class Part:
 
 
 PLACE = r"\(.*part\.py, line \d+\) failed"
-IN_PLACE = "changed its input in place"
 CASES = {
     "credit": {
         "return good.to('meta')": "assign.*device is meta",
-        "decisions.std.zero_(); return good": f"assign {IN_PLACE}",
-        "values.zero_(); return good": f"assign {IN_PLACE}",
         "sys.exit(0)": rf"Part\.assign {PLACE}: SystemExit: 0",
     },
     "reward": {
         "return good.tolist()": "score.*list",
         "return good[:-1]": "score.*shape",
-        "images.zero_(); return good": f"score {IN_PLACE}",
         "return {}['x']": rf"Part\.score {PLACE}: KeyError: 'x'",
     },
     "loss": {
@@ -71,12 +67,10 @@ CASES = {
         "return dataclasses.replace(good, loss=good.loss.detach())": "not a scalar with a gradient",
         "return dataclasses.replace(good, loss=good.loss.expand(3))": "not a scalar with a gradient",
         "return dataclasses.replace(good, loss=good.loss.to('meta'))": "device is meta",
-        "batch.advantages.zero_(); return good": rf"Part\.loss {IN_PLACE}",
     },
     "sampler": {
         "return (good.mean, good.std)": r"Part\.transition returned a tuple",
         "return dataclasses.replace(good, mean=good.mean.to('meta'))": "meta|expected device",
-        "latent.zero_(); return good": rf"Part\.transition {IN_PLACE}",
     },
 }
 TINY = TINY_RUN.replace(iterations=1, window="0:3")

@@ -7,7 +7,9 @@ import pytest
 from small_run import MIXTURE, SMALL, error_of, flowrl_, model_files, numbers, trainer_of, words
 
 from flowrl.cli.main import main
-from flowrl.parts.prompts import PromptStream, read_prompts
+from flowrl.parts.prompts import read_prompts
+from flowrl.rollout.order import PromptStream
+from flowrl.training.checkpoint import restore_trainer, trainer_state
 from flowrl.training.run import Run
 
 OPTIONS = f"{MIXTURE} --groups 2 --eval-every 1 --checkpoint-every 1 --keep-checkpoints 9"
@@ -112,9 +114,9 @@ def test_an_order_of_other_prompts_is_not_continued():
     """A process may die between the first iteration on changed prompts and its checkpoint."""
     trainer, other = trainer_of(SMALL), trainer_of(SMALL)
     trainer.iteration()
-    state = trainer.state()
+    state = trainer_state(trainer)
     other.prompts = PromptStream(trainer.prompts.prompts[:3], 0)
-    other.restore(state)
+    restore_trainer(other, state)
     assert len(state.values["order"]) > 3 and other.prompts.order == []
     assert len(other.prompts.take(4)) == 4
 

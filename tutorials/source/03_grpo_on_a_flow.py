@@ -26,12 +26,13 @@
 
 # %% tags=["hide-input"]
 import math
+from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
-from flowrl import RunConfig, Trainer, world
+from flowrl import Trainer, Updates, world
 from flowrl.flow import GaussianMixture
 from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_03 as lesson
@@ -544,13 +545,16 @@ from flowrl.methods import Method
 from flowrl.samplers import FlowSDE
 
 mixture = world("mixture")
-config = RunConfig.of(
-    world="mixture", task="direction", iterations=30, groups=16, group_size=12, learning_rate=3e-3, minibatches=4, seed=0
-)
-policy = mixture.policy(PolicyOptions())
+reward, prompts = mixture.reward("soft"), mixture.prompts("direction", "train")
 method = Method("flow-grpo", FlowSDE(0.7), loss=ClippedLoss(clip_range=2e-2))  # trains all steps but the last
-trainer = Trainer(policy, method, mixture.reward("soft"), mixture.prompts("direction", "train"), config)
-history = [trainer.iteration() for _ in range(config.iterations)]
+numbers = {
+    "groups": 16,
+    "members": 12,
+    "steps": 10,
+    "optimizer": partial(torch.optim.AdamW, lr=3e-3, betas=(0.9, 0.99), weight_decay=1e-4),
+}
+trainer = Trainer(mixture.policy(PolicyOptions()), method, reward, prompts, updates=Updates(minibatches=4), **numbers)
+history = [trainer.iteration() for _ in range(30)]
 for row in history[::10] + history[-1:]:
     print(
         f"iteration {row['iteration']:2d}: training reward {row['reward_mean']:.3f}, clipped {row['clip_fraction']:.0%}, ratio {row['ratio_mean']:.4f}"
@@ -563,11 +567,8 @@ for row in history[::10] + history[-1:]:
 # iteration 30: training reward 0.82..0.93, clipped 17..27%, ratio 0.9900..1.0100
 
 # %%
-config = RunConfig.of(
-    world="mixture", task="direction", iterations=3, groups=16, group_size=12, learning_rate=3e-3, minibatches=1, seed=0
-)
-trainer = Trainer(mixture.policy(PolicyOptions()), method, mixture.reward("soft"), mixture.prompts("direction", "train"), config)
-for row in [trainer.iteration() for _ in range(config.iterations)]:
+trainer = Trainer(mixture.policy(PolicyOptions()), method, reward, prompts, updates=Updates(minibatches=1), **numbers)
+for row in [trainer.iteration() for _ in range(3)]:
     print(f"one mini-batch, iteration {row['iteration']}: clipped {row['clip_fraction']:.0%}, ratio {row['ratio_mean']:.4f}")
 
 # %% [markdown]

@@ -329,7 +329,7 @@ class EstimateToGo:
 with tempfile.TemporaryDirectory() as folder:
     file = Path(folder) / "my_rules.py"
     file.write_text(RULE)
-    loaded = build("credit", f"{file}:EstimateToGo(clamp=2.0)", trust=True)
+    loaded = build("credit", f"{file}:EstimateToGo(clamp=2.0)")
 print(f"clamp {loaded.clamp}, probe {loaded.probe};", "contract kept" if check_credit(loaded).ok else "contract broken")
 
 # %% [markdown]

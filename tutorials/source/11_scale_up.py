@@ -28,11 +28,12 @@
 import math
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
 
-from flowrl import Prompt, RunConfig, Trainer
+from flowrl import Prompt, Trainer, Updates
 from flowrl.flow import log_prob
 from flowrl.losses import ClippedLoss
 from flowrl.methods import flow_grpo, tp_grpo
@@ -702,16 +703,15 @@ plt.show()
 
 # %%
 REDNESS = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3)))
-config = RunConfig.of(
-    groups=4, group_size=6, num_steps=STEPS, minibatches=1, micro_batch=4 if MODEL else 64, max_batch=8 if MODEL else 64,
-    iterations=10, learning_rate=3e-4 if MODEL else 5e-2, ema_decay=0.0, seed=0,
-)  # fmt: skip
+optimizer = partial(torch.optim.AdamW, lr=3e-4 if MODEL else 5e-2, betas=(0.9, 0.99), weight_decay=1e-4)
+updates = Updates(minibatches=1, micro_batch=4 if MODEL else 64, ema_decay=0.0)
+numbers = {"groups": 4, "members": 6, "steps": STEPS, "max_batch": 8 if MODEL else 64, "optimizer": optimizer, "updates": updates}
 histories, trained = {}, {}
 for make in (flow_grpo, tp_grpo):
     method = replace(make(), loss=ClippedLoss(clip_range=1e-2))  # Flow-SDE with a = 0.7 on all steps but the last
     trained[method.name] = load()
-    trainer = Trainer(trained[method.name], method, REDNESS, PROMPTS, config)
-    metrics = [trainer.iteration() for _ in range(config.iterations)]
+    trainer = Trainer(trained[method.name], method, REDNESS, PROMPTS, **numbers)
+    metrics = [trainer.iteration() for _ in range(10)]
     history = histories[method.name] = [row["reward_mean"] for row in metrics]
     first = metrics[0]
     noise_floor = "below 1e-5" if first["ratio_noise"] < 1e-5 else first["ratio_noise"]

@@ -45,7 +45,7 @@ from flowrl.rollout import (
     usable,
 )
 from flowrl.samplers import transition_stds
-from flowrl.training.behaviour import Copies
+from flowrl.weights import Copies
 
 
 @dataclass(frozen=True)

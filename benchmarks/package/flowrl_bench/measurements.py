@@ -15,10 +15,10 @@ from flowrl.core.errors import RewardContractError, TrainingError
 from flowrl.core.protocols import FlowPolicy
 from flowrl.policies import MixturePolicy
 from flowrl.rollout import EVALUATION_SEED, Usage, solve
+from flowrl.trainer import Trainer
 from flowrl.training.build import make_trainer, make_world
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import evaluate
-from flowrl.training.trainer import Trainer
 from flowrl.worlds import World
 
 CURVE = (
@@ -86,7 +86,11 @@ def measure(
         trainer, world = make_trainer(config), make_world(config)
         totals: dict[str, float] = dict.fromkeys(TOTALS, 0.0)
         diverged: dict[str, str] = {}
-        phases, gains, curve = dict.fromkeys(PHASES, 0.0), [], [_evaluated(trainer, world, totals)]
+        phases, gains, curve = (
+            dict.fromkeys(PHASES, 0.0),
+            [],
+            [_evaluated(trainer, config, world, totals)],
+        )
         try:
             while trainer.done < config.iterations:
                 if stop():
@@ -105,7 +109,7 @@ def measure(
                     trainer.done % config.evaluation.eval_every == 0
                     or trainer.done == config.iterations
                 ):
-                    curve.append(_evaluated(trainer, world, totals))
+                    curve.append(_evaluated(trainer, config, world, totals))
         except (TrainingError, RewardContractError) as error:
             if not (lenient and trainer.done):
                 raise
@@ -143,20 +147,22 @@ def _mean(rows: list[list[float]]) -> list[float]:
     return torch.tensor(rows).mean(0).tolist()
 
 
-def _evaluated(trainer: Trainer, world: World, totals: Mapping[str, float]) -> list[float | None]:
+def _evaluated(
+    trainer: Trainer, config: RunConfig, world: World, totals: Mapping[str, float]
+) -> list[float | None]:
     """A row of `CURVE`, with the averaged weights."""
     with trainer.averaged():
-        scores = _scores(trainer, world)
-        quality, diversity = _plausible(trainer.policy, world, trainer.config)
-    forms = (trainer.config.environment.reward_form, "strict", "graded", "soft")
+        scores = _scores(trainer, config, world)
+        quality, diversity = _plausible(trainer.policy, world, config)
+    forms = (config.environment.reward_form, "strict", "graded", "soft")
     row: dict[str, float | None] = {"iteration": trainer.done, **totals, "quality": quality}
     row |= {"diversity": diversity, **dict(zip(CURVE[4:8], map(scores.get, forms), strict=True))}
     return [row[name] for name in CURVE]
 
 
-def _scores(trainer: Trainer, world: World) -> dict[str, float]:
+def _scores(trainer: Trainer, config: RunConfig, world: World) -> dict[str, float]:
     """Held-out scores by form, with the policy's current weights."""
-    environment, evaluation = trainer.config.environment, trainer.config.evaluation
+    environment, evaluation = config.environment, config.evaluation
     return evaluate(
         trainer.policy,
         world,
@@ -164,7 +170,7 @@ def _scores(trainer: Trainer, world: World) -> dict[str, float]:
         environment.reward_form,
         evaluation.eval_samples,
         evaluation.eval_steps,
-        trainer.config.batches.max_batch,
+        config.batches.max_batch,
         solver=evaluation.eval_solver,
     ).scores
 

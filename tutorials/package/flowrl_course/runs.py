@@ -11,7 +11,14 @@ from torch import Tensor
 
 from flowrl import RunConfig, Trainer, evaluate, preset
 from flowrl.core.protocols import CreditRule, FlowPolicy
-from flowrl.training.build import make_method, make_policy, make_reward, make_trainer, make_world
+from flowrl.training.build import (
+    build_trainer,
+    make_method,
+    make_policy,
+    make_reward,
+    make_trainer,
+    make_world,
+)
 from flowrl.training.evaluation import Evaluation
 
 PLANE: dict[str, Any] = {
@@ -66,20 +73,22 @@ def start(
     `settings` are those of `RunConfig`. With `initial_noise` "auto" the rule's own `shared_noise`
     attribute decides.
     """
-    config = preset("default").apply(**{**PLANE, "method": method, "seed": seed, **settings})
+    return _start(_config(method, seed, **settings), rule)
+
+
+def _config(method: str, seed: int, **settings: Any) -> RunConfig:
+    return preset("default").apply(**{**PLANE, "method": method, "seed": seed, **settings})
+
+
+def _start(config: RunConfig, rule: CreditRule | None) -> Trainer:
     if rule is None:
         return make_trainer(config)
     chosen, world = make_method(config), make_world(config)
     automatic = config.algorithm.initial_noise == "auto"
     shared = bool(getattr(rule, "shared_noise", False)) if automatic else chosen.shared_noise
     chosen = replace(chosen, credit=rule, shared_noise=shared)
-    return Trainer(
-        make_policy(config),
-        chosen,
-        make_reward(config),
-        world.prompts(config.environment.task, "train"),
-        config,
-    )
+    prompts = world.prompts(config.environment.task, "train")
+    return build_trainer(config, make_policy(config), chosen, make_reward(config), prompts)
 
 
 def learn(
@@ -88,8 +97,8 @@ def learn(
     """Train to the end, arguments as in `start`. The same arguments give the same curve, except for
     its seconds.
     """
-    trainer = start(method, seed, rule, **settings)
-    config, world = trainer.config, make_world(trainer.config)
+    config = _config(method, seed, **settings)
+    trainer, world = _start(config, rule), make_world(config)
     task, form, evaluation = (
         config.environment.task,
         config.environment.reward_form,

@@ -5,7 +5,6 @@ prompts.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from flowrl.core.experience import Credit, Experience
 from flowrl.core.forward import ForwardBatch
 from flowrl.core.types import LossBatch, Prompt
 from flowrl.flow.gaussian import kl, log_prob
-from flowrl.io import write_json
 from flowrl.rollout.batches import ForwardBatches, LossBatches, MicroBatch
 
 LISTED = 64
@@ -40,12 +38,6 @@ class NonFiniteError(TrainingError):
 
     def __reduce__(self) -> Any:
         return type(self), (str(self), self.values)  # for pickling between processes
-
-    def saved(self, folder: Path) -> "NonFiniteError":
-        """Write failure.json to `folder`; returns the error with a further sentence about it."""
-        write_json(folder / "failure.json", self.values)
-        message = f"{self}. Prompts, rewards and advantages are in {folder}"
-        return NonFiniteError(message, self.values)
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,16 @@ prompts -> trajectories + estimates -> values [prompt, member, decision+1] -> ad
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, cast
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flowrl.core.calls import part_call, state_of
 from flowrl.core.experience import Credit, Decisions, Experience
+from flowrl.core.forward import Guidance
+from flowrl.core.processes import Processes
 from flowrl.core.protocols import (
     AnyReward,
     AnySampler,
@@ -25,12 +26,9 @@ from flowrl.core.protocols import (
 )
 from flowrl.core.types import Condition, Prompt
 from flowrl.credit import credit_of, read_columns, value_quality
-from flowrl.distributed import Distributed, sum_over_replicas
 from flowrl.methods import Method, check_one_advantage
-from flowrl.parts.prompts import PromptStream
-from flowrl.parts.specs import parse_slice
+from flowrl.nonfinite import NonFiniteCheck
 from flowrl.probes import ValueProbe, whole
-from flowrl.rewards.contract import is_remote
 from flowrl.rollout import Groups, Usage, log_probs, predicted, transition_weights, usable
 from flowrl.rollout.batches import (
     ForwardBatches,
@@ -44,43 +42,47 @@ from flowrl.rollout.batches import (
 )
 from flowrl.rollout.collector import Collected, Collector
 from flowrl.rollout.metrics import Clock, LossMetrics, reward_metrics
-from flowrl.samplers import trained_steps, transition_stds, windowed
-from flowrl.training.behaviour import Copies, reference_weights
-from flowrl.training.checkpoint import (
-    PER_PARAMETER,
-    Checkpoint,
-    prefixed,
-    restore_training_state,
-    training_state,
-    without_prefix,
-)
-from flowrl.training.config import RunConfig
-from flowrl.training.nonfinite import NonFiniteCheck
-from flowrl.training.optim import (
-    LossScaler,
-    make_optimizer,
-    prepare_policy,
-    update_average,
-    weights_replaced,
-)
+from flowrl.rollout.order import PromptStream
+from flowrl.rollout.values import Inspect
+from flowrl.samplers import RandomSteps, trained_steps, transition_stds, windowed
+from flowrl.weights import Copies, LossScaler, update_average, weights_replaced
+
+Optimizer = torch.optim.Optimizer
 
 
-def asks_for_all(config: RunConfig, method: Method) -> bool:
+@dataclass(frozen=True)
+class Updates:
+    """The numbers of an iteration's update.
+
+    Args:
+        minibatches: optimizer steps per iteration; the trajectories are split between them.
+        micro_batch: (trajectory, step) pairs per backward pass.
+        max_grad_norm: largest gradient norm; longer gradients are scaled down.
+        ema_decay: decay per optimizer step of the averaged weights; 0: no average.
+        loss_scale: initial scale of the loss, for a network in float16; 0: none.
+        trained_steps: the stochastic steps in the loss.
+        drop_zero_advantages: give weight 0 to trajectories whose advantages are all 0.
+        guidance: the guidance in a forward-process loss.
+        learning_rate: the rate after a number of iterations; None: the optimizer's own.
+    """
+
+    minibatches: int = 4
+    micro_batch: int = 256
+    max_grad_norm: float = 1.0
+    ema_decay: float = 0.8
+    loss_scale: float = 0.0
+    trained_steps: slice | RandomSteps = field(default_factory=lambda: slice(None))
+    drop_zero_advantages: bool = False
+    guidance: Guidance = Guidance()
+    learning_rate: Callable[[int], float] | None = None
+
+
+def asks_for_all(chosen: slice | RandomSteps, method: Method) -> bool:
     """Whether every column of the value table is estimated, whatever the rule reads: random trained
     steps are drawn after the rollout.
     """
-    random = parse_slice(config.algorithm.trained_steps) is None
     forward = isinstance(method.loss, ForwardLoss)
-    return random or forward or not hasattr(method.credit, "reads")
-
-
-def overlaps_rewards(config: RunConfig, reward: AnyReward) -> bool:
-    """Whether a chunk is scored during the rollout of the next one; auto: if there are chunks, and
-    the policy is on a GPU or a server computes the reward. Others would share the policy's cores.
-    """
-    rollout, elsewhere = config.rollout, config.policy.device != "cpu" or is_remote(reward)
-    auto = rollout.overlap_rewards == "auto" and rollout.chunk != 0 and elsewhere
-    return auto or rollout.overlap_rewards == "true"
+    return isinstance(chosen, RandomSteps) or forward or not hasattr(method.credit, "reads")
 
 
 class Iteration(dict[str, Any]):
@@ -106,20 +108,32 @@ class Trainer:
     """Fine-tunes a policy; independent of the method.
 
     Call `iteration()` once per iteration; it returns the metrics of that iteration, and its record.
-    The trainer itself keeps no record. `recorded` names the larger fields of the record
-    (`flowrl.core.experience.LARGER`) that are gathered besides those that the rule reads, as in
-    ``trainer.recorded = ("log_probs",)``. Within `averaged()` the policy has its EMA weights.
-    `state()` and `restore()` make a run resumable bit for bit on the CPU. `iteration` raises
-    `NonFiniteError` if a loss or gradient is not finite, and `CreditError` or `RewardError` if a
-    part breaks its contract; the weights are then those of the last complete update.
+    The trainer itself keeps no record. Within `averaged()` the policy has its EMA weights.
+    `iteration` raises `NonFiniteError` if a loss or gradient is not finite, and `CreditError` or
+    `RewardError` if a part breaks its contract; the weights are then those of the last complete
+    update.
 
     Args:
         policy: the policy.
         method: sampler, credit rule and loss.
         reward: scores the samples.
         prompts: the training prompts.
-        config: the settings.
-        distributed: the processes.
+        groups: prompts per iteration.
+        members: samples per prompt.
+        steps: denoising steps.
+        optimizer: makes the optimizer of the trained parameters.
+        updates: the numbers of the update.
+        seed: seed of the order of the prompts and of all noise.
+        max_batch: largest number of latents per network call without gradients.
+        chunk: groups that are rolled out at a time; 0: all; "auto": see `Collector`.
+        overlap: score a chunk while the next one is rolled out.
+        offload: keep trajectories in main memory until the update.
+        reference: makes contexts in which the policy is the reference of the loss; None: its base.
+        processes: the processes.
+        recorded: the larger fields of the record (`flowrl.core.experience.LARGER`) that are
+            gathered besides those that the rule reads, as in ``("log_probs",)``.
+        on_phase: called with the name of each phase when it begins.
+        inspect: called once, with the first images, prompts and scores.
     """
 
     def __init__(
@@ -128,42 +142,50 @@ class Trainer:
         method: Method,
         reward: AnyReward,
         prompts: Sequence[Prompt],
-        config: RunConfig,
-        distributed: Distributed = Distributed(),
+        *,
+        groups: int,
+        members: int,
+        steps: int,
+        optimizer: Callable[[list[nn.Parameter]], Optimizer] = torch.optim.AdamW,
+        updates: Updates = Updates(),
+        seed: int = 0,
+        max_batch: int = 512,
+        chunk: int | Literal["auto"] = 0,
+        overlap: bool = False,
+        offload: bool = False,
+        reference: Callable[[], AbstractContextManager[None]] | None = None,
+        processes: Processes = Processes(),
+        recorded: Collection[str] = (),
+        on_phase: Callable[[str], None] = lambda phase: None,
+        inspect: Inspect | None = None,
     ) -> None:
-        self.policy, self.method, self.reward, self.config = policy, method, reward, config
-        self.distributed = distributed
-        rollout, optim = config.rollout, config.optim
-        self.prompts = PromptStream(prompts, config.seed)
-        self.generator = torch.Generator(policy.device).manual_seed(config.seed + 1)
-        self.schedule = policy.schedule(rollout.num_steps)
-        self.groups = Groups(rollout.groups, rollout.group_size, method.shared_noise)
-        self.named = dict(prepare_policy(policy, distributed, config.batches.compile))
+        self.policy, self.method, self.reward, self.updates = policy, method, reward, updates
+        self.processes, self.recorded, self.on_phase = processes, recorded, on_phase
+        self.prompts = PromptStream(prompts, seed)
+        self.generator = torch.Generator(policy.device).manual_seed(seed + 1)
+        self.schedule = policy.schedule(steps)
+        self.groups = Groups(groups, members, method.shared_noise)
+        self.named = dict(policy.trainable())
         self.names, self.parameters = list(self.named), list(self.named.values())
         self.average = [parameter.detach().clone() for parameter in self.parameters]
-        self.optimizer = make_optimizer(optim, self.parameters)
-        scale = optim.loss_scale if config.policy.dtype == "float16" else 0.0
-        self.scaler = LossScaler(scale, policy.device)
-        self.copies = Copies(method.loss, policy, self.named)
-        folder = config.policy.reference
-        self.reference = reference_weights(folder, policy, self.named, distributed)
+        self.optimizer = optimizer(self.parameters)
+        self.scaler = LossScaler(updates.loss_scale, policy.device)
+        self.copies = Copies(method.loss, policy, self.named, processes)
+        self.reference = reference or policy.reference
         self.collector = Collector(
             policy,
             reward,
             self.schedule,
             self.groups,
             method.credit.probe,
-            distributed,
-            config.batches.max_batch,
-            rollout.chunk,
-            overlaps_rewards(config, reward),
-            rollout.offload,
+            processes,
+            max_batch,
+            chunk,
+            overlap,
+            offload,
+            inspect,
         )
-        self.profile = ""
-        """What `training.memory.find_sizes` found, in words."""
         self.done = 0
-        self.recorded: Collection[str] = ()
-        self.on_phase: Callable[[str], None] = lambda phase: None
 
     def iteration(self) -> Iteration:
         """One pass from prompts to updated weights; returns its metrics and its record."""
@@ -171,7 +193,7 @@ class Trainer:
 
         # Rollout: this process's trajectories [sample, node, *latent], values of all groups
         # [prompt, member, decision+1].
-        prompts = self.prompts.take(self.config.rollout.groups)
+        prompts = self.prompts.take(self.groups.prompts)
         condition = self.policy.encode(prompts)
         noise = self.groups.noise(self.policy.latent_shape, self.generator)
         sampler = self.draw_sampler()
@@ -188,21 +210,22 @@ class Trainer:
         if (features := collected.values.features) is not None:
             probe = cast(ValueProbe, self.method.credit.probe)
             probe.fit(features, collected.values.total[..., :-1], experience)
-        drop_zeros = self.config.algorithm.drop_zero_advantages
+        drop_zeros = self.updates.drop_zero_advantages
         weights = transition_weights(credit, experience.decisions, drop_zeros)
 
         # Update: one optimizer step per mini-batch. Micro-batches are transitions of this process,
         # or (image, drawn time) rows; the weighted sum of their mean losses, over all processes, is
         # the mean over the mini-batch.
         clock.enter("update")
-        self.set_learning_rate()
+        if self.updates.learning_rate is not None:
+            self.optimizer.param_groups[0]["lr"] = self.updates.learning_rate(self.done)
         loss, metrics, train_nfe = self.method.loss, LossMetrics(self.schedule.steps), 0
         batches, rows = self.loss_batches(sampler, collected, experience, credit, weights)
         first = collected.samples.start
         check = NonFiniteCheck(self.done + 1, prompts, experience, credit, batches, first)
         for minibatch, all_rows in self.minibatches(rows, collected):
             self.optimizer.zero_grad()
-            with self.distributed.shared_errors():
+            with self.processes.shared_errors():
                 batches.prepare(minibatch)
                 train_nfe += all_rows.evaluations * batches.passes
                 share = all_rows.evaluated / all_rows.total
@@ -212,11 +235,12 @@ class Trainer:
                     steps = batches.evaluated_steps(micro)
                     metrics.add(micro.weight / len(rows), result, batch, steps, share)
                     if extra := extras(self.policy, "velocity_network"):
-                        sum_over_replicas(extra.velocity_network, number == len(minibatch))
+                        last = number == len(minibatch)
+                        self.processes.sum_in_backward(extra.velocity_network, last)
                     self.scaler.scale(result.loss * micro.weight).backward()
                 losses = metrics.take()
                 check.losses(losses, minibatch)
-            metrics.merge(self.distributed.gather(losses))
+            metrics.merge(self.processes.gather(losses))
             self.optimizer_step(minibatch, check, metrics)
         self.copies.after("iteration")
         clock.stop()
@@ -268,7 +292,7 @@ class Trainer:
         """The columns of the value table that the rule reads [decision+1], Boolean; None for all of
         them.
         """
-        if asks_for_all(self.config, self.method):
+        if asks_for_all(self.updates.trained_steps, self.method):
             return None
         stds = transition_stds(sampler, self.schedule).cpu()
         drawn = (stds > 0).nonzero().flatten()
@@ -296,7 +320,7 @@ class Trainer:
             kept = collected.to_gather()
 
             def gathered(table: Tensor) -> Tensor:
-                return torch.cat(self.distributed.gather(table.cpu()))
+                return torch.cat(self.processes.gather(table.cpu()))
 
             if "trajectories" in fields:
                 states, outputs = gathered(kept.states), gathered(kept.outputs)
@@ -310,19 +334,11 @@ class Trainer:
             larger["condition"] = Condition(copied, condition.keys)
         return replace(experience, **larger)
 
-    def set_learning_rate(self) -> None:
-        """Set the learning rate: linear from `learning_rate` to `learning_rate` x
-        `final_learning_rate` over the run.
-        """
-        optim, left = self.config.optim, 1 - self.done / self.config.iterations
-        factor = optim.final_learning_rate + (1 - optim.final_learning_rate) * left
-        self.optimizer.param_groups[0]["lr"] = optim.learning_rate * factor
-
     def trained_steps(self, stds: Tensor) -> Tensor:
         """The steps of this iteration's loss (`samplers.trained_steps`); random steps are drawn
         once for all groups.
         """
-        return trained_steps(self.config.algorithm.trained_steps, stds, self.generator)
+        return trained_steps(self.updates.trained_steps, stds, self.generator)
 
     def loss_batches(
         self,
@@ -350,7 +366,7 @@ class Trainer:
             parts = self.draw_parts(weights)
             weights = weights.gather(1, credited(times.cpu(), decisions.time))
             rows = minibatch_rows(parts, weights, tree, loss.unit, share_states=False)
-            copies, guidance = self.copies.by_name, self.config.loss_guidance()
+            copies, guidance = self.copies.by_name, self.updates.guidance
             batches = ForwardBatches(
                 self.policy,
                 loss,
@@ -381,7 +397,7 @@ class Trainer:
         """
         order = self.draw_order().cpu()
         order = order[(weights > 0).any(1)[order]]
-        return order.chunk(self.config.optim.minibatches) if len(order) else ()
+        return order.chunk(self.updates.minibatches) if len(order) else ()
 
     def draw_times(self, loss: ForwardLoss) -> tuple[Tensor, int]:
         """The times [sample, draw] of all samples of this iteration, and the seed of their
@@ -395,9 +411,9 @@ class Trainer:
         self, rows: Sequence[Rows], collected: Collected
     ) -> Iterator[tuple[list[MicroBatch], Rows]]:
         """This process's micro-batches of each mini-batch, and the rows of all processes in it."""
-        size = self.config.batches.micro_batch
+        size = self.updates.micro_batch
         for part in rows:
-            yield micro_batches(part, size, collected, self.distributed), part
+            yield micro_batches(part, size, collected, self.processes), part
 
     def draw_order(self) -> Tensor:
         """This iteration's order of all samples, a random permutation."""
@@ -410,8 +426,8 @@ class Trainer:
         """Sum the gradients over the processes, clip, step and average; a step with overflowed
         float16 gradients is skipped.
         """
-        self.distributed.all_reduce_gradients(self.parameters)
-        norm = self.scaler.clip(self.optimizer, self.config.optim.max_grad_norm)
+        self.processes.all_reduce_gradients(self.parameters)
+        norm = self.scaler.clip(self.optimizer, self.updates.max_grad_norm)
         scaled = self.scaler.is_enabled()
         if not scaled:
             check.gradient(norm, minibatch)
@@ -422,59 +438,10 @@ class Trainer:
         if taken:
             self.copies.after("update")
             metrics.means["grad_norm"] = norm
-            update_average(self.average, self.parameters, self.config.optim.ema_decay)
+            update_average(self.average, self.parameters, self.updates.ema_decay)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Within this context the policy has its averaged (EMA) weights."""
-        with weights_replaced(self.policy, self.parameters, self.average):
+        with weights_replaced(self.policy, self.parameters, self.average, self.processes):
             yield
-
-    def state(self) -> Checkpoint:
-        """A copy of weights, averages, optimizer, generators, the prompt order, and the credit
-        rule's memory if it has one, in main memory.
-
-        Other processes than the main one get an empty checkpoint; with sharded weights all must
-        call this.
-        """
-        state = training_state(self.named, self.average, self.optimizer)
-        copies = self.copies.state()
-        if not self.distributed.is_main:
-            return state
-        tensors = {
-            "generator": self.generator.get_state(),
-            "prompts.generator": self.prompts.generator.get_state(),
-        }
-        for prefix, part in self.with_memory.items():
-            name = f"{prefix.removesuffix('.')}: {type(part).__name__}"
-            tensors |= prefixed(prefix, state_of(name, part))
-        values = {
-            "done": self.done,
-            "order": list(self.prompts.order),
-            "prompts": self.prompts.digest,
-            "loss_scale": self.scaler.state_dict(),
-        }
-        return state | copies | Checkpoint(tensors, values)
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from `state()`, on any number of processes. All processes call this; only the
-        main process's checkpoint is used. Other prompts begin with a new pass.
-
-        Raises `ConfigError` if it belongs to other weights.
-        """
-        restore_training_state(
-            checkpoint, self.named, self.average, self.optimizer, self.distributed
-        )
-        saved = checkpoint.tensors.items()
-        small = {name: tensor for name, tensor in saved if not name.startswith(PER_PARAMETER)}
-        tensors, values = self.distributed.in_main(lambda: (small, checkpoint.values))
-        self.copies.restore(checkpoint.tensors, values, self.distributed)
-        for prefix, part in self.with_memory.items():
-            with part_call(f"{type(part).__name__}.load_state_dict"):
-                part.load_state_dict(without_prefix(prefix, tensors))
-        self.scaler.load_state_dict(values["loss_scale"])
-        self.generator.set_state(tensors["generator"])
-        self.prompts.generator.set_state(tensors["prompts.generator"])
-        self.done = int(values["done"])
-        same = values.get("prompts", self.prompts.digest) == self.prompts.digest
-        self.prompts.order = list(values["order"]) if same else []
