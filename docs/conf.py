@@ -190,7 +190,7 @@ def add_coverage(app: object, page: str, source: list[str]) -> None:
         rows = ((row.item, row.published, row.flowrl, row.result) for row in paper.rows)
         text += [*(f"| {' | '.join(cell or '-' for cell in cells)} |" for cells in rows), ""]
     made = re.sub(r"`(flowrl(?:\.\w+)+)`", r"{py:obj}`~\1`", "\n".join(text))
-    made = re.sub(r"`docs/([\w-]+)\.md`", r"[\1](../\1.md)", made)
+    made = re.sub(r"`docs/((?:[\w-]+/)*([\w-]+))\.md`", r"[\2](../\1.md)", made)
     source[0] = re.sub(r"^\{coverage\}$", lambda _: made, source[0], flags=re.MULTILINE)
 
 
