@@ -15,6 +15,7 @@ from reference_pages import write_reference  # noqa: E402
 from sphinx.ext import napoleon  # noqa: E402
 
 from flowrl import __version__  # noqa: E402
+from flowrl.parts.coverage import LEGEND, coverage  # noqa: E402
 
 project = "flowrl"
 author = "the flowrl developers"
@@ -176,6 +177,23 @@ def mark_tables(app: object, tree: object, page: str) -> None:
                 text.parent.replace(text, nodes.Text(INTERVAL.sub("\\1\u00a0", text)))
 
 
+def add_coverage(app: object, page: str, source: list[str]) -> None:
+    """In place of the line `{coverage}`: how to read the rows, and a section with a table for every
+    method of flowrl/data/coverage.yaml. Names of flowrl and of pages become links.
+    """
+    text = [LEGEND, ""]
+    for method, paper in coverage().items():
+        name, _, where = paper.title.partition(", ")
+        own = f", [its page]({method}.md)" if (HERE / "papers" / f"{method}.md").exists() else ""
+        text += [f"## {name}", "", f"{where}, `--method {method}`{own}", ""]
+        text += ["| item | published | in flowrl | result here |", "|---|---|---|---|"]
+        rows = ((row.item, row.published, row.flowrl, row.result) for row in paper.rows)
+        text += [*(f"| {' | '.join(cell or '-' for cell in cells)} |" for cells in rows), ""]
+    made = re.sub(r"`(flowrl(?:\.\w+)+)`", r"{py:obj}`~\1`", "\n".join(text))
+    made = re.sub(r"`docs/((?:[\w-]+/)*([\w-]+))\.md`", r"[\2](../\1.md)", made)
+    source[0] = re.sub(r"^\{coverage\}$", lambda _: made, source[0], flags=re.MULTILINE)
+
+
 def mark_wide_figures(app: object, tree: object, page: str) -> None:
     """The class `wide` on PNG files with several panels."""
     for image in tree.findall(nodes.image):
@@ -199,6 +217,7 @@ def setup(app: object) -> None:
     """Called by Sphinx."""
     write_course(HERE)
     write_reference(HERE)
+    app.connect("source-read", add_coverage)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", plain)  # type: ignore[attr-defined]
     app.add_html_math_renderer("katex", (formula, None), (formula, None))  # type: ignore[attr-defined]
     for mark in (mark_tables, mark_wide_figures):

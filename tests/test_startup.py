@@ -23,6 +23,7 @@ LINES = [
     "--version",
     "env",
     "parts",
+    "parts tp-grpo",
     "presets",
     "presets sd3.5-medium,tp-grpo,ocr,exact --yaml",
 ]

@@ -9,7 +9,7 @@ tutorials/source/NN_name.py (jupytext, percent format) is the source. tutorials/
 the solutions and stored outputs; tutorials/student/NN_name.ipynb has starting cells, and each hint
 and solution folded; tutorials/colab/NN_name.ipynb is the student's version with a first cell that
 installs flowrl. tutorials/package/flowrl_course/solutions.json has the solutions by check, which
-replace missing answers. docs/writing-lessons.md describes the format.
+replace missing answers. CONTRIBUTING.md describes the format.
 """
 
 import argparse

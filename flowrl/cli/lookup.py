@@ -19,6 +19,7 @@ from annotated_types import Ge, Le
 from flowrl.cli.terminal import fitted, printable
 from flowrl.core.errors import ConfigError, FlowrlError, require
 from flowrl.core.options import Seed
+from flowrl.parts.coverage import LEGEND, coverage
 from flowrl.parts.plugins import PACKAGES, versions
 from flowrl.parts.prompts import GENERATORS, read_prompts, write_prompts
 from flowrl.parts.registry import (
@@ -53,16 +54,19 @@ MORE_PACKAGES = ("accelerate", "safetensors", "jaxtyping", "tyro", "pydantic", "
 
 @dataclass(frozen=True)
 class Parts:
-    """List all parts by kind, including plug-ins, or describe one with its options.
+    """List all parts by kind, including plug-ins, or describe a part or a method.
 
     Examples: flowrl parts
 
     flowrl parts turning-point
+
+    flowrl parts tp-grpo
     """
 
     name: tyro.conf.Positional[str] = ""
-    """The part to describe: prints its documentation, and its options with their defaults. If
-    omitted, all parts are listed, one per line.
+    """The part to describe: prints its documentation, and its options with their defaults. Of a
+    method: what its paper reports, and what flowrl has of it. If omitted, all parts are listed, one
+    per line.
     """
     kind: str = ""
     """List only parts of this kind, with their options: credit, probe, sampler, window, loss,
@@ -94,15 +98,20 @@ class Parts:
                 if options:
                     values = ", ".join(f"{n}={_shown(v)}" for n, v in options.items())
                     yield fitted(f"      {values}", 6)
+        if not self.kind:
+            yield "method (--method)"
+            yield from (f"  {name}: {paper.title}" for name, paper in coverage().items())
         yield from (f"\nWarning: {text}" for text in shadowed())
-        yield "\nTo describe a part with its options: flowrl parts NAME"
+        yield "\nTo describe a part with its options, or a method: flowrl parts NAME"
 
 
 def described(name: str, kinds: tuple[str, ...]) -> Iterator[str]:
-    """The documentation and the options of every part of `kinds` that is called `name`. Raises
-    `ConfigError` if there is none.
+    """The documentation and the options of every part of `kinds` that is called `name`, and the
+    rows of the method of this name if all kinds are looked up. Raises `ConfigError` if there is
+    none.
     """
-    parts = {part for kind in kinds for part in available(kind)}
+    methods = coverage() if len(kinds) == len(KINDS) else {}
+    parts = {part for kind in kinds for part in available(kind)} | set(methods)
     if name not in parts:
         raise ConfigError(unknown(name, parts, "part"))
     for kind in kinds:
@@ -116,6 +125,21 @@ def described(name: str, kinds: tuple[str, ...]) -> Iterator[str]:
         for choice, value in options.items():
             yield fitted(f"  {choice} = {_shown(value)}  {meanings.get(choice, '')}".rstrip(), 6)
         yield ""
+    if name in methods:
+        yield from covered(name)
+
+
+def covered(method: str) -> Iterator[str]:
+    """The rows of a method, and how to read them."""
+    yield fitted(f"{method}: method, --method {method}. {coverage()[method].title}")
+    yield ""
+    for row in coverage()[method].rows:
+        yield fitted(row.item, 2)
+        for label in ("published", "flowrl", "result"):
+            if text := getattr(row, label).replace("`", ""):
+                yield fitted(f"  {label:9}  {text}", 13)
+    yield ""
+    yield fitted(re.sub("[*`]", "", LEGEND))
 
 
 def _arguments(text: str) -> tuple[str, dict[str, str]]:

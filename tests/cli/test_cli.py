@@ -14,6 +14,7 @@ from flowrl.cli.options import LONGEST_NAME, changes, options_with, run_name
 from flowrl.cli.progress import evaluations_left, train_line
 from flowrl.cli.train import TrainOptions
 from flowrl.methods import METHODS
+from flowrl.parts.coverage import coverage
 from flowrl.training.config import RunConfig
 
 MODEL = "train --model m --prompts text[0:2] --reward jpeg-compressibility"
@@ -128,7 +129,7 @@ def test_help_names_the_command_and_fits_the_terminal(name, capsys, monkeypatch)
 
 def test_lists_fit_the_terminal_and_a_part_is_described(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    for line in ("", "--help", "-h", "parts", "presets"):
+    for line in ("", "--help", "-h", "parts", "parts tp-grpo", "presets"):
         text = shown(line, capsys)
         assert max(map(len, text.splitlines())) <= 80 and "train" in text + line, line
     assert shown("--version", capsys) == f"flowrl {flowrl.__version__}\n"
@@ -136,6 +137,10 @@ def test_lists_fit_the_terminal_and_a_part_is_described(capsys, monkeypatch):
     text = shown("parts clipped", capsys)
     assert "clipped: loss, --loss clipped" in text and "clipped: reward, --reward clipped" in text
     assert "  clip_range = 0.0001  c in (0, 1)" in text and "*mean* over" in text
+    text = shown("parts awm", capsys)  # a loss and a method
+    assert "awm: loss, --loss awm" in text and "awm: method, --method awm. AWM, arXiv" in text
+    for row in coverage()["awm"].rows:
+        assert row.item in text and row.published in " ".join(text.split())
     for name in ("ddp", "fsdp2", "zero2", "hsdp"):
         path = Path(shown(f"presets --accelerate {name}", capsys).strip())
         assert "distributed_type" in path.read_text()
