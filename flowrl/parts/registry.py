@@ -7,10 +7,12 @@ A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.p
 builds the part from keyword options.
 """
 
+import ast
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +31,7 @@ from flowrl.parts.plugins import package_of, plugin
 from flowrl.parts.settings import unknown
 from flowrl.parts.sources import first_paragraph, summary
 from flowrl.parts.specs import NESTED, Spec, parse_spec
+from flowrl.reading import read_bytes
 
 __all__ = [
     "Kind",
@@ -356,7 +359,7 @@ def files_of(kind: str, spec: Spec) -> list[Path]:
 
 def file_module(path: Path) -> ModuleType:
     """The module in a user's file, imported anew. Its folder is on the import path, as that of a
-    script: files of several folders share the modules that they import by name.
+    script. Raises `ConfigError` if it imports a neighbour of a name that another file has already.
     """
     place = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"{USER_MODULE}{path.stem}_{place}", path)
@@ -364,9 +367,31 @@ def file_module(path: Path) -> ModuleType:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
+    for name in _imports(path):
+        near = [path.parent / f"{name}.py", path.parent / name / "__init__.py"]
+        known = getattr(sys.modules.get(name), "__file__", None)
+        if (
+            known
+            and any(map(os.path.exists, near))
+            and Path(known).resolve() not in map(Path.resolve, near)
+        ):
+            raise ConfigError(
+                f"{path} imports {name}, a name that {known} has already; rename one of them"
+            )
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _imports(path: Path) -> set[str]:
+    """The first names of the modules that a Python file imports."""
+    names = set[str]()
+    for node in ast.walk(ast.parse(read_bytes(path))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
 
 
 def _by_name(kind: str, name: str) -> Maker:
