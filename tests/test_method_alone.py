@@ -27,7 +27,7 @@ for method in METHODS.values():
     torch.manual_seed(0)
     policy = MixturePolicy(ring, float)
     reward = FunctionReward(lambda images, prompts: images[:, 0, 0, 0])
-    sizes = {"groups": 2, "members": 216, "steps": 10}
+    sizes = {"groups": 1, "members": 540, "steps": 10}
     trainer = Trainer(policy, method(), reward, [Prompt("0"), Prompt("90")], **sizes)
     before = [parameter.clone() for parameter in trainer.parameters]
     trainer.iteration()
