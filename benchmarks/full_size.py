@@ -360,7 +360,7 @@ def show(record: dict[str, Any]) -> str:
         f" {processor:.1f} of the processor."
     )
     failed = [f"FAILED: {text}" for text in record["failures"]]
-    return "\n\n".join([*(table.markdown("") for table in tables), summary, *failed])
+    return "\n\n".join([*(table.markdown() for table in tables), summary, *failed])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

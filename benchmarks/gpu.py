@@ -324,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{where['device']}, torch {where['versions']['torch']}, {len(lines)} of {len(todo)}"
         " configurations"
     )
-    print(Table(COLUMNS, [_cells(line) for line in lines]).markdown(""))
+    print(Table(COLUMNS, [_cells(line) for line in lines]).markdown())
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

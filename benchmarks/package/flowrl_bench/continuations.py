@@ -47,19 +47,6 @@ class TrueAdvantages:
     steps: tuple[int, ...]
     weights: CreditTable | None = None
 
-    @property
-    def reliability(self) -> float:
-        """Fraction of the variance of the estimated A* at decisions that is not Monte Carlo
-        noise.
-        """
-        counted = (
-            torch.ones_like(self.values, dtype=torch.bool)
-            if self.weights is None
-            else self.weights > 0
-        )
-        noise = float(self.errors[counted].square().mean())
-        return max(0.0, 1.0 - noise / max(float(self.values[counted].var()), 1e-30))
-
 
 def true_advantages(
     setting: Setting,

@@ -333,7 +333,6 @@ class Alignment:
 
     `cosine`: of the angle between them, with the noise of the estimate removed from its length.
     `scale`: <g, truth> / |truth|^2, the factor by which the rule stretches the true gradient.
-    `relative_bias`: |E g - scale truth| / |scale truth|, which no learning rate removes.
     `signal_to_noise`: |E g| over the rms deviation of one batch's gradient (0 where all are 0).
     """
 
@@ -341,7 +340,6 @@ class Alignment:
     cosine_interval: tuple[float, float]
     scale: float
     scale_interval: tuple[float, float]
-    relative_bias: float
     signal_to_noise: float
     batches: int
 
@@ -395,7 +393,6 @@ def alignment(estimates: Tensor, truths: Tensor) -> Alignment:
         spread = torch.tensor(column, dtype=torch.float64)
         error = math.sqrt((count - 1) / count * float((spread - spread.mean()).square().sum()))
         intervals.append((value - 1.96 * error, value + 1.96 * error))
-    bias = math.sqrt(1 / min(1.0, max(abs(cosine), 1e-6)) ** 2 - 1)
     noise = float((estimates - estimates.mean(0)).square().sum(1).mean().sqrt())
     signal = math.sqrt(max(float(_squared_norm(estimates)), 0.0)) / noise if noise > 0 else 0.0
-    return Alignment(cosine, intervals[0], scale, intervals[1], bias, signal, count)
+    return Alignment(cosine, intervals[0], scale, intervals[1], signal, count)

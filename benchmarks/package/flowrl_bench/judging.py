@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from flowrl_compare.statistics import Inference, Values, mean
 
-from flowrl_bench.evidence import MEASURES, Evidence, column
+from flowrl_bench.evidence import Evidence, column
 from flowrl_bench.statistics import SMALLEST, holm, outside, wins
 
 BETTER, WORSE, ALIKE = "better", "worse", "no difference that matters"
@@ -35,7 +35,6 @@ class Gain:
 
     start: float
     best: float
-    arm: str
 
     @property
     def size(self) -> float:
@@ -44,10 +43,10 @@ class Gain:
 
 
 GAINS: dict[tuple[str, str], Gain] = {
-    ("mixture", "direction"): Gain(0.2070, 0.9976, "turning points, 40 steps"),
-    ("shapes", "compositional"): Gain(0.7272, 0.8889, "uniform, equal evaluations"),
-    ("shapes", "text"): Gain(0.7456, 0.9374, "stepwise gains"),
-    ("shapes", "preference"): Gain(0.7403, 0.9511, "stepwise gains"),
+    ("mixture", "direction"): Gain(0.2070, 0.9976),  # turning points, 40 steps
+    ("shapes", "compositional"): Gain(0.7272, 0.8889),  # uniform, equal evaluations
+    ("shapes", "text"): Gain(0.7456, 0.9374),  # stepwise gains
+    ("shapes", "preference"): Gain(0.7403, 0.9511),  # stepwise gains
 }
 """By world and task: best known, over the arms of an earlier study (docs/studies.md)."""
 
@@ -70,23 +69,27 @@ def gain(world: str, evidence: Evidence) -> float:
 class Comparison:
     """One comparison.
 
-    `arms` names the difference ("a minus b"). `estimate`: with the p-value of no difference.
-    `outside`: the p-value of a difference of at least the margin. `adjusted`: both p-values after
-    the family's correction; None: not in a family. `won`: fraction of seeds at which the first arm
-    is better.
+    `estimate`: with the p-value of no difference. `outside`: the p-value of a difference of at
+    least the margin. `won`: fraction of seeds at which the first arm is better. `adjusted`: both
+    p-values after the family's correction; None: not in a family.
     """
 
-    arms: str
-    measure: str
     estimate: Inference
-    outside: float = math.nan
+    outside: float
+    won: float
     adjusted: tuple[float, float] | None = None
-    won: float | None = None
 
-    @property
-    def text(self) -> str:
-        """Arms and measure in words."""
-        return f"{self.arms}: {MEASURES[self.measure].label}"
+    @staticmethod
+    def of(differences: Values, margin: float) -> "Comparison":
+        """The comparison of two arms by their `differences` [seed]. With fewer than `FEWEST` seeds
+        the p-values are NaN.
+        """
+        estimate, out = mean(differences), math.nan
+        if len(differences) < FEWEST:
+            estimate = replace(estimate, p=math.nan)
+        else:
+            out = outside(lambda null: mean(differences, null), margin)
+        return Comparison(estimate, out, wins(differences, np.zeros_like(differences)))
 
     @property
     def verdict(self) -> str:
@@ -128,14 +131,6 @@ class Compare:
     measure: str = "area"
 
     def compare(self, evidence: Evidence, gain: float) -> Comparison:
-        """Compare paired seeds; `gain`: the possible gain in the world. With fewer than `FEWEST`
-        seeds the p-values are NaN.
-        """
+        """Compare paired seeds; `gain`: the possible gain in the world."""
         runs = by_seed(evidence.differences(self.arm, self.than, self.measure))
-        estimate, out = mean(runs), math.nan
-        if len(runs) < FEWEST:
-            estimate = replace(estimate, p=math.nan)
-        else:
-            out = outside(lambda null: mean(runs, null), SMALLEST * gain)
-        won = wins(runs, np.zeros_like(runs))
-        return Comparison(f"{self.arm} minus {self.than}", self.measure, estimate, out, None, won)
+        return Comparison.of(runs, SMALLEST * gain)

@@ -403,7 +403,7 @@ def _settings(world: World, rule: str) -> Table:
 
 def _finding_row(finding: Finding) -> tuple[str, ...]:
     c = finding.comparison
-    won = "-" if c.won is None else f"{100 * c.won:.0f}%"
+    won = f"{100 * c.won:.0f}%"
     p_value = c.adjusted[0] if c.adjusted else math.nan
     p = "-" if math.isnan(p_value) else "< .001" if p_value < 1e-3 else f"{p_value:.3f}"
     visible = (f"{finding.visible:.3f}", f"{finding.alone:.3f}")

@@ -18,7 +18,7 @@ from flowrl_bench.judging import (
     WORSE,
     Comparison,
 )
-from flowrl_bench.page import dot_plot_axes
+from flowrl_bench.statistics import SMALLEST
 from flowrl_bench.verdict import (
     CONTROLS,
     EXACT,
@@ -29,7 +29,7 @@ from flowrl_bench.verdict import (
     Question,
     Verdicts,
 )
-from flowrl_bench.verdict_runs import CAMPAIGNS, MARGIN, UNIFORM, Study
+from flowrl_bench.verdict_runs import CAMPAIGNS, UNIFORM, Study
 
 NAMES = {
     UNIFORM: "Flow-GRPO",
@@ -83,7 +83,7 @@ def named(arm: str) -> str:
 
 def _draw(axes: Axes, verdicts: Verdicts, arms: Sequence[str], title: str) -> None:
     answers = {(q.arm, q.budget, q.than): c for q, c in verdicts.answers()}
-    axes.axvspan(-100 * MARGIN, 100 * MARGIN, color="#eef0f3", zorder=0)
+    axes.axvspan(-100 * SMALLEST, 100 * SMALLEST, color="#eef0f3", zorder=0)
     axes.axvline(0, color=INK, linewidth=1)
     for place, arm in enumerate(arms):
         budget = PER_UPDATE if arm == EXACT else PER_SECOND
@@ -98,7 +98,12 @@ def _draw(axes: Axes, verdicts: Verdicts, arms: Sequence[str], title: str) -> No
         axes.plot([100 * lead.low, 100 * lead.high], [place, place], color=shade, linewidth=2)
         marker = "D" if arm == EXACT else "o"
         axes.plot(100 * lead.value, place, marker, color=shade, markerfacecolor=face)
-    dot_plot_axes(axes, [named(arm) for arm in arms], title)
+    axes.set_yticks(range(len(arms)), [named(arm) for arm in arms])
+    axes.set_ylim(len(arms) - 0.4, -0.6)
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#e4e6ea", linewidth=0.8)
 
 
 def leads_figure(worlds: Mapping[str, Verdicts]) -> Figure:
@@ -153,7 +158,7 @@ def _asked(question: Question, answer: Comparison) -> dict[str, str]:
         **_percent(lead),
         "p, difference": f"{p:.4f}",
         "p, margin": f"{outside:.4f}",
-        "seeds won": f"{answer.won or 0:.2f}",
+        "seeds won": f"{answer.won:.2f}",
         "verdict": answer.verdict if lead.p == lead.p else "no verdict: too few seeds",
     }
 

@@ -100,8 +100,6 @@ ONLY_IN_2D = (
 )
 FORM = "reward"
 """The column of the primary outcome: the trained form of the score."""
-MARGIN = 0.05
-"""The smallest effect of interest, as a fraction of what can be gained in a task."""
 UNIFORM, ORACLE = "uniform", "oracle"
 
 
@@ -114,7 +112,6 @@ class Task:
     `tuned_in` names the task of the searches, if not this one.
     """
 
-    label: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     world: str = "mixture"
     dimension: int = 2
@@ -180,21 +177,18 @@ class Task:
 
 
 POINTS: dict[str, Task] = {
-    "default": Task("default: 5 of 10 steps drawn, smooth reward"),
-    "noise-0.3": Task("noise of 0.3 on the score", {"reward_noise": 0.3}),
-    "strict": Task("strict reward", {"reward_form": "strict"}, oracle=exact(57, 5)),
-    "16-dimensions": Task("16 dimensions", {}, "points(dimension=16)", 16, SAMPLED),
+    "default": Task(),
+    "noise-0.3": Task({"reward_noise": 0.3}),
+    "strict": Task({"reward_form": "strict"}, oracle=exact(57, 5)),
+    "16-dimensions": Task({}, "points(dimension=16)", 16, SAMPLED),
 }
-"""In two dimensions: the default task, and three in which exact credit leads by twice the smallest
+"""In two dimensions: the default task, with 5 of 10 steps drawn and a smooth reward, and three in which exact credit leads by twice the smallest
 difference that matters for different reasons: noise on the score, a reward of 0 or 1, more
 dimensions.
 """
 IMAGES: dict[str, Task] = {
     task: Task(
-        f"images: {task}",
-        {
-            **dict(task=task, window="2:7", iterations=12, eval_steps=10, eval_solver="dpm++"),
-        },
+        dict(task=task, window="2:7", iterations=12, eval_steps=10, eval_solver="dpm++"),
         "shapes",
         oracle="",
         tuned_in="compositional",
