@@ -4,9 +4,8 @@ baselines in both worlds.
 
 import shlex
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from flowrl.core.errors import require
 from flowrl.core.options import Workers
@@ -17,7 +16,6 @@ from flowrl_bench.arms import WORLDS, Arm, settings_of, tuned, world_label
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Evidence, evaluation_rows, labelled
 from flowrl_bench.page import Heading, require_page
-from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.rule_headroom import bound_among
 from flowrl_bench.rule_names import (
@@ -39,8 +37,8 @@ from flowrl_bench.rule_page import (
     terminal,
 )
 from flowrl_bench.rule_plan import ORACLE, Key, Part
-from flowrl_bench.suite import Suite
-from flowrl_bench.tune import Tried, chosen, tried, tune
+from flowrl_bench.suite import execute_study
+from flowrl_bench.tune import Tried, chosen, tried
 
 Say = Callable[[str], None]
 
@@ -138,49 +136,16 @@ class Bench:
             for run in self.exact(part):
                 yield (part.world, ORACLE.name, run.seed), run
 
-    def missing(self) -> tuple[dict[tuple[str, str], int], list[Key]]:
-        """The number of runs that each search has to make, and the runs of the results that are
-        missing.
-        """
-        lines, done = self.tuning.unchecked(), self.results.read()
-        searches = {(s.world, s.arm.name): s.budget - len(s.scores(lines)) for s in self.searches}
-        results = [key for key, run in self.runs() if run is None or config_id(run) not in done]
-        return {key: count for key, count in searches.items() if count}, results
-
     def execute(self, say: Say = print) -> bool:
         """Make the missing searches, then the missing results; False if Ctrl-C paused it."""
-        searches, results = self.missing()
-        if not searches and not results:
-            return True
         keep_arm(self.folder, self.arm)
-        total = sum(searches.values()) + len(results)
-        say(f"{total} runs remain (results: {self.folder}); press Ctrl-C to pause")
-        pace = Pace(total)
 
-        def searched(line: Mapping[str, Any], done: int) -> None:
-            values = ", ".join(
-                f"{name.replace('_', ' ')} {value:g}" for name, value in line["values"].items()
-            )
-            position = f"{done}/{sum(search.budget for search in self.searches)}"
-            arm = "" if line["arm"] == self.name else f"{line['arm']}, "
-            say(
-                f"search {position}, {world_label(line['world'])}, {arm}{values}, seed"
-                f" {line['seed']}: {line['score']:.3f}; {pace.finished()}"
-            )
+        def runs() -> Iterator[tuple[str, RunConfig | None]]:
+            for (world, arm, _), run in self.runs():
+                yield f"{world_label(world)}, {arm}", run
 
-        if searches and not tune(
-            self.searches, self.tuning.path, self.command, self.workers, searched
-        ):
-            return False
-        keys = {config_id(run): (key, run) for key, run in self.runs() if run is not None}
-
-        def finished(position: int, count: int, line: Mapping[str, Any]) -> None:
-            (world, arm, seed), _ = keys[line["id"]]
-            say(f"{position}/{count} {world_label(world)}, {arm}, seed {seed}; {pace.finished()}")
-
-        runs = {key: run for key, (_, run) in keys.items()}
-        allowed = {**{line.get("id", ""): None for line in self.results.unchecked()}, **runs}
-        return Suite(runs, self.results, allowed, self.command).execute(self.workers, finished)
+        files = self.searches, self.tuning, runs, self.results
+        return execute_study(*files, self.command, self.workers, say)
 
     def worlds(self) -> list[World]:
         """The worlds with two or more seeds that all arms have, judged."""
