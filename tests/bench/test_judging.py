@@ -15,11 +15,12 @@ from flowrl_bench.judging import (
     judge_family,
 )
 from flowrl_bench.measurements import CURVE, measure
-from flowrl_compare.costs import PICKSCORE, RATE, SD35_MEDIUM
+from flowrl_compare.costs import RATE
+from flowrl_compare.costs import SD35_MEDIUM as SD35
 
 from flowrl.core.errors import ConfigError
+from flowrl.training.plan import CLIP_H
 
-SD35 = SD35_MEDIUM[512]
 LEAD = Compare("fast", "slow")
 
 
@@ -49,7 +50,7 @@ def test_budgets_by_hand():
     assert 0 < gradient <= 2 * 3 * 3 and row["decodes"] == row["reward_calls"] == 6
     assert spent(line, "forwards")[-1] == nfe + 3 * gradient
     seconds = 2 * nfe * SD35["forward"] + 2 * gradient * SD35["gradient"]
-    seconds += 6 * (SD35["decode"] + PICKSCORE)
+    seconds += 6 * (SD35["decode"] + CLIP_H)
     assert spent(line, "stated seconds")[-1] == pytest.approx(seconds / RATE)
     assert spent(line, "seconds")[-1] == row["seconds"]
 

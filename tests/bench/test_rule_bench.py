@@ -17,9 +17,8 @@ from flowrl_bench.evidence import Evidence
 from flowrl_bench.judging import ALIKE, BETTER, UNDECIDED, WORSE
 from flowrl_bench.measurements import CURVE, measure
 from flowrl_bench.results_file import make_line
-from flowrl_bench.rule_bench import Bench, bench_rule
+from flowrl_bench.rule_bench import Bench, bench_rule, own_name
 from flowrl_bench.rule_headroom import CANNOT, TELLS, UNCLEAR, verdict
-from flowrl_bench.rule_names import named_rules
 from flowrl_bench.rule_page import World, judged, sentence
 from flowrl_bench.rule_plan import FULL, QUICK, Part
 from flowrl_bench.suite import Suite
@@ -34,29 +33,16 @@ from flowrl.parts.registry import build
 
 
 @pytest.mark.parametrize(
-    ("specs", "names"),
-    [
-        ("a/v1.py:Mine weighted package.module:Other", "Mine weighted package.module:Other"),
-        (
-            "v1.py:Mine sub/v2.py:Mine sub/v2.py:Mine(scale=2)",
-            "v1.py:Mine sub/v2.py:Mine Mine(scale=2)",
-        ),
-        ("a/v.py:Mine b/v.py:Mine", "a/v.py:Mine b/v.py:Mine"),
-        ("x.py:uniform", "x.py:uniform"),
-    ],
+    ("spec", "name"),
+    [("a/v1.py:Mine", "Mine"), ("weighted", "weighted"), ("x.py:uniform", "x.py:uniform")],
 )
-def test_rules_are_called_by_their_classes(specs, names):
-    """By their specs if that is not unique."""
-    named = dict(zip(names.split(), specs.split(), strict=True))
-    assert named_rules(specs.split(), ARMS) == named
+def test_a_rule_is_called_by_its_class_unless_a_baseline_is(spec, name):
+    assert own_name(spec) == name
 
 
-@pytest.mark.parametrize(
-    "specs", [["uniform"], ["weighted", "weighted"], ["x.py:Mine", "./x.py:Mine"]]
-)
-def test_what_cannot_be_told_apart_is_refused(specs):
+def test_a_baseline_is_no_rule_of_ones_own():
     with pytest.raises(ConfigError, match=r"rule = .* is not allowed"):
-        named_rules(specs, ARMS)
+        own_name("uniform")
 
 
 @pytest.mark.parametrize("part", [*FULL.values(), *QUICK.values()])

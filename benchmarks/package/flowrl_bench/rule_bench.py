@@ -2,31 +2,29 @@
 baselines in both worlds.
 """
 
+import re
 import shlex
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from flowrl.core.errors import require
+from flowrl_compare.arms import arm_run, credit_arms, meaning, rule_name
+from flowrl_compare.results import difference
+
+from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Workers
+from flowrl.io import write_json
+from flowrl.reading import read_json
 from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
 from flowrl.workers import worker_count
-from flowrl_bench.arms import WORLDS, Arm, settings_of, tuned, world_label
+from flowrl_bench.arms import WORLDS, Arm, own_arm, settings_of, tuned, world_label
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Evidence, evaluation_rows, labelled
 from flowrl_bench.page import Heading, require_page
 from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.rule_headroom import bound_among
-from flowrl_bench.rule_names import (
-    ARM,
-    RESULTS,
-    TUNING,
-    keep_arm,
-    known_arm,
-    results_folder,
-    settings_text,
-)
 from flowrl_bench.rule_page import (
     TITLE,
     World,
@@ -36,11 +34,74 @@ from flowrl_bench.rule_page import (
     sentence,
     terminal,
 )
-from flowrl_bench.rule_plan import ORACLE, Key, Part
+from flowrl_bench.rule_plan import BASELINES, ORACLE, Key, Part
 from flowrl_bench.suite import execute_study
 from flowrl_bench.tune import Tried, chosen, tried
 
+TUNING, RESULTS, ARM = "tuning.jsonl", "results.jsonl", "arm.json"
+"""The files of a rule's folder that hold runs, and the settings of the arm."""
 Say = Callable[[str], None]
+
+
+def own_name(spec: str) -> str:
+    """What a rule is called: by its class, or by its whole spec if the class has a baseline's name.
+    Raises `ConfigError` for a baseline.
+    """
+    name = rule_name(spec)
+    chosen = spec if name in BASELINES else name
+    require(chosen not in BASELINES, "rule", spec, "a rule that is not always included")
+    return chosen
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two arms have the same settings, in whatever spelling of their parts."""
+    return meaning(arm_run(RunConfig(), one)) == meaning(arm_run(RunConfig(), other))
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """The settings of an arm: of a credit rule alone its spec."""
+    return (
+        settings["credit"] if settings.keys() == {"method", "credit"} else difference("", settings)
+    )
+
+
+def results_folder(rule: str | Arm) -> Path:
+    """runs/rule-NAME for an arm or a rule's spec."""
+    name = rule_name(rule) if isinstance(rule, str) else rule.name
+    return Path("runs") / ("rule-" + re.sub(r"[^\w.=,-]+", "_", name).strip("_"))
+
+
+def known_arm(rule: str | Arm, folder: Path) -> Arm:
+    """The arm `rule`, or that of a rule's spec, with the spellings of a folder's results if they
+    have runs of it.
+
+    Raises `ConfigError` if they have runs of another arm, or of this one before a file of its parts
+    was changed; or if the name is that of a baseline.
+    """
+    if isinstance(rule, str):
+        own_name(rule)
+    name, settings = (
+        ("", credit_arms([rule])[rule_name(rule)])
+        if isinstance(rule, str)
+        else (rule.name, rule.settings)
+    )
+    path = folder / ARM
+    held = read_json(path, dict[str, Any]) if path.exists() else None
+    instead = f"choose another --out, or delete {TUNING} and {RESULTS} in {folder} to start again"
+    if held is not None and not _same(held, settings):
+        raise ConfigError(
+            f"results: {folder} contains runs of another rule, {settings_text(held)}: {instead}"
+        )
+    for file in (ResultsFile(folder / place, own=held or {}) for place in (TUNING, RESULTS)):
+        if any(config_id(file.settings(line)) != line["id"] for line in file.unchecked()):
+            raise ConfigError(
+                f"results: {folder} contains runs of {settings_text(settings)} from before its file"
+                f" changed: {instead}"
+            )
+    settings = held or settings
+    if isinstance(rule, str):
+        name = own_name(settings["credit"])
+    return own_arm(name, settings, "" if isinstance(rule, str) else rule.source)
 
 
 class Bench:
@@ -138,7 +199,7 @@ class Bench:
 
     def execute(self, say: Say = print) -> bool:
         """Make the missing searches, then the missing results; False if Ctrl-C paused it."""
-        keep_arm(self.folder, self.arm)
+        write_json(self.folder / ARM, dict(self.arm.settings))
 
         def runs() -> Iterator[tuple[str, RunConfig | None]]:
             for (world, arm, _), run in self.runs():

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from flowrl_compare.bounds import Bound
+from flowrl_compare.conclusion import joined
 from flowrl_compare.costs import STATED_NAME
 from flowrl_compare.statistics import mean
 
@@ -149,10 +150,10 @@ def sentence(rule: str, world: World) -> str:
                 finding.budget for finding in findings if finding.comparison.verdict == verdict
             ]
             if budgets:
-                parts.append(f"{verdict} at equal {_listed(budgets)}")
+                parts.append(f"{verdict} at equal {joined(budgets)}")
         patterns.setdefault(", ".join(parts), []).append(baseline)
     answer = "; ".join(
-        f"against {_listed(baselines)}: {pattern}" for pattern, baselines in patterns.items()
+        f"against {joined(baselines)}: {pattern}" for pattern, baselines in patterns.items()
     )
     place = world.name[0].upper() + world.name[1:]
     lost = world.evidence.values(rule, "collapse")
@@ -175,10 +176,6 @@ def _power(world: World) -> str:
 
 def _words(knob: str) -> str:
     return knob.replace("_", " ")
-
-
-def _listed(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def _range(values: Sequence[float]) -> str:
@@ -222,7 +219,7 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Docum
         page.text(world.tells(rule))
         if untuned := world.untuned(rule):
             page.text(
-                f"Not tuned in the {world_label(world.part.world)}: {_listed(untuned)}."
+                f"Not tuned in the {world_label(world.part.world)}: {joined(untuned)}."
                 f" {_untuned_note(rule, untuned)}"
             )
     for world in worlds:

@@ -1,6 +1,5 @@
 """Figures that several lessons use; colours are those of `flowrl_compare.style`."""
 
-import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from flowrl import Prompt
+from flowrl.worlds.mixture import target
 
 NOISE = "#5B5B5B"
 """The colour of noise (t = 1)."""
@@ -65,12 +64,6 @@ def plane(axes: Axes, title: str = "", extent: float = 3.4) -> Axes:
     for spine in axes.spines.values():
         spine.set_color("#d5d8dd")
     return axes
-
-
-def target(prompt: Prompt) -> tuple[float, float]:
-    """The point on the ring in the direction of a prompt of the 2-D world."""
-    angle = math.radians(prompt.metadata["angle"])
-    return 2 * math.cos(angle), 2 * math.sin(angle)
 
 
 def pixels(image: Tensor) -> Any:
