@@ -13,7 +13,7 @@ import numpy as np
 from flowrl_compare.statistics import Inference, Values, mean
 
 from flowrl_bench.evidence import Evidence, column
-from flowrl_bench.statistics import SMALLEST, holm, outside, wins
+from flowrl_bench.statistics import SMALLEST, holm, outside
 
 BETTER, WORSE, ALIKE = "better", "worse", "no difference that matters"
 BARELY_BETTER, BARELY_WORSE = "better, by less than matters", "worse, by less than matters"
@@ -70,7 +70,7 @@ class Comparison:
     """One comparison.
 
     `estimate`: with the p-value of no difference. `outside`: the p-value of a difference of at
-    least the margin. `won`: fraction of seeds at which the first arm is better. `adjusted`: both
+    least the margin. `won`: fraction of seeds at which the first arm is better, ties count a half. `adjusted`: both
     p-values after the family's correction; None: not in a family.
     """
 
@@ -89,7 +89,8 @@ class Comparison:
             estimate = replace(estimate, p=math.nan)
         else:
             out = outside(lambda null: mean(differences, null), margin)
-        return Comparison(estimate, out, wins(differences, np.zeros_like(differences)))
+        won = np.mean((differences > 0) + 0.5 * (differences == 0))
+        return Comparison(estimate, out, float(won))
 
     @property
     def verdict(self) -> str:

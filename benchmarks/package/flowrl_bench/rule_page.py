@@ -88,6 +88,11 @@ class World:
         return f"{world_label(self.part.world)}, {len(self.evidence.seeds)} seeds"
 
     @property
+    def title(self) -> str:
+        """`name` at the beginning of a sentence."""
+        return self.name[0].upper() + self.name[1:]
+
+    @property
     def gain(self) -> float:
         """The possible gain."""
         return gain(self.part.world, self.evidence)
@@ -155,10 +160,9 @@ def sentence(rule: str, world: World) -> str:
     answer = "; ".join(
         f"against {joined(baselines)}: {pattern}" for pattern, baselines in patterns.items()
     )
-    place = world.name[0].upper() + world.name[1:]
     lost = world.evidence.values(rule, "collapse")
     collapse = f" {rule} collapsed in {lost.sum():.0f} of {lost.size} seeds." if lost.sum() else ""
-    return f"{place}. {rule} {answer}.{collapse}{_power(world)}"
+    return f"{world.title}. {rule} {answer}.{collapse}{_power(world)}"
 
 
 def _power(world: World) -> str:
@@ -187,10 +191,7 @@ def terminal(rule: str, worlds: Sequence[World]) -> str:
     """The findings and the arms of every world, in 80 columns."""
     lines: list[str] = []
     for world in worlds:
-        lines += [
-            f"{world.name[0].upper()}{world.name[1:]}; rule minus baseline, mean reward over"
-            " training at equal"
-        ]
+        lines += [f"{world.title}; rule minus baseline, mean reward over training at equal"]
         lines += [" " * 17 + "".join(f"{budget:<21}" for budget in BUDGETS).rstrip()]
         for baseline in world.part.baselines:
             cells = [f.comparison for f in world.findings if f.baseline == baseline]
@@ -199,12 +200,9 @@ def terminal(rule: str, worlds: Sequence[World]) -> str:
             lines += [f"{baseline:<17}" + "".join(f"{cell:<21}" for cell in texts).rstrip()]
         lines += [f"{'arm':<27}{'mean reward [95%]':<27}{'worst seed':<12}collapsed"]
         for arm in world.evidence.runs:
-            area, lost = world.evidence.values(arm, "area"), world.evidence.values(arm, "collapse")
             name = arm if len(arm) < 27 else f"{arm[:23]}..."
-            lines += [
-                f"{name:<27}{mean(by_seed(area)).text():<27}{area.min():<12.3f}{lost.sum():.0f} of"
-                f" {lost.size}"
-            ]
+            _, area, lost, worst = _arm_row(world, arm)
+            lines += [f"{name:<27}{area:<27}{worst:<12}{lost}"]
         lines += [""]
     return "\n".join(lines[:-1])
 
@@ -312,7 +310,7 @@ def _untuned_note(rule: str, untuned: Sequence[str]) -> str:
 
 def _section(page: Document, rule: str, world: World) -> None:
     """A world's tables and figure."""
-    page.heading(world.name[0].upper() + world.name[1:])
+    page.heading(world.title)
     arms = world.evidence.runs
     first = world.part.baselines[0]
     head = ("arm", "mean reward over training", "collapsed", "worst seed")

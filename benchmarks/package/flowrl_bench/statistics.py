@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from flowrl_compare.statistics import LEVEL, Inference
-from numpy.typing import ArrayLike
 
 SMALLEST = 0.05
 """The smallest difference of interest in reward, in both directions, as a fraction of the possible
@@ -49,12 +48,6 @@ def outside(test: Callable[[float], Inference], margin: float) -> float:
     if not abs(low.low + low.high) < 2 * margin:
         return 1.0
     return max(low.p, high.p) / 2
-
-
-def wins(first: ArrayLike, second: ArrayLike) -> float:
-    """Fraction of seeds at which `first` is larger than `second`; ties count a half."""
-    a, b = np.asarray(first, float), np.asarray(second, float)
-    return float(((a > b) + 0.5 * (a == b)).mean())
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
