@@ -70,7 +70,7 @@ def world_of(spread=0.0, seed=0, nfe=100.0, **arms):
     for arm, level in arms.items():
         levels = level + spread * generator.normal(size=8)
         cost = nfe if arm == "mine" else 100.0
-        runs[arm.replace("_", " ")] = {part.task: [fake_line([r] * 5, cost) for r in levels]}
+        runs[arm.replace("_", " ")] = [fake_line([r] * 5, cost) for r in levels]
     part = replace(part, baselines=tuple(arm for arm in runs if arm != "mine"))
     return World(part, Evidence(runs, part.numbers), {arm: {"learning_rate": 0.02} for arm in runs})
 
@@ -107,7 +107,7 @@ def test_the_sentence_for_each_outcome(level, spread, size):
 def test_what_a_world_can_tell(lead, spread, label):
     """Pairs of one seed, in whatever order; the rule itself is no part of it."""
     world = world_of(0.1, uniform=0.4, mine=0.9)
-    levels = world.evidence.values("uniform", "area")[:, 0]
+    levels = world.evidence.values("uniform", "area")
     noise = spread * np.array([-1, 1] * 4)
     exact = dict(zip(world.part.numbers, levels + lead + noise, strict=True)) | {999: 0.0}
     curves = [[level] * 5 for level in reversed(exact.values())]
@@ -146,7 +146,7 @@ def test_a_small_lead_of_a_baseline_shows_no_small_headroom():
 
 def test_a_cheaper_rule_with_the_same_curve_leads_per_budget_alone():
     world = world_of(uniform=0.4, mine=0.4, nfe=90.0)
-    for line in (run for runs in world.evidence.runs.values() for run in runs["direction"]):
+    for line in (run for runs in world.evidence.runs.values() for run in runs):
         for i, row in enumerate(line["curve"]):
             row[CURVE.index("soft")] = 0.2 * i
     (judgement,) = judged("mine", [world])

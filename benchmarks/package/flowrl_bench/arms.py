@@ -48,15 +48,10 @@ WORLDS: dict[str, dict[str, Any]] = {
         **_DPM,
     },
 }
-"""Settings that all compared runs of a world share, besides the defaults; image runs are made for
-two further tasks.
+"""Settings that all compared runs of a world share, besides the defaults.
 
 The window is also that of methods with a published window of their own.
 """
-TASKS: dict[str, tuple[str, ...]] = {
-    "mixture": ("direction",),
-    "shapes": ("compositional", "text", "preference"),
-}
 SHORT: dict[str, dict[str, Any]] = {
     "mixture": {"eval_every": 4, "eval_samples": 384},
     "shapes": {"iterations": 12, "eval_every": 4, "eval_samples": 384, **_EULER},

@@ -108,32 +108,25 @@ COMPARISONS: dict[str, Callable[[Line, Line], float]] = {
 
 @dataclass(frozen=True)
 class Evidence:
-    """Finished runs in one world: `runs[arm][task]` holds a line per seed, in the
-    order of `seeds`.
-    """
+    """Finished runs in one world: `runs[arm]` has a line per seed, in the order of `seeds`."""
 
-    runs: Mapping[str, Mapping[str, Sequence[Line]]]
+    runs: Mapping[str, Sequence[Line]]
     seeds: tuple[int, ...]
 
     def values(self, arm: str, measure: str) -> Values:
-        """One of `MEASURES` for every run of an arm, [seed, task]. `ConfigError`: no such arm."""
-        of = MEASURES[measure]
-        return np.array([[of(line) for line in lines] for lines in self._of(arm).values()]).T
+        """One of `MEASURES` for every run of an arm, [seed]. `ConfigError`: no such arm."""
+        return np.array([MEASURES[measure](line) for line in self._of(arm)])
 
     def differences(self, arm: str, than: str, measure: str) -> Values:
-        """arm - than of every pair of runs, [seed, task], by one of `MEASURES` or `COMPARISONS`.
+        """arm - than of every pair of runs, [seed], by one of `MEASURES` or `COMPARISONS`.
         `ConfigError`: no such arm.
         """
         if measure in MEASURES:
             return self.values(arm, measure) - self.values(than, measure)
-        between, others = COMPARISONS[measure], self._of(than)
-        rows = [
-            [between(*pair) for pair in zip(lines, others[task], strict=True)]
-            for task, lines in self._of(arm).items()
-        ]
-        return np.array(rows).T
+        pairs = zip(self._of(arm), self._of(than), strict=True)
+        return np.array([COMPARISONS[measure](*pair) for pair in pairs])
 
-    def _of(self, arm: str) -> Mapping[str, Sequence[Line]]:
+    def _of(self, arm: str) -> Sequence[Line]:
         if arm not in self.runs:
             raise ConfigError(f"evidence: no arm {arm!r}")
         return self.runs[arm]

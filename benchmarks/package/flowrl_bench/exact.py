@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -45,7 +44,6 @@ class ValueGrid:
     Args:
         points: points per axis, odd, so that every other point is a coarser grid.
         reach: half of the square's side.
-        interpolation: "cubic" (convolution of order 3, Keys 1981) or "linear".
 
     Raises:
         ConfigError: a field is out of range.
@@ -53,7 +51,6 @@ class ValueGrid:
 
     points: int = 57
     reach: Positive = 5.0
-    interpolation: Literal["cubic", "linear"] = "cubic"
 
     def __post_init__(self) -> None:
         fits = self.points >= 9 and self.points % 2 == 1
@@ -81,23 +78,19 @@ class ValueGrid:
 
     def taps(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """The points that enter the interpolation at coordinates `places`, and their weights,
-        [..., tap].
+        [..., tap] (cubic convolution of order 3, Keys 1981).
         """
         last = self.points - 1
         units = ((places.double() + self.reach) / self.spacing).clamp(0, last)
         base = units.floor().clamp(max=last - 1)
         f = units - base
-        if self.interpolation == "linear":
-            offsets, weights = (0, 1), [1 - f, f]
-        else:
-            offsets = (-1, 0, 1, 2)
-            weights = [
-                f * (f * (1 - f / 2) - 0.5),
-                f * f * (1.5 * f - 2.5) + 1,
-                f * (f * (2 - 1.5 * f) + 0.5),
-                f * f * (f - 1) / 2,
-            ]
-        index = base.long()[..., None] + torch.tensor(offsets)
+        weights = [
+            f * (f * (1 - f / 2) - 0.5),
+            f * f * (1.5 * f - 2.5) + 1,
+            f * (f * (2 - 1.5 * f) + 0.5),
+            f * f * (f - 1) / 2,
+        ]
+        index = base.long()[..., None] + torch.tensor((-1, 0, 1, 2))
         return index.clamp(0, last), torch.stack(weights, -1)
 
     def at(self, tables: Tables, places: Places) -> Float[Tensor, "prompt row"]:

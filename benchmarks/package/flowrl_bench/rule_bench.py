@@ -228,7 +228,7 @@ class Bench:
             if len(indices) < 2:
                 continue
             runs = {
-                name: {part.task: [line for index in indices if (line := arm_lines[index])]}
+                name: [line for index in indices if (line := arm_lines[index])]
                 for name, arm_lines in arms.items()
             }
             arm_values = {

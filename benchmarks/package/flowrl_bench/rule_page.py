@@ -24,7 +24,6 @@ from flowrl_bench.judging import (
     VERDICTS,
     Compare,
     Comparison,
-    by_seed,
     gain,
     judge_family,
 )
@@ -99,7 +98,7 @@ class World:
 
     def headroom(self, rule: str) -> Headroom | None:
         """The headroom by the arms other than the rule."""
-        runs = {arm: tasks for arm, tasks in self.evidence.runs.items() if arm != rule}
+        runs = {arm: lines for arm, lines in self.evidence.runs.items() if arm != rule}
         return headroom(Evidence(runs, self.evidence.seeds), SMALLEST * self.gain, self.bound)
 
     def tells(self, rule: str) -> str:
@@ -133,7 +132,7 @@ def judged(rule: str, worlds: Sequence[World]) -> list[World]:
     ]
     findings: dict[str, list[Finding]] = {world.part.world: [] for world in worlds}
     for (world, baseline, budget), comparison in zip(cases, judge_family(comparisons), strict=True):
-        differences = by_seed(world.evidence.differences(rule, baseline, BUDGETS[budget]))
+        differences = world.evidence.differences(rule, baseline, BUDGETS[budget])
         spread = float(differences.std(ddof=1)) if len(differences) > 1 else math.inf
         visible, alone = (
             detectable(spread, len(differences), ALPHA / share) for share in (2 * len(cases), 1)
@@ -331,7 +330,7 @@ def _section(page: Document, rule: str, world: World) -> None:
         f" {world.name}"
     )
     file = f"rule-{re.sub(r'[^a-z0-9]+', '-', world.part.world.lower())}"
-    page.blocks.append(Image(file, curves_figure(arms, world.part.task, world.bound), caption))
+    page.blocks.append(Image(file, curves_figure(arms, world.bound), caption))
     dashed = " Dashed: exact credit, at the cost of uniform credit." if world.bound else ""
     page.text(f"{caption}: the mean over seeds, and the band of its 95% interval.{dashed}")
     page.text("The settings of every arm:")
@@ -348,9 +347,9 @@ def _section(page: Document, rule: str, world: World) -> None:
     for arm, settings in world.searches.items():
         page.text(f"The settings that the search for {arm} tried:")
         page.blocks.append(_search_table(settings))
-    base, rows = _cost(arms[first][world.part.task]), []
-    for arm, tasks in arms.items():
-        costs = _cost(tasks[world.part.task])
+    base, rows = _cost(arms[first]), []
+    for arm, lines in arms.items():
+        costs = _cost(lines)
         ratios = [f"{cost / reference:.2f}" for cost, reference in zip(costs, base, strict=True)]
         nfe, stated, seconds = costs
         rows.append((arm, f"{nfe:.0f}", f"{stated:.1f}", f"{seconds:.3f}", *ratios))
@@ -378,7 +377,7 @@ def _search_table(settings: Sequence[Tried]) -> Table:
 
 def _arm_row(world: World, arm: str) -> tuple[str, ...]:
     area, lost = world.evidence.values(arm, "area"), world.evidence.values(arm, "collapse")
-    return arm, mean(by_seed(area)).text(), f"{lost.sum():.0f} of {lost.size}", f"{area.min():.3f}"
+    return arm, mean(area).text(), f"{lost.sum():.0f} of {lost.size}", f"{area.min():.3f}"
 
 
 def _settings(world: World, rule: str) -> Table:
