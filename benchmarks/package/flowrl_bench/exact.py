@@ -25,14 +25,12 @@ from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Positive, checked_options
 from flowrl.core.probe import Call, Cost, Estimates, Probe, Probing, Scored, Shape
 from flowrl.core.protocols import MultistepSolver, RewardModel
-from flowrl.rollout import ProbeRun, Rollout, Usage, Walk, score
-from flowrl_bench.continuations import TrueAdvantages, walk_of
+from flowrl.rollout import ProbeRun, Rollout, Walk, score
+from flowrl_bench.continuations import MAX_BATCH, TrueAdvantages, walk_of
 from flowrl_bench.gradients import Setting
 
 Tables = Float[Tensor, "prompt point point"]
 Places = Float[Tensor, "prompt row 2"]
-MAX_BATCH = 8192
-"""Grid points per network call."""
 
 
 @checked_options
@@ -312,7 +310,6 @@ def exact_advantages(
     trajectories: Rollout,
     rewards: Sequence[RewardModel] = (),
     grid: ValueGrid = ValueGrid(),
-    usage: Usage | None = None,
 ) -> list[TrueAdvantages]:
     """A* of every decision of `trajectories` under each of `rewards` (default: the setting's),
     exact up to the error of the grid, which `errors` estimates.
@@ -323,7 +320,7 @@ def exact_advantages(
         not isinstance(setting.sampler, MultistepSolver), "sampler", setting.sampler, "a kernel"
     )
     path, groups = trajectories.trajectories, trajectories.groups
-    steps, walk = path.tree.drawn_steps, walk_of(setting, groups, 0, usage, MAX_BATCH)
+    steps, walk = path.tree.drawn_steps, walk_of(setting, groups, 0, None)
     results = []
     with setting.policy.frozen(), torch.no_grad():
         backup = Backup.of(walk, steps[0] if steps else 0, grid)

@@ -71,6 +71,11 @@ class Comparison:
         return Comparison(estimate, out, float(won))
 
     @property
+    def p(self) -> float:
+        """The corrected p-value of no difference; NaN outside a family and with too few seeds."""
+        return self.adjusted[0] if self.adjusted else math.nan
+
+    @property
     def verdict(self) -> str:
         """One of `VERDICTS`, or `SECONDARY`."""
         if self.adjusted is None:

@@ -277,19 +277,13 @@ def findings_table(worlds: Sequence[World]) -> Table:
                 f"{getattr(finding.comparison.estimate, end):.4f}"
                 for end in ("value", "low", "high")
             ),
-            _p_value(finding.comparison),
+            "" if math.isnan(finding.comparison.p) else f"{finding.comparison.p:.2g}",
             str(len(world.evidence.seeds)),
         )
         for world in worlds
         for finding in world.findings
     ]
     return Table(head, rows)
-
-
-def _p_value(comparison: Comparison) -> str:
-    """The corrected p-value of no difference; empty with too few seeds."""
-    p = comparison.adjusted[0] if comparison.adjusted else math.nan
-    return "" if math.isnan(p) else f"{p:.2g}"
 
 
 def _untuned_note(rule: str, untuned: Sequence[str]) -> str:
@@ -398,8 +392,7 @@ def _settings(world: World, rule: str) -> Table:
 def _finding_row(finding: Finding) -> tuple[str, ...]:
     c = finding.comparison
     won = f"{100 * c.won:.0f}%"
-    p_value = c.adjusted[0] if c.adjusted else math.nan
-    p = "-" if math.isnan(p_value) else "< .001" if p_value < 1e-3 else f"{p_value:.3f}"
+    p = "-" if math.isnan(c.p) else "< .001" if c.p < 1e-3 else f"{c.p:.3f}"
     visible = (f"{finding.visible:.3f}", f"{finding.alone:.3f}")
     return finding.baseline, finding.budget, c.verdict, c.estimate.text(3, True), p, won, *visible
 

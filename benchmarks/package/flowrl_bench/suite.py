@@ -27,6 +27,7 @@ from flowrl_bench.results_file import (
     make_line,
     require_same_code,
     require_unchanged,
+    run_in_words,
     stamp,
 )
 from flowrl_bench.tune import Search, tune
@@ -35,11 +36,6 @@ Progress = Callable[[int, int, Mapping[str, Any]], None]
 """Called with (runs in the file, all runs, the line of the run that has just finished)."""
 BATCH = 8
 """Runs of a process, which takes a second or two to warm up; workers of a cluster remain warm."""
-
-
-def describe(config: RunConfig) -> str:
-    """A run in words."""
-    return f"the run {config.algorithm.method} (seed {config.seed}, {config.environment.world})"
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ class Suite:
                 workers,
                 finished=lambda keys, _: None,
                 received=received,
-                describe=lambda keys: describe(self.runs[keys[0]]),
+                describe=lambda keys: f"the run {run_in_words(self.runs[keys[0]])}",
             )
             return in_file == len(self.runs)
 

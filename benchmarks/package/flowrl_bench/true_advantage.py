@@ -36,13 +36,11 @@ class Agreement:
     one step.
 
     `correlation`: Pearson, divided by the root of `reliability`, which corrects for the Monte Carlo
-    noise of the truth (`raw_correlation` does not), within [-1, 1]. `slope`: cov(credit, A*) /
-    var(A*), the variance corrected likewise. `sign`: fraction of the *resolved* decisions (|A*|
-    above two standard errors) whose credit has the sign of A* (credit 0 counts as half); `resolved`
-    is their fraction of all. `bias`: the mean credit of a step over all outcomes, root mean square
-    over steps, in units of the credit's std; the true one is 0, since E[A* | z_i] = 0.
-    `unexplained`: fraction of the credit's variance that is not proportional to A*, 1 -
-    correlation^2.
+    noise of the truth (`raw_correlation` does not), within [-1, 1]. `sign`: fraction of the
+    *resolved* decisions (|A*| above two standard errors) whose credit has the sign of A* (credit 0
+    counts as half); `resolved` is their fraction of all. `bias`: the mean credit of a step over all
+    outcomes, root mean square over steps, in units of the credit's std; the true one is 0, since
+    E[A* | z_i] = 0.
     """
 
     correlation: Estimate
@@ -51,9 +49,6 @@ class Agreement:
     sign: Estimate
     resolved: float
     bias: Estimate
-    unexplained: float
-    count: int
-    slope: Estimate
 
 
 @dataclass(frozen=True)
@@ -166,9 +161,6 @@ def _agreement(sums: Tensor) -> Agreement:
         sign=_measured(sign),
         resolved=float(resolved[0] / moments.count[0]),
         bias=_measured(bias),
-        unexplained=max(0.0, 1 - float(corrected[0]) ** 2),
-        count=round(float(moments.count[0])),
-        slope=_measured(moments.covariance / (moments.variance_t * moments.reliability)),
     )
 
 

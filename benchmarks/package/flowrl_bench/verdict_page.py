@@ -73,7 +73,6 @@ SHADES = {
 }
 """Colours of verdicts; the others are `SOFT`."""
 PANELS = {"points": "synthetic", "images": "images"}
-MARKS = {"better": COLOURS["tp-grpo"], "worse": COLOURS["stepwise-flow-grpo"]}
 
 
 def named(arm: str) -> str:
@@ -124,8 +123,8 @@ def leads_figure(worlds: Mapping[str, Verdicts]) -> Figure:
     figure.suptitle(f"Lead over Flow-GRPO at equal cost ({STATED_NAME}), %", fontsize=12)
     marks = [
         *(
-            Line2D([], [], color=shade, marker="o", linewidth=2, label=label)
-            for label, shade in MARKS.items()
+            Line2D([], [], color=SHADES[verdict], marker="o", linewidth=2, label=verdict)
+            for verdict in (BETTER, WORSE)
         ),
         Line2D([], [], color=INK, marker="o", linewidth=2, label="too small to matter"),
         Line2D([], [], color=SOFT, marker="o", linewidth=2, label="undecided"),

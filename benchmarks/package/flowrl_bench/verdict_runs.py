@@ -181,9 +181,9 @@ POINTS: dict[str, Task] = {
     "strict": Task({"reward_form": "strict"}, oracle=exact(57, 5)),
     "16-dimensions": Task({}, "points(dimension=16)", 16, SAMPLED),
 }
-"""In two dimensions: the default task, with 5 of 10 steps drawn and a smooth reward, and three in which exact credit leads by twice the smallest
-difference that matters for different reasons: noise on the score, a reward of 0 or 1, more
-dimensions.
+"""In two dimensions: the default task, with 5 of 10 steps drawn and a smooth reward, and three in
+which exact credit leads by twice the smallest difference that matters for different reasons: noise
+on the score, a reward of 0 or 1, more dimensions.
 """
 IMAGES: dict[str, Task] = {
     task: Task(
