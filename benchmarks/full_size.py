@@ -236,17 +236,12 @@ def memory_lines(
     return lines
 
 
-def read_or_write(note: Path, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Write the pipeline unless it is there; what it took."""
-    if not note.exists():
-        write_json(note, write_pipeline(args.model, args.blocks, folder))
-    return json.loads(note.read_text())
-
-
 def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Everything, in the folder `work`."""
-    folder = work / args.model
-    written = read_or_write(work / "pipeline.json", args, folder)
+    folder, note = work / args.model, work / "pipeline.json"
+    if not note.exists():
+        write_json(note, write_pipeline(args.model, args.blocks, folder))
+    written = json.loads(note.read_text())
     print(f"{written['parameters'] / 1e9:.2f} billion weights written", file=sys.stderr, flush=True)
     (work / "prompts.txt").write_text("\n".join(PROMPTS))
     first, *others = args.methods

@@ -221,8 +221,9 @@ COLUMNS = (
     "GB",
     "use: rollout",
     "use: update",
+    "other: rollout",
+    "other: update",
 )
-COLUMNS = (*COLUMNS, "other: rollout", "other: update")
 
 
 def _cells(line: dict[str, Any]) -> tuple[str, ...]:

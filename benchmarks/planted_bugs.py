@@ -120,10 +120,10 @@ def planted(bug: Bug, root: Path) -> dict[Path, str]:
     return texts
 
 
-def unplantable(bug: Bug, root: Path = ROOT) -> str:
+def unplantable(bug: Bug) -> str:
     """Why the bug cannot be planted, or nothing."""
     try:
-        planted(bug, root)
+        planted(bug, ROOT)
     except LookupError as error:
         return str(error)
     return ""

@@ -315,15 +315,11 @@ def _credited(
     )
 
 
-def update_evaluations(
-    setting: Setting, members: int, loss: PolicyLoss = PolicyGradientLoss()
-) -> int:
-    """Network evaluations of one policy update on prompts x `members` trajectories: one per
-    trajectory and decision, two if the loss needs the reference; what the trainer counts as
-    `train_nfe`.
+def update_evaluations(setting: Setting, members: int) -> int:
+    """Network evaluations of one policy update on prompts x `members` trajectories without a
+    reference: one per trajectory and decision; what the trainer counts as `train_nfe`.
     """
-    decisions = int((setting.stds > 0).sum())
-    return len(setting.prompts) * members * decisions * (1 + loss.needs_reference)
+    return len(setting.prompts) * members * int((setting.stds > 0).sum())
 
 
 @dataclass(frozen=True)
