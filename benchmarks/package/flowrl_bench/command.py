@@ -72,8 +72,7 @@ class Tune:
         from flowrl_bench.tune import Search, choices, for_paper, save, tune, usual_budget
 
         if self.show:
-            default = Tune.__dataclass_fields__["budget"].default
-            require(self.budget == default, "budget", self.budget, "left out with --show")
+            require(self.budget == Tune.budget, "budget", self.budget, "left out with --show")
         else:
             require_new_file(self.out, lambda data: data.startswith(b"{"))
         if self.save is not None:

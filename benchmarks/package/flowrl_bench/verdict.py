@@ -29,7 +29,7 @@ PER_UPDATE, PER_EVALUATION, PER_SECOND = BUDGETS = ("updates", "forwards", "stat
 """Budgets at which arms are compared (`flowrl_bench.evidence.spent`); seconds are those of
 SD3.5-Medium (`flowrl_compare.costs`).
 """
-EXACT, POINTS = ORACLE, "turning points"
+POINTS = "turning points"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Question:
 
 
 QUESTIONS = (
-    Question(EXACT, PER_UPDATE),
+    Question(ORACLE, PER_UPDATE),
     Question("stepwise gains", PER_UPDATE),
     Question(POINTS, PER_UPDATE),
     Question("calibrated values", PER_UPDATE),

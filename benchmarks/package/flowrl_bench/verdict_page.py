@@ -21,7 +21,6 @@ from flowrl_bench.judging import (
 from flowrl_bench.statistics import SMALLEST
 from flowrl_bench.verdict import (
     CONTROLS,
-    EXACT,
     PER_EVALUATION,
     PER_SECOND,
     PER_UPDATE,
@@ -29,14 +28,14 @@ from flowrl_bench.verdict import (
     Question,
     Verdicts,
 )
-from flowrl_bench.verdict_runs import CAMPAIGNS, UNIFORM, Study
+from flowrl_bench.verdict_runs import CAMPAIGNS, ORACLE, UNIFORM, Study
 
 NAMES = {
     UNIFORM: "Flow-GRPO",
     "uniform, 10 groups": "Flow-GRPO, 10 prompts",
     "uniform, 8 groups": "Flow-GRPO, 8 prompts",
     "uniform, 6 groups": "Flow-GRPO, 6 prompts",
-    EXACT: "exact values",
+    ORACLE: "exact values",
     "uniform, larger groups": "Flow-GRPO, more samples",
     "noise-weighted": "weights by noise",
     "stepwise gains": "Stepwise-Flow-GRPO",
@@ -85,7 +84,7 @@ def _draw(axes: Axes, verdicts: Verdicts, arms: Sequence[str], title: str) -> No
     axes.axvspan(-100 * SMALLEST, 100 * SMALLEST, color="#eef0f3", zorder=0)
     axes.axvline(0, color=INK, linewidth=1)
     for place, arm in enumerate(arms):
-        budget = PER_UPDATE if arm == EXACT else PER_SECOND
+        budget = PER_UPDATE if arm == ORACLE else PER_SECOND
         answer = answers.get((arm, budget, UNIFORM))
         shade, face = SOFT, "white"
         lead = verdicts.lead(arm, UNIFORM, budget) if arm in verdicts.arms else None
@@ -95,7 +94,7 @@ def _draw(axes: Axes, verdicts: Verdicts, arms: Sequence[str], title: str) -> No
             axes.text(0, place, " unknown", va="center", fontsize=8, color=SOFT)
             continue
         axes.plot([100 * lead.low, 100 * lead.high], [place, place], color=shade, linewidth=2)
-        marker = "D" if arm == EXACT else "o"
+        marker = "D" if arm == ORACLE else "o"
         axes.plot(100 * lead.value, place, marker, color=shade, markerfacecolor=face)
     axes.set_yticks(range(len(arms)), [named(arm) for arm in arms])
     axes.set_ylim(len(arms) - 0.4, -0.6)
@@ -113,7 +112,7 @@ def leads_figure(worlds: Mapping[str, Verdicts]) -> Figure:
     arms = [q.arm for q in QUESTIONS if q.budget == PER_SECOND and q.arm in first.arms]
     arms += [q.arm for q in CONTROLS if q.than == UNIFORM and q.arm in first.arms]
     arms.sort(key=lambda arm: -first.lead(arm, UNIFORM, PER_SECOND).value)
-    rows = [EXACT, *arms]
+    rows = [ORACLE, *arms]
     figure = Figure(figsize=(3.2 + 3.2 * len(worlds), 1.6 + 0.3 * len(rows)), layout="constrained")
     (panels,) = figure.subplots(1, len(worlds), squeeze=False, sharex=True, sharey=True)
     for axes, (name, verdicts) in zip(panels, worlds.items(), strict=True):
