@@ -1,5 +1,6 @@
 """Figures that several lessons use; colours are those of `flowrl_compare.style`."""
 
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from flowrl.worlds.mixture import target
+from flowrl import Prompt
 
 NOISE = "#5B5B5B"
 """The colour of noise (t = 1)."""
@@ -64,6 +65,12 @@ def plane(axes: Axes, title: str = "", extent: float = 3.4) -> Axes:
     for spine in axes.spines.values():
         spine.set_color("#d5d8dd")
     return axes
+
+
+def target(prompt: Prompt) -> tuple[float, float]:
+    """The point on the ring in the direction of a prompt of the 2-D world."""
+    angle = math.radians(prompt.metadata["angle"])
+    return 2 * math.cos(angle), 2 * math.sin(angle)
 
 
 def pixels(image: Tensor) -> Any:
