@@ -29,12 +29,10 @@ def fake_evidence(seeds=8, spread=0.0, **arms):
     """Arms with the given rewards along training, and noise of `spread` on every seed's curve."""
     generator = np.random.default_rng(0)
     runs = {
-        arm: {
-            "task": [
-                fake_line([r + spread * float(generator.normal()) for r in rewards])
-                for _ in range(seeds)
-            ]
-        }
+        arm: [
+            fake_line([r + spread * float(generator.normal()) for r in rewards])
+            for _ in range(seeds)
+        ]
         for arm, rewards in arms.items()
     }
     return Evidence(runs, tuple(range(seeds)))

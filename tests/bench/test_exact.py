@@ -57,7 +57,7 @@ def test_continuations_agree_with_the_values(iterations, form):
     rewards = [DirectionReward(form), _Squared(form)]
     result = Look(setting, 5, seed=4).trajectories(False)
     first, second = exact_advantages(setting, result, rewards, ValueGrid(113))
-    scores = continuation_rewards(setting, result, 500, rewards[:1], seed=8)[0]
+    scores = continuation_rewards(setting, result, 500, rewards[0], seed=8)
     means = scores.mean(2).view(first.state_values.shape)[..., :-1]
     values = first.state_values[..., :-1]
     spread = (second.state_values[..., :-1] - values.square()).clamp(min=1e-6).sqrt()

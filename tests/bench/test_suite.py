@@ -8,9 +8,8 @@ import pytest
 from bench_lines import small_run
 from flowrl_bench.digest import config_id
 from flowrl_bench.measurements import measure
-from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import ResultsFile, make_line
-from flowrl_bench.suite import Suite, redo
+from flowrl_bench.suite import Pace, Suite, redo
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
@@ -86,7 +85,7 @@ def test_the_stored_command_repeats_the_line(tmp_path, capsys):
 
 def test_the_time_left_follows_the_pace(monkeypatch):
     clock = iter((100.0, 160.0, 280.0, 280.0, 340.0))
-    monkeypatch.setattr("flowrl_bench.remaining.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("flowrl_bench.suite.time.monotonic", lambda: next(clock))
     pace = Pace(missing=4)
     for left in ("3 minutes", "3 minutes", "60 seconds", "0 seconds"):
         assert pace.finished() == f"about {left} left"

@@ -1,16 +1,15 @@
-"""The laboratory's variants of the 2-D world."""
+"""The laboratory's variant of the 2-D world."""
 
 import pytest
 import torch
-from flowrl_bench.worlds import CENTRES, SCALE, PlaneReward, Points, data
+from flowrl_bench.worlds import Points, data
 from flowrl_testing import check_world
 from seeded import randn
 
-from flowrl.core.types import Prompt
 from flowrl.worlds import mixture
 
 
-@pytest.mark.parametrize("world", [Points(), Points(16), Points(nested=True)])
+@pytest.mark.parametrize("world", [Points(), Points(16)])
 def test_worlds_keep_their_promises(world):
     findings = check_world(world)
     assert findings.ok and not findings.marked("advice"), str(findings)
@@ -21,23 +20,8 @@ def test_further_coordinates_are_independent_of_the_modes():
     alone.
     """
     x, t = randn(50, 5), torch.linspace(0, 1, 50)
-    velocity, ring = data(5, False).velocity(x, t), mixture.ring()
+    velocity, ring = data(5).velocity(x, t), mixture.ring()
     torch.testing.assert_close(velocity[:, :2], ring.velocity(x[:, :2], t))
     variance = (1 - t).square() * ring.std**2 + t.square()
     alone = (t - (1 - t) * ring.std**2) / variance
     torch.testing.assert_close(velocity[:, 2:], alone[:, None] * x[:, 2:], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("form", Points().forms)
-def test_the_parts_of_a_nested_reward(form):
-    """On the target's ring both parts count; on the opposite ring only the fine part; with its
-    inverted position only the coarse one.
-    """
-    prompt, target = Prompt("towards 0 degrees"), CENTRES[0]
-    inner, far = SCALE * target, CENTRES[2]
-    points = torch.stack([target + inner, far + inner, target - inner])[..., None, None]
-    both, fine, coarse = PlaneReward(form, True).score(points, [prompt] * 3).tolist()
-    alone = mixture.DirectionReward(form).score(points, [prompt] * 3).tolist()
-    assert both == pytest.approx((alone[0] + 1) / 2, abs=1e-6)
-    assert fine == pytest.approx((alone[1] + 1) / 2, abs=1e-3)
-    assert coarse == pytest.approx(alone[2] / 2, abs=1e-3)

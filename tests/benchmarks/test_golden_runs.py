@@ -5,7 +5,6 @@ import math
 import golden
 import pytest
 import torch
-from golden_cases import CASES
 from safetensors.torch import save_file
 from seeded import seeded
 from small_run import write_rows
@@ -75,4 +74,4 @@ def test_a_failed_run_or_nothing_to_compare_is_no_success(tmp_path):
 def test_every_method_runs_in_both_worlds():
     assert {
         f"{world}-{name}" for world in ("mixture", "shapes") for name in METHODS
-    } <= CASES.keys()
+    } <= golden.CASES.keys()
