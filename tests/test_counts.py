@@ -1,4 +1,6 @@
-"""What costs time, counted instead of timed: network calls, rows, synchronisations and compilations."""
+"""What costs time, counted instead of timed: network calls, rows, synchronisations and
+compilations.
+"""
 
 import pytest
 import torch

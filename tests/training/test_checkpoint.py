@@ -1,22 +1,26 @@
-"""Checkpoints: whatever kills a run, at whatever moment, a complete one can be read and the run
-ends with the same numbers.
+"""Checkpoints and weights: whatever kills a run, at whatever moment, a complete one can be read and
+the run ends with the same numbers; any change of a file is one message.
 """
 
 import json
+import shutil
 
 import pytest
 import torch
 from failing_disk import DiedError, FailingDisk
-from safetensors.torch import save
+from safetensors.torch import load_file, save, save_file
 from small_run import SMALL, error_of, flowrl_, numbers
 
 from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.distributed import Distributed
+from flowrl.training.build import trained_policy
 from flowrl.training.checkpoint import (
     EARLIER,
     Checkpoint,
     Checkpoints,
+    load_weights,
     restore_training_state,
+    save_weights,
     training_state,
 )
 from flowrl.training.run import Run
@@ -246,3 +250,54 @@ def test_a_paused_run_resumes_to_the_same_numbers(tmp_path, settings, earlier, m
     runs = [Checkpoints(tmp_path / name) for name in ("run", "uninterrupted")]
     resumed, expected = (kept.load(kept.newest).tensors for kept in runs)
     torch.testing.assert_close(resumed, expected, rtol=0, atol=0)
+
+
+# The weights of a finished run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    Run(SMALL, folder).execute()
+    return folder
+
+
+CHANGES = {
+    "no hash": lambda path: save_file(load_file(path), path),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-8]),
+    "empty": lambda path: path.write_bytes(b""),
+    "another run's": lambda path: save_weights(
+        path, {name: tensor[:1] for name, tensor in load_file(path).items()}
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_changed_weights_are_one_message(kind, finished, tmp_path, capsys):
+    run = shutil.copytree(finished, tmp_path / "run")
+    CHANGES[kind](run / "weights.safetensors")
+    with pytest.raises(CheckpointError):
+        trained_policy(run)
+    error = error_of(f"sample --prompts 0 --weights {run} --out {tmp_path}/new.png", capsys)
+    assert f"{run}/weights.safetensors" in error and error.count("\n") == 1
+    assert not (tmp_path / "new.png").exists()
+
+
+def test_every_flipped_bit_is_found(tmp_path):
+    """Also the same bytes under another shape or type."""
+    path = tmp_path / "weights.safetensors"
+    tensors = {"a": torch.arange(4.0).view(2, 2), "b": torch.ones(2, dtype=torch.bfloat16)}
+    save_weights(path, tensors)
+    assert torch.equal(load_weights(path)["a"], tensors["a"])
+    content = path.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    changed = [content.replace(b"[2,2]", b"[4,1]"), content.replace(b'"BF16"', b'"F16" ')]
+    for bit in range(8 * header, 8 * len(content)):
+        data = bytearray(content)
+        data[bit // 8] ^= 1 << bit % 8
+        changed.append(bytes(data))
+    for data in changed:
+        assert data != content
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match="does not match its own hash"):
+            load_weights(path)
