@@ -1,5 +1,4 @@
-"""The verdict: outcomes at equal budgets in closed form, its questions, its runs and its command.
-"""
+"""The verdict: outcomes at equal budgets in closed form, its questions, its runs and its command."""
 
 from dataclasses import replace
 

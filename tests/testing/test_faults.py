@@ -1,5 +1,4 @@
-"""`flowrl_testing` finds what is broken: planted faults, each named by the promise that it breaks.
-"""
+"""`flowrl_testing` finds what is broken: planted faults, each named by the promise that it breaks."""
 
 import copy
 import random
