@@ -74,25 +74,13 @@ def test_the_even_weight_is_that_of_least_squares():
 
 
 def test_random_credit_has_the_runs_seed_unless_its_own_is_given():
+    """It changes with every table, and equal rewards get none."""
     config = TINY_RUN.replace(credit="random", seed=7)
     assert make_method(config).credit.seed == 7
-    assert make_method(config.replace(credit="random(seed=0)", seed=3)).credit.seed == 0
-    values = table(0)
-    first, second = (RandomCredit(seed=n).assign(values, Decisions.like(values)) for n in (0, 1))
-    assert not torch.equal(first, second)
-
-
-def test_random_credit_follows_the_ranks_and_changes_with_every_table():
-    rule, values, order = RandomCredit(), table(1), [3, 1, 0, 5, 4, 2]
-    first, second = (rule.assign(values, Decisions.like(values)) for _ in range(2))
-    assert not torch.equal(first, second)
-    rule.load_state_dict({})
-    permuted = rule.assign(values[:, order], Decisions.like(values))
-    assert torch.equal(permuted, first[:, order])
-    rule.load_state_dict({"tables": torch.tensor(1)})
-    assert torch.equal(rule.assign(values, Decisions.like(values)), second)
-    values[1] = 0.3
-    assert not rule.assign(values, Decisions.like(values))[1].any()
+    rule = make_method(config.replace(credit="random(seed=0)", seed=3)).credit
+    values, other = table(0), RandomCredit(seed=1)
+    tables = [some.assign(values, Decisions.like(values)) for some in (rule, rule, other)]
+    assert rule.seed == 0 and len(torch.stack(tables).unique(dim=0)) == 3
 
 
 # Variants of turning points
@@ -124,17 +112,6 @@ def test_the_random_control_has_marks_without_effect():
     fewer[..., -1] = False
     expected = control.rule.scores(values, decisions, fewer)
     assert torch.equal(control.assign(values, decisions), expected)
-
-
-PAGES = ["verdict.md", "log.md", "papers/coverage.md", "papers/variants.md"]
-SOURCES = ["07_tp_grpo.py", "08_side_by_side.py"]
-
-
-@pytest.mark.parametrize(
-    "page", [*(f"docs/{name}" for name in PAGES), *(f"tutorials/source/{name}" for name in SOURCES)]
-)
-def test_a_page_with_the_random_control_says_that_it_is_weaker(page):
-    assert re.search(r"changes? the credit less", (ROOT / page).read_text())
 
 
 def test_the_verdict_has_the_weakness_of_the_random_control_as_the_lesson_prints_it():

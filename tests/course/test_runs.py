@@ -1,6 +1,8 @@
-"""The code of the lessons: short runs, the chain in one dimension, and figures of recorded runs, whose numbers are those
-of the pages.
+"""The code of the lessons: short runs, the chain in one dimension, a formula of lesson 13, and
+figures of recorded runs, whose numbers are those of the pages.
 """
+
+import math
 
 import matplotlib.pyplot as plt
 import pytest
@@ -19,7 +21,10 @@ from flowrl.credit import (
     reward_to_go,
     turning_points,
 )
+from flowrl.flow import uniform_schedule
 from flowrl.probes import Completion, Tweedie
+from flowrl.samplers import FlowSDE, Windowed
+from flowrl.worlds.mixture import WIDTH, ring
 
 
 def test_counts_of_a_run():
@@ -146,3 +151,36 @@ def test_figures_have_a_line_per_arm_and_a_dot_per_setting():
     assert len(plt.gca().get_lines()) == 10  # an interval and a dot each
     recorded.search("uniform")
     assert [cell.get_title() for cell in plt.gcf().get_axes()] == ["Search, 2-D", "Search, images"]
+
+
+def test_both_targets_have_one_covariance_at_the_noise_level_of_the_reverse_process():
+    """Lesson 13: the covariance of the reward with the target of a transition is
+    -a^2/(1 + a^2/2) t/(1 - t) grad V*, with that of the finished sample
+    -t/(1 - t) grad E[R | x_t]; the two agree for a = sqrt 2.
+    """
+    data, centre, time = ring(), torch.tensor([2.0, 0.0]), 0.7
+    state, times = torch.tensor([[0.35, 0.85]]), torch.tensor([time])
+    good = data.tilted(centre, WIDTH)
+    leaf = state.clone().requires_grad_()
+    ratio = (good.log_marginal(leaf, times) - data.log_marginal(leaf, times)).exp()
+    expected = data.expected_bump(centre, WIDTH) * ratio
+    (gradient,) = torch.autograd.grad(expected.sum(), leaf)
+    finished = (expected * (good.velocity(state, times) - data.velocity(state, times))).detach()[0]
+    torch.testing.assert_close(finished, -time / (1 - time) * gradient[0], rtol=1e-3, atol=1e-3)
+
+    def transition(level, steps=70, count=40_000):
+        generator, grid = torch.Generator().manual_seed(0), uniform_schedule(steps)
+        sampler, x = Windowed(FlowSDE(level), range(steps - 1)), state.repeat(count, 1)
+        first = torch.zeros_like(x)
+        for step in range(round(0.3 * steps), steps):
+            velocity = data.velocity(x, grid.times[step].expand(count))
+            gaussian = sampler.transition(x, velocity, grid, torch.full((count,), step))
+            noise = torch.randn(count, 2, generator=generator)
+            x = gaussian.mean + gaussian.std[:, None] * noise
+            if step == round(0.3 * steps):
+                first = -gaussian.std[:, None] * noise * steps / (1 + level**2 / 2)
+        reward = torch.exp(-(x - centre).square().sum(-1) / (2 * WIDTH**2))
+        return ((reward - reward.mean())[:, None] * first).mean(0)
+
+    assert float((transition(math.sqrt(2)) - finished).norm()) < 0.06  # four standard errors
+    assert float((transition(0.7) - finished).norm()) > 0.12

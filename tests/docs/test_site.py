@@ -11,7 +11,6 @@ import tomllib
 
 import nbformat
 import pytest
-from flowrl_bench.command import Rule
 from loading import ROOT, load
 
 DOCS = ROOT / "docs"
@@ -58,25 +57,11 @@ def test_quoted_messages_are_in_the_code():
     assert not [part for part in parts if " " in part and part not in texts]
 
 
-@pytest.mark.parametrize("name", IDS)
-def test_a_count_of_code_is_beside_the_command_that_prints_it(name):
-    for paragraph in TEXTS[name].split("\n\n"):
-        counted = re.search(r"(?<![-\w.])\d[\d,]* (functions|files|modules|tests)\b", paragraph)
-        command = re.search(r"`(python|flowrl|nox|pytest|wc) ", paragraph)
-        assert not counted or command, counted[0]
-
-
 def test_the_method_in_one_file_is_as_short_as_the_pages_say():
     lines = len((ROOT / "tutorials" / "nano_flow_grpo.py").read_text().splitlines())
     for text in ((ROOT / "README.md").read_text(), TEXTS["index.md"]):
         (said,) = re.findall(r"nano_flow_grpo.*?(\d+) lines", text)
         assert lines == pytest.approx(int(said), abs=5)
-
-
-def test_no_page_or_help_has_a_duration_of_bench_rule():
-    """It depends on the machine, and the command prints the time left."""
-    for text in (*TEXTS.values(), (ROOT / "README.md").read_text(), Rule.__doc__ or ""):
-        assert not re.search(r"bench rule .*#.*\bminutes|^Tune .*\bminutes", text)
 
 
 PAGE = (ROOT / "docs" / "design.md").read_text()

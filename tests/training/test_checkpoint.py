@@ -98,9 +98,25 @@ def parameters_and(optimizer):
     return parameters, [torch.zeros(4), torch.full((2, 3), 0.5)], optimizer(parameters.values())
 
 
-def test_weights_averages_and_moments_are_restored_and_share_no_memory():
+class Counting(torch.optim.Optimizer):
+    """State as an 8-bit optimizer has it: a plain number, bytes, and a table for each parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1.0})
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                state["state1"] = torch.arange(4, dtype=torch.uint8) + state["step"]
+                state["qmap1"] = torch.full((2,), 0.1 * state["step"])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, Counting])
+def test_weights_averages_and_moments_are_restored_and_share_no_memory(optimizer):
     """A parameter without a gradient has no moments, and neither has a new optimizer."""
-    training, other = parameters_and(torch.optim.AdamW), parameters_and(torch.optim.AdamW)
+    training, other = parameters_and(optimizer), parameters_and(optimizer)
     untrained = training_state(*training)
 
     def step(some, *names):
@@ -111,49 +127,21 @@ def test_weights_averages_and_moments_are_restored_and_share_no_memory():
 
     for _ in range(3):
         step(training, "a.b")
-    restore_training_state(training_state(*training), *other, Distributed())
+    state = training_state(*training)
+    values = json.loads(json.dumps(state.values))
+    restore_training_state(Checkpoint(state.tensors, values), *other, Distributed())
     assert [other[0][name] in other[2].state for name in ("a.b", "c")] == [True, False]
     for _ in range(2):
         for some in (training, other):
             step(some, "a.b", "c")
         first, second = training_state(*training), training_state(*other)
-        assert first.values == second.values and first.tensors.keys() == second.tensors.keys()
-        for name, tensor in first.tensors.items():
-            assert torch.equal(tensor, second.tensors[name]), name
+        assert first.values == second.values
+        torch.testing.assert_close(first.tensors, second.tensors, rtol=0, atol=0)
     restore_training_state(untrained, *other, Distributed())
     assert not other[2].state
     incomplete = Checkpoint({"weight.a.b": torch.ones(4)}, {})
     with pytest.raises(ConfigError, match=r"no weight.c of shape \(2, 3\)"):
         restore_training_state(incomplete, *other, Distributed())
-
-
-class Counting(torch.optim.Optimizer):
-    """State as an 8-bit optimizer has it: a plain number, bytes, and a table for each parameter."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 1.0})
-
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            state["step"] = state.get("step", 0) + 1
-            state["state1"] = torch.arange(4, dtype=torch.uint8) + state["step"]
-            state["qmap1"] = torch.full((2,), 0.1 * state["step"])
-
-
-def test_numbers_and_bytes_of_an_optimizer_are_restored():
-    training, other = parameters_and(Counting), parameters_and(Counting)
-    for _ in range(3):
-        training[2].step()
-    state = training_state(*training)
-    numbers = {"optimizer.step.a.b": 3, "optimizer.step.c": 3}
-    assert json.loads(json.dumps(state.values)) == {"optimizer": numbers}
-    restore_training_state(state, *other, Distributed())
-    for parameter in other[0].values():
-        restored = other[2].state[parameter]
-        assert restored["step"] == 3 and isinstance(restored["step"], int)
-        assert restored["qmap1"].tolist() == pytest.approx([0.3, 0.3])
-        assert restored["state1"].tolist() == [3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("mode", ["error", "full", "before", "after", "half"])

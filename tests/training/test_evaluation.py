@@ -154,43 +154,40 @@ def test_an_evaluation_has_one_batch_in_memory_and_measures_what_all_at_once_wou
     count, steps, batch = 5, 2, 2
     here, task = world(name), "direction" if name == "mixture" else "compositional"
     policy, quality = here.policy(PolicyOptions()), "density" if name == "mixture" else "clarity"
-    heldout = here.prompts(task, "heldout")
-    prompts = [heldout[i % len(heldout)] for i in range(count)]
+    heldout, rewards = here.prompts(task, "heldout"), {quality: here.qualities[quality]()}
 
     def all_at_once(prompts, seed):
         noise = initial_noise(policy, len(prompts), seed)
         return ImageBatch.cat(sample_images(policy, prompts, noise, steps, max_batch=batch))
 
-    together = all_at_once(prompts, EVALUATION_SEED)
+    prompts = [heldout[i % len(heldout)] for i in range(count)]
+    images = all_at_once(prompts, EVALUATION_SEED).images
     repeated = all_at_once([prompt for prompt in heldout[:2] for _ in range(3)], DIVERSITY_SEED)
     features = group_features(LatentFeatures(), repeated.images, repeated.latents, (2, 3))
-    expected = {
-        form: score(here.reward(form), together.images, prompts).total for form in here.forms
-    }
-    density = score(here.qualities[quality](), together.images, prompts).total
 
-    images, latents, conditions = LiveRows(), LiveRows(), LiveRows()
-    decode, encode = policy.decode, policy.encode
+    def scores(reward):
+        return score(reward, images, prompts).total
+
+    live, decode, encode = LiveRows(), policy.decode, policy.encode
+    decoded, conditions = LiveRows(), LiveRows()
 
     def watched_encode(prompts):
         condition = encode(prompts)
         conditions.add(*condition.tensors.values())
         return condition
 
-    watched_decode = lambda latent: images.add(decode(latents.add(latent)).clone())  # noqa: E731
+    watched_decode = lambda latent: decoded.add(decode(live.add(latent)).clone())  # noqa: E731
     monkeypatch.setattr(policy, "encode", watched_encode)
     monkeypatch.setattr(policy, "decode", watched_decode)
-    rewards = {quality: here.qualities[quality]()}
     metrics = HeldoutMetrics(rewards, LatentFeatures(), prompts=2, samples=3)
     given = (policy, here, task, "soft", count, steps, batch)
     evaluation = evaluate(*given, keep=3, heldout_metrics=metrics)
-    assert images.most == latents.most == conditions.most == batch
-    assert images.now == latents.now == 0
-    assert evaluation.scores == {form: float(values.nanmean()) for form, values in expected.items()}
-    assert torch.equal(evaluation.image_scores, expected["soft"][:3])
-    assert torch.equal(evaluation.images, together.images[:3])
-    assert evaluation.row["proxy"] == evaluation.scores["soft"]
-    assert evaluation.row["heldout"] == {quality: float(density.nanmean())}
+    assert decoded.most == live.most == conditions.most == batch and decoded.now == live.now == 0
+    forms = {form: float(scores(here.reward(form)).nanmean()) for form in here.forms}
+    assert evaluation.scores == forms and evaluation.row["proxy"] == forms["soft"]
+    assert torch.equal(evaluation.image_scores, scores(here.reward("soft"))[:3])
+    assert torch.equal(evaluation.images, images[:3])
+    assert evaluation.row["heldout"] == {quality: float(scores(rewards[quality]).nanmean())}
     assert evaluation.row["diversity"] == float(pairwise_diversity(features).nanmean())
 
 
