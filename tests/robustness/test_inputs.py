@@ -8,6 +8,7 @@ seconds.
 import hashlib
 import importlib
 import json
+import multiprocessing
 import os
 import pkgutil
 import re
@@ -16,8 +17,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-import traceback
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import forkserver
@@ -59,17 +58,19 @@ def preload() -> None:
 def problem(case: Case, root: Path, log: Path) -> str:
     """Run the command in `root` in a forked process; what is wrong with its refusal, or ""."""
     preload()
-    before, start = snapshot(root), time.monotonic()
-    child = os.fork()
-    if child == 0:
-        _child(case.words, root, log)
-    limit = LIMIT * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    status = _wait(child, start + limit)
+    before, given = snapshot(root), (case.words, root, log)
+    child = multiprocessing.get_context("fork").Process(target=command, args=given)
+    child.start()
+    child.join(LIMIT * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+    status = child.exitcode
+    if status is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.join()
     return judged(case, status, log.read_text(errors="replace"), before, snapshot(root))
 
 
-def _child(words: list[str], root: Path, log: Path) -> None:
-    """The command; never returns."""
+def command(words: list[str], root: Path, log: Path) -> None:
+    """Exit with the code of the command; its output is in `log`."""
     os.setsid()
     os.chdir(root)
     # without this, `compare` waits for the fork server of the parent
@@ -80,29 +81,7 @@ def _child(words: list[str], root: Path, log: Path) -> None:
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     sys.stdout, sys.stderr = (os.fdopen(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))
-    code = 99
-    try:
-        code = main(words)
-    except SystemExit as exit_:
-        code = exit_.code if isinstance(exit_.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _wait(child: int, deadline: float) -> int | None:
-    """The exit code; None if the process had to be ended."""
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+    sys.exit(main(words))
 
 
 def snapshot(root: Path) -> dict[str, str]:
