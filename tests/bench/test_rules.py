@@ -172,13 +172,9 @@ PRUNING = {
     ("published", "depth_and_width2"): (LATE | EXTREMES, 0),
     ("published", "after_pruning_cutoff"): (LATE | EXTREMES | dict(until=150), 200),
     ("published", "at_pruning_cutoff"): (LATE | EXTREMES | dict(until=150), 150),
-    ("small", "width1"): (BEST, 0),
-    ("small", "width2"): (EXTREMES, 0),
     ("late", "depth"): (dict(steps=(0, 5)), 0),
-    ("late", "width1"): (BEST, 0),
     ("late", "width2"): (EXTREMES, 0),
     ("rounds", "width2"): (EXTREMES, 0),
-    ("mixed", "default"): ({}, 0),
     ("mixed", "prob_weighted"): ({}, 0),
 }
 

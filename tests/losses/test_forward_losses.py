@@ -112,16 +112,13 @@ def dgpo(**options):
     return DGPO(**{"kl_weight": 0.0, "clip": None, "beta_dpo": 3.0, **options})
 
 
-AVERAGE, NFT_DECAY = Decay(0, 0.001, 0.3), Decay(0, 0.001, 0.5)
+AVERAGE = Decay(0, 0.001, 0.3)
 
 
 @pytest.mark.parametrize(
     ("loss", "copies", "needs_reference"),
     [
-        (DiffusionNFT(), {"old": WeightCopy(NFT_DECAY, sample_from=0)}, True),
-        (DiffusionNFT(kl_weight=0.0), {"old": WeightCopy(NFT_DECAY, sample_from=0)}, False),
         (AWM(), {"old": WeightCopy(), "average": WeightCopy(AVERAGE)}, True),
-        (AWM(**PLAIN), {"old": WeightCopy()}, False),
         (AWM(off_policy=True), {"average": WeightCopy(AVERAGE, sample_from=0)}, True),
         (dgpo(), {"old": WeightCopy(Decay(1, 0.001, 0.3), "update", 200, False)}, True),
         (dgpo(anchor="old"), {"old": WeightCopy(Decay(1, 0.001, 0.3), "update", 200)}, False),

@@ -1,5 +1,5 @@
-"""Critics: what they read, what they learn, that no value depends on the rewards of its own
-iteration; and the planned cost of a probe in network evaluations.
+"""Critics: what they read, what they learn, and that no value depends on the rewards of its own
+iteration.
 """
 
 from dataclasses import replace
@@ -15,17 +15,12 @@ from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, ProbeError
 from flowrl.core.experience import Decisions
-from flowrl.core.tree import plain_tree
 from flowrl.credit import CalibratedGain, example
-from flowrl.flow import uniform_schedule
 from flowrl.probes import (
-    Completion,
     Critic,
     LatentReward,
     NoProbe,
     Probing,
-    Shape,
-    Substeps,
     ValueProbe,
 )
 from flowrl.rollout import Groups, rollout
@@ -165,22 +160,3 @@ def test_faults_of_a_value_probe_are_named(fault):
     setattr(Faulty, fault, lambda self, *given: torch.full((1,), torch.nan))
     with pytest.raises(ProbeError, match=rf"Faulty\.{fault}"):
         with_probe(Faulty()).iteration()
-
-
-@pytest.mark.parametrize(
-    ("probe", "evaluations"),
-    [
-        (Substeps(3), 3 * 4 * 2),
-        (Substeps(3, every=2), 3 * 2 * 2),
-        (Substeps(2, every=4, guidance="off"), 3 / 2),
-        (Substeps(2, guidance="off"), 3 * 4 / 2),
-        (Completion(together=False), 3 * (3 + 2 + 1)),
-        (Completion(solver="heun"), 3 * (6 + 4 + 2)),
-    ],
-    ids=repr,
-)
-def test_costs_of_three_trajectories_of_four_steps(probe, evaluations):
-    """Without guidance an evaluation costs a half; whole numbers are integers."""
-    shape = Shape(1, uniform_schedule(4), plain_tree(3, 4, (0, 1, 2, 3)), range(4))
-    nfe = probe.cost(shape).nfe
-    assert nfe == evaluations and isinstance(nfe, int) == float(evaluations).is_integer()

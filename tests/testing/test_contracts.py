@@ -170,6 +170,7 @@ PROBES = [
     "substeps(count=3, solver=dpm++, every=2)",
     "completion",
     "completion(dtype=bfloat16)",
+    "completion(together=false, solver=heun)",
     "continuation:2",
     "critic(reads=hidden)",
     "critic(base=zero)",

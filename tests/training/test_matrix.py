@@ -92,45 +92,11 @@ def test_a_probe_that_no_rule_reads_changes_no_bit(probe):
 # Copies of the weights
 
 
-def made(policy, **declared):
-    return Behaviour(WeightCopy(**declared), policy, policy.trainable())
-
-
-def change(policy, by=0.5):
-    with torch.no_grad():
-        for parameter in policy.trainable().values():
-            parameter.add_(by)
-
-
-def first(tensors):
-    return torch.stack([tensor.detach().flatten()[0] for tensor in tensors])
-
-
-@pytest.mark.parametrize("every", ["update", "iteration"])
-@pytest.mark.parametrize("decay", [Decay(0, 0.0, 0.0), Decay(1, 0.1, 0.3)])
-def test_a_copy_follows_by_its_decay(mixture_policy, every, decay):
-    """It is current at first, and after it has followed with a decay of 0."""
-    copy = made(mixture_policy, decay=decay, every=every)
-    assert copy.is_current
-    expected = first(copy.values)
-    for steps in range(1, 7):
-        change(mixture_policy)
-        copy.after("update", steps)
-        assert every == "update" or not copy.is_current
-        if steps % 2 == 0:
-            copy.after("iteration", steps)
-        if every == "update" or steps % 2 == 0:
-            kept = decay.at(steps)
-            expected = kept * expected + (1 - kept) * first(copy.parameters)
-            assert copy.is_current == (kept == 0)
-        torch.testing.assert_close(first(copy.values), expected, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("begin", "expected"), [(None, [False] * 3), (0, [True] * 3), (200, [False, True, True])]
 )
 def test_when_a_copy_samples(mixture_policy, begin, expected):
-    copy = made(mixture_policy, sample_from=begin)
+    copy = Behaviour(WeightCopy(sample_from=begin), mixture_policy, mixture_policy.trainable())
     assert [copy.samples(steps) for steps in (199, 200, 201)] == expected
 
 
