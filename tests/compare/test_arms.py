@@ -75,7 +75,8 @@ def test_names_that_are_refused(name):
                     "weighted(rule=uniform, weights='noise')",
                     "weighted(weights=noise, rule=uniform)",
                 ),
-                ("weighted(rule='gdpo()')", "weighted(rule=gdpo)"),
+                ("weighted(rule='gdpo( )')", "weighted(rule=gdpo)"),
+                ("stepwise-gain(probe='substeps:5')", "stepwise-gain(probe='substeps(count=5)')"),
                 ("stepwise-gain(normalise='a b')", "stepwise-gain(normalise='a_b')"),
                 ("turning-point(x='A')", "turning-point(x='a')"),
             )
