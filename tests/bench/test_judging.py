@@ -77,34 +77,31 @@ def test_too_few_seeds_decide_nothing():
         assert judged(LEAD, fake_evidence(seeds, slow=SLOW, fast=FAST)).verdict == verdict
 
 
-@pytest.mark.parametrize(("size", "verdict"), [(0.01, BARELY_BETTER), (0.04, BETTER)])
-def test_a_small_difference_is_not_called_none(size, verdict):
-    """Known in sign and in size: better, by less than matters. The margin is 0.035."""
+@pytest.mark.parametrize(
+    ("size", "gained", "verdict"),
+    [(0.01, 0.7, BARELY_BETTER), (0.04, 0.7, BETTER), (0.04, 1.0, BARELY_BETTER)],
+)
+def test_a_small_difference_is_not_called_none(size, gained, verdict):
+    """Known in sign and in size: better, by less than matters. The margin is 5% of the gain."""
     evidence = fake_evidence(8, slow=SLOW, more=[r + size for r in SLOW])
-    assert judged(Compare("more", "slow"), evidence).verdict == verdict
+    (comparison,) = judge_family([Compare("more", "slow").compare(evidence, gained)])
+    assert comparison.verdict == verdict
 
 
-def test_the_margin_is_a_fraction_of_the_gain():
-    evidence = fake_evidence(8, slow=SLOW, more=[r + 0.04 for r in SLOW])
-    (verdict,) = judge_family([Compare("more", "slow").compare(evidence, 1.0)])
-    assert verdict.verdict == BARELY_BETTER
+def test_the_gain_is_the_best_final_reward_minus_the_mean_start():
     assert gain("mixture", Evidence({"a": {"direction": []}}, ())) == pytest.approx(0.7906)
-    assert gain("own", evidence) == pytest.approx(0.64 - 0.02)  # best final minus mean start
+    evidence = fake_evidence(8, slow=SLOW, more=[r + 0.04 for r in SLOW])
+    assert gain("own", evidence) == pytest.approx(0.64 - 0.02)
 
 
-def test_equivalence_is_corrected_too():
-    """One comparison shows that a difference is small; it does not among 2000."""
-    evidence = fake_evidence(10, spread=0.02, slow=SLOW, same=SLOW)
-    rule = Compare("same", "slow")
-    assert judged(rule, evidence).verdict == ALIKE
+@pytest.mark.parametrize(
+    ("spread", "other", "verdict"), [(0.35, [r + 0.1 for r in FAST], BETTER), (0.02, SLOW, ALIKE)]
+)
+def test_a_family_decides_less_than_its_parts(spread, other, verdict):
+    """One comparison shows that a difference is large, or small; it does not among 2000."""
+    evidence, rule = fake_evidence(10, spread, slow=SLOW, other=other), Compare("other", "slow")
+    assert judged(rule, evidence).verdict == verdict
     family = judge_family([rule.compare(evidence, 0.7)] * 2000)
-    assert {comparison.verdict for comparison in family} == {UNDECIDED}
-
-
-def test_a_family_decides_less_than_its_parts():
-    evidence = fake_evidence(10, spread=0.35, slow=SLOW, fast=[r + 0.1 for r in FAST])
-    assert judged(LEAD, evidence).verdict == BETTER
-    family = judge_family([LEAD.compare(evidence, 0.7)] * 2000)
     assert {comparison.verdict for comparison in family} == {UNDECIDED}
 
 

@@ -2,8 +2,6 @@
 golden runs, planted bugs, and translated clips and KL weights.
 """
 
-import ast
-import importlib
 import math
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import golden
 import pytest
 import torch
 from golden_cases import CASES
+from loading import import_names
 from planted_bugs import copies, load, mistakes, try_bug, unplantable
 from safetensors.torch import save_file
 from seeded import seeded
@@ -36,12 +35,7 @@ OURS = ("flowrl", *(path.stem for path in PROGRAMS.glob("*.py")))
 
 @pytest.mark.parametrize("script", sorted(PROGRAMS.glob("*.py")), ids=lambda path: path.name)
 def test_a_program_imports_names_that_exist(script):
-    for node in ast.walk(ast.parse(script.read_text())):
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(OURS):
-            module = importlib.import_module(str(node.module))
-            for alias in node.names:
-                if not hasattr(module, alias.name):
-                    importlib.import_module(f"{node.module}.{alias.name}")
+    import_names(script.read_text(), *OURS)
 
 
 # The numbers on the pages about papers

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from flowrl_course import checking
 from flowrl_course.checking import Unsolved
-from loading import ROOT
+from loading import ROOT, import_names
 
 from flowrl.flow import GaussianMixture
 
@@ -206,12 +206,7 @@ def test_lessons_have_their_parts(lesson):
     assert {text.count(f'tags=["{tag}"]') for tag in ("exercise", "hint", "explanation")} == {count}
     assert {check for name, check in CHECKS if name == lesson} == own and len(own) >= count
     assert set(WRONG_ANSWERS[lesson]) == own - {"check_quiz"}
-    for node in ast.walk(ast.parse(text)):  # a lesson is executed rarely
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flowrl"):
-            module = importlib.import_module(str(node.module))
-            for alias in node.names:
-                if not hasattr(module, alias.name):
-                    importlib.import_module(f"{node.module}.{alias.name}")
+    import_names(text, "flowrl")  # a lesson is executed rarely
 
 
 @pytest.mark.parametrize("lesson", SOURCES)

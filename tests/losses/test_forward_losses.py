@@ -57,12 +57,6 @@ def batch_of(seed):
     )
 
 
-def at_old(batch):
-    """The batch with all networks equal to `new`."""
-    new = batch.new.detach()
-    return replace(batch, old=new, average=new, reference=new)
-
-
 def gradient(loss, batch):
     (derivative,) = torch.autograd.grad(loss.loss(batch).loss, batch.new)
     return derivative
@@ -92,7 +86,9 @@ def test_nft_is_linear_matching_plus_a_proximal_term(seed, beta, clip):
 
 def test_v_grpo_begins_with_the_gradient_of_diffusion_nft():
     """At the old weights, for one time per sample."""
-    batch = at_old(batch_of(1))
+    batch = batch_of(1)
+    new = batch.new.detach()
+    batch = replace(batch, old=new, average=new, reference=new)
     loss = AWM(weight="normalised", advantage_scale=5.0, **PLAIN)
     close(gradient(loss, batch), gradient(DiffusionNFT(kl_weight=0.0), batch))
 
