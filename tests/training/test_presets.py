@@ -6,6 +6,7 @@ in comparisons.
 import hashlib
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,12 +53,18 @@ SNAPSHOT = Path(__file__).with_name("presets.json")
 """The reviewed settings of every combination, as a hash, and how many equal the published ones."""
 
 
+@cache
+def combined(name):
+    """The settings of a preset, and each beside the published one."""
+    made = combine(name, RunConfig)
+    return made.settings, published(made)
+
+
 def summary(name):
     """The first digits of a hash of a preset's settings, and the number of published values."""
-    combined = combine(name, RunConfig)
-    text = json.dumps(combined.settings, sort_keys=True, default=list)
-    same = sum(row.same for row in published(combined))
-    return [hashlib.sha256(text.encode()).hexdigest()[:8], same]
+    values, rows = combined(name)
+    text = json.dumps(values, sort_keys=True, default=list)
+    return [hashlib.sha256(text.encode()).hexdigest()[:8], sum(row.same for row in rows)]
 
 
 def test_settings_of_all_combinations_are_the_reviewed_ones():
@@ -69,7 +76,7 @@ def test_settings_of_all_combinations_are_the_reviewed_ones():
 
 @pytest.mark.parametrize("name", RUN)
 def test_a_combination_can_be_planned_and_every_difference_has_a_reason(name):
-    rows = published(combine(name, RunConfig))
+    _, rows = combined(name)
     assert all(bool(row.why) != row.same and (row.where or not row.same) for row in rows)
     config = preset(name).apply()
     counts, forward = plan(config), isinstance(make_method(config).loss, ForwardLoss)
@@ -83,7 +90,7 @@ def test_published_values_have_a_source_and_are_used():
     """Every value, place and reason of published.yaml shows in some combination."""
     document = published_values()
     names = {name for files in shipped().values() for name in files}
-    seen = [row for name in FLAVOURS for row in published(combine(name, RunConfig))]
+    seen = [row for name in FLAVOURS for row in combined(name)[1]]
     places, reasons = {row.where for row in seen}, {(row.setting, row.why) for row in seen}
     for entry in document["entries"]:
         assert set(filter(None, entry["for"].split(","))) <= names
