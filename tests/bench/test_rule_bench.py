@@ -169,7 +169,7 @@ class TestFolder:
         monkeypatch.setattr(
             "flowrl_bench.results_file.golden_run", lambda: (1.0,) * 3
         )  # else seconds
-        self.made: list[str] = []
+        self.made = []
         self.most = 1000
 
         def execute(suite, workers=0, progress=lambda *_: None):
@@ -197,7 +197,7 @@ class TestFolder:
         (tmp_path / "my.py").write_text(
             "from flowrl.credit import Uniform\n\n\nclass Copy(Uniform):\n    pass\n"
         )
-        output: list[str] = []
+        output = []
         assert self.bench("my.py:Copy", say=output.append) == 2 * 4
         text = "\n".join(output)
         row = next(line for line in text.splitlines() if line.startswith("uniform "))

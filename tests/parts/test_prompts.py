@@ -156,9 +156,7 @@ def test_generators_make_as_many_different_prompts_as_there_are(monkeypatch):
     assert len(set(texts(prompts))) == 200
     assert all(quoted_text(p.text) == p.metadata["text"] for p in prompts)
     monkeypatch.setattr("flowrl.parts.prompt_lists.STYLES", ("watercolour",))
-    with pytest.raises(
-        ConfigError, match=r"count = 1000000 is .* allowed: 1 to about 8\d{3}: the"
-    ):
+    with pytest.raises(ConfigError, match=r"count = 1000000 is .* allowed: 1 to about 8\d{3}: the"):
         image_prompts(10**6)
 
 

@@ -20,7 +20,6 @@ from flowrl.probes import (
     Critic,
     LatentReward,
     NoProbe,
-    Probing,
     ValueProbe,
 )
 from flowrl.rollout import Groups, rollout
@@ -32,7 +31,7 @@ class Hidden(ValueProbe):
 
     reads_hidden = True
 
-    def features(self, run: Probing):
+    def features(self, run):
         paths = run.trajectories.tree.paths[:, run.nodes]
         assert run.hidden is not None
         return run.hidden[:, paths]

@@ -45,7 +45,7 @@ class Case:
 
 
 @cache
-def preload() -> None:
+def preload():
     """Import what commands import when they run, once for all cases."""
     for package in OWN_PACKAGES:
         for module in pkgutil.walk_packages(
@@ -55,7 +55,7 @@ def preload() -> None:
                 importlib.import_module(module.name)
 
 
-def problem(case: Case, root: Path, log: Path) -> str:
+def problem(case, root, log):
     """Run the command in `root` in a forked process; what is wrong with its refusal, or ""."""
     preload()
     before, given = snapshot(root), (case.words, root, log)
@@ -69,7 +69,7 @@ def problem(case: Case, root: Path, log: Path) -> str:
     return judged(case, status, log.read_text(errors="replace"), before, snapshot(root))
 
 
-def command(words: list[str], root: Path, log: Path) -> None:
+def command(words, root, log):
     """Exit with the code of the command; its output is in `log`."""
     os.setsid()
     os.chdir(root)
@@ -84,7 +84,7 @@ def command(words: list[str], root: Path, log: Path) -> None:
     sys.exit(main(words))
 
 
-def snapshot(root: Path) -> dict[str, str]:
+def snapshot(root):
     """A digest of every file, "-" for everything else, below `root`."""
     return {
         str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -94,9 +94,7 @@ def snapshot(root: Path) -> dict[str, str]:
     }
 
 
-def judged(
-    case: Case, status: int | None, output: str, before: dict[str, str], after: dict[str, str]
-) -> str:
+def judged(case, status, output, before, after):
     """What is wrong with how an input was handled; "" if nothing is."""
     changed = sorted(set(before.items()) ^ set(after.items()))
     errors = output.count("flowrl: error:") + output.count("╭─")
@@ -123,13 +121,13 @@ EVIL = (
 )
 
 
-def expanded(text: str) -> str:
+def expanded(text):
     """A text of the table: <TEXT * COUNT> is repeated, <NUL> is a zero byte."""
     text = re.sub(r"<([^<>]+) \* (\d+)>", lambda part: part[1] * int(part[2]), text)
     return text.replace("<NUL>", "\0")
 
 
-def split(line: str) -> list[str]:
+def split(line):
     """Words of a command line in the table; TINY stands for the smallest run."""
     words = [expanded(word) for word in shlex.split(line)]
     return [word for each in words for word in (TINY if each == "TINY" else [each])]

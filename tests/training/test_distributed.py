@@ -89,7 +89,7 @@ def world_trainer(config, distributed):
     return trainer_of(config, distributed=distributed)
 
 
-MODELS: list[Path] = []
+MODELS = []
 """A folder with the tiny pipelines, and one without the weights of their transformers."""
 
 

@@ -60,7 +60,7 @@ class Exchange:
 class Threads(Distributed):
     """Threads in the place of processes: `gather` without a network."""
 
-    def __init__(self, rank: int, exchange: Exchange):
+    def __init__(self, rank, exchange):
         super().__init__(rank, exchange.size)
         object.__setattr__(self, "exchange", exchange)
 
