@@ -1,4 +1,4 @@
-"""Requests to a reward server, good ones and others drawn by Hypothesis, and checks of its responses."""
+"""Requests to a reward server, good ones and some drawn by Hypothesis; checks of its responses."""
 
 import contextlib
 import io

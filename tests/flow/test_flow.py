@@ -1,4 +1,4 @@
-"""Time grids, the interpolant, diagonal Gaussians, the mixture in closed form, and training times."""
+"""Time grids, the interpolant, Gaussians, the mixture in closed form, and training times."""
 
 import json
 import math
