@@ -166,6 +166,7 @@ METHODS = ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "POST")
 ATTEMPTS = st.one_of(
     FINE,
     *[FORMS] * 3,
+    FORMS.map(lambda made: replace(made, body=made.body.replace(b'; filename="f"', b""))),
     FINE.flatmap(lambda fine: damaged(fine.body)).map(lambda body: replace(posted([]), body=body)),
     st.builds(
         lambda media, word, body: Attempt(headers={"Content-Type": f"{media};{word}"}, body=body),
