@@ -6,7 +6,7 @@ Runs `flowrl compare --world mixture` with its default (tuned) settings, 15 seed
 exact values; it can be stopped and called again. Writes final rewards and mean rewards over training
 by world, arm and seed to benchmarks/results/first-comparison.json, and the curves of exact values to
 packages/flowrl_compare/bounds.json. The rewards on images there are of an earlier study (`claims` in
-docs/studies.md), and stay. tests/bench/test_first_comparison.py: no lead that seeds 0, 1 and 2
+docs/studies.md), and stay. tests/bench/test_second_analysis.py: no lead that seeds 0, 1 and 2
 decide has the opposite sign of one that all seeds decide.
 """
 
