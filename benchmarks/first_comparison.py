@@ -6,16 +6,17 @@ Runs `flowrl compare --world mixture` with its default (tuned) settings, 15 seed
 exact values; it can be stopped and called again. Writes final rewards and mean rewards over training
 by world, arm and seed to benchmarks/results/first-comparison.json, and the curves of exact values to
 packages/flowrl_compare/bounds.json. The rewards on images there are of an earlier study (`claims` in
-docs/studies.md), and stay. tests/bench/test_first_comparison.py: no lead that seeds 0, 1 and 2
+docs/studies.md), and stay. tests/bench/test_second_analysis.py: no lead that seeds 0, 1 and 2
 decide has the opposite sign of one that all seeds decide.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from flowrl_compare.bounds import ARM, bound_settings, settings_that_count, ship
+from flowrl_compare.bounds import bound_of, ship
 from flowrl_compare.results import load_comparison, without_groups
 
 from flowrl.cli.main import main as flowrl
@@ -30,34 +31,11 @@ Curves = dict[str, dict[int, list[float]]]
 """Held-out rewards from before training to its end, by arm and seed."""
 
 
-def of_folder(folder: Path) -> tuple[Curves, list[float]]:
-    """The curves of a comparison, and their iterations."""
-    comparison = load_comparison(folder)
-    runs = {arm: comparison.of(arm) for arm in comparison.arms}
-    curves = {
-        arm: {run.seed: run.curve("iteration", "reward")[1] for run in seeds}
-        for arm, seeds in runs.items()
-    }
-    return curves, runs[ARM][0].curve("iteration", "reward")[0]
-
-
 def summary(curves: Curves) -> dict[str, dict[str, dict[int, float]]]:
     """Final rewards, and means over the evaluations after the first."""
     return {
         name: {arm: {s: round(of(c), 5) for s, c in runs.items()} for arm, runs in curves.items()}
         for name, of in {"final": lambda c: c[-1], "mean": lambda c: fmean(c[1:])}.items()
-    }
-
-
-def bound_entry(folder: Path, curves: Curves, iterations: list[float]) -> dict[str, Any]:
-    """The curves of exact values, and the settings that they belong to."""
-    return {
-        "settings": settings_that_count(without_groups(load_comparison(folder).config["run"])),
-        "arm": bound_settings("mixture"),
-        "command": COMMAND,
-        "seeds": [*curves[ARM]],
-        "iterations": iterations,
-        "curves": [[round(reward, 4) for reward in rewards] for rewards in curves[ARM].values()],
     }
 
 
@@ -77,12 +55,18 @@ def main() -> int:
     words = ["--resume", str(options.out)] if started else new
     if code := flowrl(["compare", *words, "--workers", str(options.workers)]):
         return code
-    curves, iterations = of_folder(options.out)
+    comparison = load_comparison(options.out)
+    curves = {
+        arm: {run.seed: run.curve("iteration", "reward")[1] for run in comparison.of(arm)}
+        for arm in comparison.arms
+    }
     results = read_json(ROOT / "first-comparison.json", dict[str, Any])
     known = results["mixture"]
     made = {name: {**known[name], **arms} for name, arms in summary(curves).items()}
     write_json(ROOT / "first-comparison.json", {**results, "mixture": {"command": COMMAND, **made}})
-    ship(bound_entry(options.out, curves, iterations))
+    bound = bound_of(comparison)
+    assert bound is not None
+    ship(without_groups(comparison.config["run"]), "mixture", replace(bound, command=COMMAND))
     return 0
 
 

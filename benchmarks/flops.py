@@ -6,14 +6,12 @@ prints a table and writes benchmarks/results/flops.json, and the counts of the p
 `flowrl train --plan` reads (flowrl/data/counts.json; --counts: only these; --ocr: only the measured
 seconds of a score by OCR). Networks of published size are built on
 PyTorch's "meta" device, so nothing is downloaded and two minutes of one core are enough. Matrix
-products, convolutions and attention are counted (`FlopCounterMode`); a multiplication and an addition
-count as two. The recogniser of text runs in onnxruntime, whose profile has the shapes of its
-operations. "update" is a forward with its backward pass over the forward pass of sampling, for which
+products, convolutions and attention are counted; a multiplication and an addition count as two.
+"update" is a forward with its backward pass over the forward pass of sampling, for which
 a LoRA is merged into the weights.
 """
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -28,9 +26,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from flowrl.io import write_json
-from flowrl.policies import ARCHITECTURES, LORA_TARGETS, Adapters
+from flowrl.policies import ARCHITECTURES, ModelOptions
 from flowrl.policies.memory import count, counts_key
-from flowrl.policies.small_sd3 import SmallSD3
 from flowrl.training.build import make_trainer, make_world, model_options
 from flowrl.training.config import preset
 from flowrl.training.presets import shipped
@@ -69,47 +66,25 @@ def world(name: str) -> dict[str, int]:
     }
 
 
-def small_sd3(checkpointing: bool) -> dict[str, int]:
-    """The network of the shapes world with all weights trained."""
-    network = SmallSD3(100, 8).requires_grad_(True)
-    if checkpointing:
-        network.transformer.enable_gradient_checkpointing()
-    network.train()
-    words = torch.zeros(1, 8, 64)
-    forward, backward = flops(
-        lambda: network.velocity(torch.zeros(1, 8, 4, 4), torch.zeros(1), words)
-    )
-    return {"forward": forward, "gradient": forward + backward}
-
-
-def sd35_medium(resolution: int, tuning: str, checkpointing: bool) -> int:
-    """An evaluation of the transformer, with its backward pass unless `tuning` is ""."""
-    known = ARCHITECTURES["sd3.5-medium"]
-    network: Any = known.build("meta").requires_grad_(tuning == "full")
-    if tuning == "lora":
-        Adapters(network, RANK, 2 * RANK, LORA_TARGETS, 0)
-    if checkpointing:
-        network.enable_gradient_checkpointing()
-    network.train(checkpointing)
-    side, empty = resolution // 8, partial(torch.empty, device="meta")
-    return sum(
-        flops(
-            lambda: network(
-                hidden_states=empty(1, 16, side, side),
-                encoder_hidden_states=empty(1, known.text_tokens, known.text_width),
-                pooled_projections=empty(1, 2048),
-                timestep=empty(1),
-                return_dict=False,
-            )[0]
+def sd35_medium() -> dict[str, dict[str, int]]:
+    """SD3.5-Medium for one latent of 512 x 512 pixels, with a LoRA and with all weights trained."""
+    options = ModelOptions(height=512, width=512, lora_rank=RANK)
+    counts = {
+        (tuning, on): count(
+            ARCHITECTURES["sd3.5-medium"],
+            replace(options, tuning=tuning, gradient_checkpointing=on),
         )
-    )
-
-
-def decoder(resolution: int) -> int:
-    """SD3.5's image decoder."""
-    side = resolution // 8
-    vae = ARCHITECTURES["sd3.5-medium"].build_decoder().to("meta").requires_grad_(False)
-    return flops(lambda: vae.decode(torch.empty(1, 16, side, side, device="meta")))[0]
+        for tuning in ("lora", "full")
+        for on in (False, True)
+    }
+    # also with a LoRA, which is merged for sampling
+    forward = counts["full", False].rollout.flops
+    table = {}
+    for (tuning, on), counted in counts.items():
+        name = f"sd3.5-medium 512, {tuning}, {'' if on else 'no '}checkpointing"
+        row = {"forward": forward, "gradient": counted.update.flops, "decode": counted.decode.flops}
+        table[name] = {part: round(number) for part, number in row.items()}
+    return table
 
 
 def pickscore() -> int:
@@ -133,18 +108,6 @@ def pickscore() -> int:
     )
 
 
-def ocr() -> int:
-    """The detector at 736 x 736, and the recogniser for one line of 48 x 320."""
-    import rapidocr
-
-    folder = Path(str(rapidocr.__file__)).parent / "models"
-    shapes = {"det": (1, 3, 736, 736), "rec": (1, 3, 48, 320)}
-    return sum(
-        onnx_flops(next(folder.glob(f"PP-OCR*_{part}_*.onnx")), shape)
-        for part, shape in shapes.items()
-    )
-
-
 def ocr_seconds() -> float:
     """Processor seconds of a score of RapidOCR on one core: a line of text in 512 x 512 pixels."""
     from PIL import Image, ImageDraw
@@ -164,54 +127,10 @@ def ocr_seconds() -> float:
     return min(seconds)
 
 
-def onnx_flops(path: Path, shape: tuple[int, ...]) -> int:
-    """FLOPs of convolutions and matrix products, from the shapes in onnxruntime's profile."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.enable_profiling = True
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    session.run(None, {session.get_inputs()[0].name: torch.rand(shape).numpy()})
-    profile, total = Path(session.end_profiling()), 0
-    for event in json.loads(profile.read_text()):
-        known = event.get("args", {})
-        if known.get("op_name") in ("Conv", "ConvTranspose", "MatMul", "Gemm"):
-            inputs, outputs = (
-                [next(iter(entry.values())) for entry in known[f"{side}_type_shape"]]
-                for side in ("input", "output")
-            )
-            total += operation(known["op_name"], inputs, outputs[0])
-    profile.unlink()
-    return total
-
-
-def operation(name: str, inputs: list[list[int]], output: list[int]) -> int:
-    """FLOPs of one operation from its shapes."""
-    if name == "Conv":  # weight [channel, channel of the group, height, width]
-        return 2 * math.prod(output) * math.prod(inputs[1][1:])
-    if name == "ConvTranspose":  # kernels of 2 x 2 with stride 2, the only ones of PP-OCR
-        return 2 * math.prod(inputs[0]) * output[1] * 4
-    return 2 * math.prod(output) * inputs[0][-1]
-
-
 def counted() -> dict[str, dict[str, int]]:
     """All counts by model."""
     table = {name: world(name) for name in ("mixture", "shapes")}
-    table |= {
-        f"shapes, full, {'' if on else 'no '}checkpointing": small_sd3(on) for on in (False, True)
-    }
-    for resolution in (512, 1024):
-        forward = sd35_medium(resolution, "", False)
-        for tuning in ("lora", "full"):
-            for on in (False, True):
-                name = f"sd3.5-medium {resolution}, {tuning}, {'' if on else 'no '}checkpointing"
-                table[name] = {
-                    "forward": forward,
-                    "gradient": sd35_medium(resolution, tuning, on),
-                    "decode": decoder(resolution),
-                }
-    return {**table, "pickscore": {"reward": pickscore()}, "ocr": {"reward": ocr()}}
+    return {**table, **sd35_medium(), "pickscore": {"reward": pickscore()}}
 
 
 def preset_counts() -> dict[str, list[Any]]:

@@ -16,6 +16,7 @@ from typing import Any
 from flowrl_compare.results import Comparison, load_comparison
 from flowrl_compare.style import COLOURS, INK, PALE, SOFT, clean, save
 from flowrl_course.batches import sample_groups
+from flowrl_course.figures import pixels
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 from torch import Tensor
@@ -32,11 +33,6 @@ RIGHT, WRONG = "#007a53", "#b3261e"
 SHAPES = world("shapes")
 SHOWN = (0, 2, 4, 6, 8)
 """Decisions whose estimates are drawn."""
-
-
-def pixels(image: Tensor) -> Any:
-    """An image [channel, height, width] for imshow."""
-    return image.permute(1, 2, 0).clamp(0, 1).numpy()
 
 
 def cell(axes: Any, image: Tensor, colour: str = PALE) -> None:

@@ -236,17 +236,12 @@ def memory_lines(
     return lines
 
 
-def read_or_write(note: Path, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Write the pipeline unless it is there; what it took."""
-    if not note.exists():
-        write_json(note, write_pipeline(args.model, args.blocks, folder))
-    return json.loads(note.read_text())
-
-
 def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Everything, in the folder `work`."""
-    folder = work / args.model
-    written = read_or_write(work / "pipeline.json", args, folder)
+    folder, note = work / args.model, work / "pipeline.json"
+    if not note.exists():
+        write_json(note, write_pipeline(args.model, args.blocks, folder))
+    written = json.loads(note.read_text())
     print(f"{written['parameters'] / 1e9:.2f} billion weights written", file=sys.stderr, flush=True)
     (work / "prompts.txt").write_text("\n".join(PROMPTS))
     first, *others = args.methods
@@ -360,7 +355,7 @@ def show(record: dict[str, Any]) -> str:
         f" {processor:.1f} of the processor."
     )
     failed = [f"FAILED: {text}" for text in record["failures"]]
-    return "\n\n".join([*(table.markdown("") for table in tables), summary, *failed])
+    return "\n\n".join([*(table.markdown() for table in tables), summary, *failed])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@
     python benchmarks/golden.py --cases "mixture*" --keep out
 
 The reference is checked out into a temporary git worktree. The same `flowrl train` commands
-(`golden_cases.py`) run with its code and with the working tree's, each in one process with one
+(`CASES`) run with its code and with the working tree's, each in one process with one
 thread. Metrics, weights, checkpoints, samples, trajectories and exported LoRAs are compared, times
 are not. The exit status is 1 if a command fails or a number differs. With `--keep`, the runs are in
 out/SIDE/CASE.
@@ -14,24 +14,122 @@ out/SIDE/CASE.
 import argparse
 import fnmatch
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from golden_cases import CASES, make_inputs
+from flowrl_testing.tiny import tiny_flux, tiny_sd3
 from safetensors.torch import load_file
 from torch import Tensor
-from trees import ROOT, environment, worktree
 
+from flowrl.methods import METHODS
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = (".", "packages", "tutorials/package", "benchmarks/package")
 COMPARED = ("metrics.jsonl", "samples.json", "trajectory.json", "summary.json", "*.safetensors")
 SKIPPED_FILES = "untrained-*"  # of earlier versions
 TIMES = re.compile(r"seconds|phases|(^|/)time(/|$)|warnings/\d+/text")
+
+POINTS = "--preset tiny --world mixture --ema-decay 0.8 --minibatches 2 --checkpoint-every 2"
+IMAGES = "--preset tiny --world shapes --ema-decay 0.8 --minibatches 2 --checkpoint-every 2"
+MODEL = (
+    "--preset tiny --world model --prompts ../prompts.txt --reward jpeg-compressibility"
+    " --resolution 16 --max-sequence-length 24 --lora-rank 2 --num-steps 4"
+)
+VARIANTS = {
+    "clipped-kl": "--kl-weight 0.05 --micro-batch 3",
+    "released-clipped": "--loss clipped(kl=without_delta,log_prob=released_cps) --kl-weight 0.1",
+    "grpo-guard": "--loss grpo-guard --kl-weight 0.02",
+    "flow-dppo": "--loss flow-dppo(bound=1e-5) --micro-batch 1 --final-learning-rate 0.1",
+    "gspo": "--loss gspo --micro-batch 2",
+    "policy-gradient": "--loss policy-gradient --minibatches 1 --max-grad-norm 0.01",
+    "random-steps": "--sampler dance-sde --noise-level 0.3 --trained-steps random(fraction=0.6)",
+    "untrained-step": "--window : --trained-steps :-1",
+    "sliding": "--sampler cps --window sliding(size=2,stride=1,every=1) --max-batch 5",
+    "chunks": "--sampler ddim-sde --window : --chunk 1 --overlap-rewards true",
+    "offload": "--window random(size=2) --offload --eval-solver heun --reward-noise 0.1",
+    "equal-rewards": "--reward-form strict --groups 8 --drop-zero-advantages",
+    "batch-std": "--credit uniform(std=batch,clamp=1) --weight-decay 0.1 --eval-solver unipc",
+    "nft-path": "--method diffusion-nft --sampler ode --loss diffusion-nft(noise=path)",
+    "awm-sum": "--method awm --loss awm(ratio=sum_first,kl=elbo,times=stratified(count=2))",
+    "dgpo-old": "--loss dgpo(anchor=old,times=steps(count=2,steps=3)) --kl-weight 0.05",
+    "turning-trend": (
+        "--method tp-grpo"
+        " --credit turning-point(consistent=false,balance=trend,balance_scope=prompt,clamp=none)"
+    ),
+    "reward-to-go": "--credit stepwise-gain(lam=0.9,gamma=0.95,probe=tweedie) --chunk 3",
+    "moving-average": "--credit moving-average-gain --window random(size=2)",
+    "edges": "--credit depth-relative(probe=branch(children=(1,3),weight=edge,mean=child))",
+    "value-tracker": "--credit value-tracker --groups 6 --iterations 3",
+    "win-rate": "--reward win-rate(reward=jpeg-compressibility) --world shapes",
+    "bfloat16": "--world shapes --dtype bfloat16",
+    "overflow": "--world shapes --dtype float16 --loss-scale 16777216 --minibatches 3",
+    "text": "--world shapes --task text --reward-form graded --diversity pixels",
+}
+MODELS = {
+    "sd3": "--model ../sd3 --kl-weight 0.05 --micro-batch 3",
+    "sd3-full": "--model ../sd3 --tuning full --learning-rate 0.001 --max-batch 3",
+    "sd3-guided": "--model ../sd3 --method tp-grpo --guidance-scale 2",
+    "sd3-nft": "--model ../sd3 --method diffusion-nft --guidance-scale 2 --train-guidance-scale 1",
+    "flux": "--model ../flux --method stepwise-flow-grpo --kl-weight 0.05 --decode-batch 2",
+}
+OWN = {"fdfo": " --minibatches 1"}
+"""Options of a method whose bound is too tight for several updates in two dimensions."""
+CASES = {
+    **{f"mixture-{name}": f"{POINTS} --method {name}{OWN.get(name, '')}" for name in METHODS},
+    **{f"shapes-{name}": f"{IMAGES} --method {name}" for name in METHODS},
+    **{f"variant-{name}": f"{POINTS} {options}" for name, options in VARIANTS.items()},
+    **{f"model-{name}": f"{MODEL} {options}" for name, options in MODELS.items()},
+}
+"""The options of `flowrl train` by case; a later option replaces an earlier one."""
+
+
+def make_inputs(folder: Path) -> None:
+    """Prompts and tiny random pipelines, which both sides read."""
+    (folder / "prompts.txt").write_text("a red fox\na red car\na red hat\n")
+    tiny_sd3().save_pretrained(folder / "sd3")
+    tiny_flux().save_pretrained(folder / "flux")
+
+
+@contextmanager
+def worktree(commit: str) -> Iterator[Path]:
+    """The files of a commit as a temporary git worktree."""
+    git = ["git", "-C", str(ROOT), "worktree"]
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree").resolve()
+        subprocess.run([*git, "add", "--quiet", "--detach", str(tree), commit], check=True)
+        try:
+            yield tree
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+
+
+def environment(tree: Path) -> dict[str, str]:
+    """The variables with which Python imports the packages of `tree`, on one thread and without the
+    network. Ends the process if an installed flowrl comes before that of the tree.
+    """
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(tree / package) for package in PACKAGES),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "MPLBACKEND": "Agg",
+    }
+    words = [sys.executable, "-c", "import flowrl; print(flowrl.__file__)"]
+    path = subprocess.run(
+        words, env=variables, cwd=tree.parent, check=True, capture_output=True, text=True
+    ).stdout.strip()
+    if not Path(path).resolve().is_relative_to(tree):
+        raise SystemExit(f"flowrl was imported from {path}, not from {tree}")
+    return variables
 
 
 def execute(cases: list[str]) -> None:

@@ -225,8 +225,9 @@ COLUMNS = (
     "GB",
     "use: rollout",
     "use: update",
+    "other: rollout",
+    "other: update",
 )
-COLUMNS = (*COLUMNS, "other: rollout", "other: update")
 
 
 def _cells(line: dict[str, Any]) -> tuple[str, ...]:
@@ -328,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{where['device']}, torch {where['versions']['torch']}, {len(lines)} of {len(todo)}"
         " configurations"
     )
-    print(Table(COLUMNS, [_cells(line) for line in lines]).markdown(""))
+    print(Table(COLUMNS, [_cells(line) for line in lines]).markdown())
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

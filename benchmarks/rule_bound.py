@@ -14,7 +14,7 @@ from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.rule_headroom import bound_among
 from flowrl_bench.rule_plan import FULL
 from flowrl_bench.suite import Suite
-from flowrl_compare.bounds import bound_settings, settings_that_count, ship
+from flowrl_compare.bounds import ship
 
 COMMAND = "python benchmarks/rule_bound.py"
 
@@ -36,15 +36,7 @@ def main() -> int:
         return 130
     bound = bound_among(runs, file.read(), COMMAND)
     assert bound is not None
-    entry = {
-        "settings": settings_that_count(runs[0].flat()),
-        "arm": bound_settings(part.world),
-        "command": bound.command,
-        "seeds": bound.seeds,
-        "iterations": bound.iterations,
-        "curves": [[round(reward, 4) for reward in curve] for curve in bound.curves],
-    }
-    ship(entry)
+    ship(runs[0].flat(), part.world, bound)
     return 0
 
 

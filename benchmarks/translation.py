@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, mean
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,28 +48,24 @@ def sd3_grid(steps: int = 10) -> Schedule:
     return Schedule(torch.as_tensor(scheduler.sigmas, dtype=torch.float32))
 
 
-def flux_grid(steps: int = 6, tokens: int = 1024) -> Schedule:
-    """The grid of FLUX.1-dev's scheduler, shifted by the number of image tokens (1,024 at 512
-    pixels).
-    """
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
-    scheduler.set_timesteps(
-        sigmas=np.linspace(1.0, 1 / steps, steps), mu=resolution_shift(scheduler, tokens, 1.15)
-    )  # pyright: ignore[reportArgumentType]
+def shifted_grid(steps: int, **settings: Any) -> Schedule:
+    """The grid of a scheduler with these settings, shifted by 1,024 image tokens (512 pixels)."""
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, **settings)
+    shift = resolution_shift(scheduler, 1024, 1.15)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)  # pyright: ignore[reportArgumentType]
     return Schedule(torch.as_tensor(scheduler.sigmas, dtype=torch.float32))
 
 
-def qwen_grid(steps: int = 10, tokens: int = 1024) -> Schedule:
+def flux_grid() -> Schedule:
+    """The grid of FLUX.1-dev's scheduler, shifted by the number of image tokens."""
+    return shifted_grid(6, shift=3.0)
+
+
+def qwen_grid() -> Schedule:
     """The grid of Qwen-Image's scheduler, shifted by the number of image tokens and stretched to
     .02 before the last step.
     """
-    scheduler = FlowMatchEulerDiscreteScheduler(
-        use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
-    )
-    scheduler.set_timesteps(
-        sigmas=np.linspace(1.0, 1 / steps, steps), mu=resolution_shift(scheduler, tokens, 1.15)
-    )  # pyright: ignore[reportArgumentType]
-    return Schedule(torch.as_tensor(scheduler.sigmas, dtype=torch.float32))
+    return shifted_grid(10, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02)
 
 
 @dataclass(frozen=True)
@@ -130,10 +127,9 @@ def clipped(
     return fractions
 
 
-def bisect(
-    rising: Callable[[float], float], target: float, low: float = 1e-12, high: float = 1e3
-) -> float:
+def bisect(rising: Callable[[float], float], target: float) -> float:
     """Where the rising function has the value `target`."""
+    low, high = 1e-12, 1e3
     for _ in range(200):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if rising(middle) > target else (middle, high)
@@ -198,66 +194,47 @@ def main() -> int:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    flow, cps = steps_of(FlowSDE(0.7), sd3_grid()), steps_of(CPS(0.7), sd3_grid())
-    flux, qwen = steps_of(CPS(0.7), flux_grid()), steps_of(CPS(0.7), qwen_grid())
-    wan = steps_of(CPS(0.7), sd3_grid(20))
-    nine, eight, five, four = range(9), range(8), range(5), range(4)
+    flow, nine, four = steps_of(FlowSDE(0.7), sd3_grid()), range(9), range(4)
+    grids = sd3_grid(), flux_grid(), qwen_grid(), sd3_grid(20)
+    cps, flux, qwen, wan = (steps_of(CPS(0.7), grid) for grid in grids)
+    # steps that the released code trains, and those that flowrl trains
+    models = {
+        "SD3.5": (cps, nine, range(8), ELEMENTS),
+        "FLUX.1-dev": (flux, range(5), range(5), ELEMENTS),
+        "Qwen-Image": (qwen, nine, range(8), ELEMENTS),
+        "Wan 2.1": (wan, range(19), range(18), WAN_ELEMENTS),
+    }
+    flow_qwen = steps_of(FlowSDE(1.2), qwen_grid())
     report("SD3.5, 10 steps, Flow-SDE 0.7", flow, range(10), released=False)
     report("SD3.5, 10 steps, CPS 0.7", cps, nine, released=True)
-    report("SD3.5, 10 steps, CPS 0.7, without step 8", cps, eight, released=True)
-    report("FLUX.1-dev, 6 steps, CPS 0.7", flux, five, released=True)
-    report(
-        "Qwen-Image, 10 steps, Flow-SDE 1.2",
-        steps_of(FlowSDE(1.2), qwen_grid()),
-        range(10),
-        released=False,
-    )
+    report("SD3.5, 10 steps, CPS 0.7, without step 8", cps, range(8), released=True)
+    report("FLUX.1-dev, 6 steps, CPS 0.7", flux, range(5), released=True)
+    report("Qwen-Image, 10 steps, Flow-SDE 1.2", flow_qwen, range(10), released=False)
     report("Qwen-Image, 10 steps, CPS 0.7", qwen, nine, released=True)
     report("Wan 2.1, 20 steps, CPS 0.7", wan, range(19), released=True)
     print("\nKL weights for the exact KL")
-    for published in (0.04, 0.01):
-        print(
-            f"  SD3.5, Flow-SDE, {published:g} without Delta:"
-            f" {exact_kl_weight(flow, published, nine, nine, True):.2g}"
-        )
-    print(
-        "  SD3.5, Flow-SDE, 0.01 without Delta over steps 0-3:"
-        f" {exact_kl_weight(flow, 0.01, four, four, True):.2g}"
-    )
-    for name, steps in (("SD3.5", cps), ("Qwen-Image", qwen)):
-        print(
-            f"  {name}, CPS, 1e-4 over steps 0-8, now over 0-7:"
-            f" {exact_kl_weight(steps, 1e-4, nine, eight, False):.2g}"
-        )
-    print(
-        "  Wan 2.1, CPS, 1e-4 over steps 0-18, now over 0-17:"
-        f" {exact_kl_weight(wan, 1e-4, range(19), range(18), False):.2g}"
-    )
+    for published, trained, where in (
+        (0.04, nine, ""),
+        (0.01, nine, ""),
+        (0.01, four, " over steps 0-3"),
+    ):
+        weight = exact_kl_weight(flow, published, trained, trained, True)
+        print(f"  SD3.5, Flow-SDE, {published:g} without Delta{where}: {weight:.2g}")
+    for name, (steps, before, after, _) in models.items():
+        if before != after:
+            change = f"over steps 0-{before[-1]}, now over 0-{after[-1]}"
+            weight = exact_kl_weight(steps, 1e-4, before, after, False)
+            print(f"  {name}, CPS, 1e-4 {change}: {weight:.2g}")
     print("\nclips for the exact log-probability, 1e-5 as released (CPS)")
-    forms = (
-        ("SD3.5, steps 0-7", cps, eight),
-        ("FLUX.1-dev, steps 0-4", flux, five),
-        ("Qwen-Image, steps 0-7", qwen, eight),
-    )
-    for name, steps, trained in forms:
+    for name, (steps, _, after, elements) in models.items():
         clips = ", ".join(
-            f"{exact_clip(steps, 1e-5, trained, f):.2g} at {f:.0%}"
-            for f in (0.05, 0.1, CLIPPED, 0.5)
+            f"{exact_clip(steps, 1e-5, after, fraction, elements):.2g} at {fraction:.0%}"
+            for fraction in (0.05, 0.1, CLIPPED, 0.5)
         )
-        print(f"  {name}: {clips} of the pairs clipped")
-    clips = ", ".join(
-        f"{exact_clip(wan, 1e-5, range(18), f, WAN_ELEMENTS):.2g} at {f:.0%}"
-        for f in (0.05, 0.1, CLIPPED, 0.5)
-    )
-    print(f"  Wan 2.1, steps 0-17: {clips} of the pairs clipped")
+        print(f"  {name}, steps 0-{after[-1]}: {clips} of the pairs clipped")
     print("\ngradient norm of the policy term, exact over released (CPS)")
-    scales = {
-        "SD3.5": (cps, nine, eight),
-        "FLUX.1-dev": (flux, five, five),
-        "Qwen-Image": (qwen, nine, eight),
-    }
-    scales["Wan 2.1"] = (wan, range(19), range(18))
-    print("  " + ", ".join(f"{name} {policy_scale(*given):.1f}" for name, given in scales.items()))
+    scales = {name: policy_scale(*given[:3]) for name, given in models.items()}
+    print("  " + ", ".join(f"{name} {scale:.1f}" for name, scale in scales.items()))
     return 0
 
 

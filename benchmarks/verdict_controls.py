@@ -18,7 +18,6 @@ intervals, at equal updates and at equal seconds of SD3.5-Medium.
 """
 
 import csv
-import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -35,9 +34,8 @@ COSTS = {
     **dict.fromkeys((OURS, BASELINE), 1.14),
     **dict.fromkeys(("calibrated 6", "baseline 6"), 1.14 * 6 / 16),
     SIX: 6 / 16,
-    "continuations": math.nan,
 }
-"""Seconds of an update over those of Flow-GRPO."""
+"""Seconds of an update over those of Flow-GRPO, as far as they are known."""
 PAIRS = (
     (OURS, PLAIN),
     ("uniform b", PLAIN),
@@ -73,10 +71,19 @@ def curves() -> Curves:
     return found
 
 
-def lead(first: Points, second: Points, gained: float = GAINED["compositional"]) -> float:
+def lead(
+    first: Points,
+    second: Points,
+    costs: tuple[float, float] = (1.0, 1.0),
+    gained: float = GAINED["compositional"],
+) -> float:
     """Difference of the mean rewards up to the budget that both have spent, in percent."""
-    end = min(first[-1][0], second[-1][0])
-    means = [mean_until(Curve(*zip(*points, strict=True)), end) for points in (first, second)]
+    curves = [
+        Curve([cost * t for t, _ in points], [y for _, y in points])
+        for cost, points in zip(costs, (first, second), strict=True)
+    ]
+    end = min(curve.budgets[-1] for curve in curves)
+    means = [mean_until(curve, end) for curve in curves]
     return 100 * (means[0] - means[1]) / gained
 
 
@@ -89,17 +96,11 @@ def equal_settings(cost: float) -> list[float]:
             found[key].append((float(row["iteration"]), float(row["soft"])))
 
     def of(task: str, seed: int) -> float:
-        dearer = [(cost * t, y) for t, y in found[task, "calibrated", seed]]
-        return lead(dearer, found[task, "uniform", seed], GAINED[task])
+        pair = (found[task, arm, seed] for arm in ("calibrated", "uniform"))
+        return lead(*pair, (cost, 1.0), GAINED[task])
 
     seeds = sorted({seed for _, _, seed in found})
     return [sum(of(task, seed) for task in GAINED) / len(GAINED) for seed in seeds]
-
-
-def text(leads: list[float]) -> str:
-    """Mean and interval."""
-    lead = mean(leads)
-    return f"{lead.value:+.1f} [{lead.low:+.1f}, {lead.high:+.1f}]"
 
 
 def main() -> None:
@@ -107,26 +108,18 @@ def main() -> None:
     found = curves()
     for first, second in PAIRS:
         seeds = sorted(set(found[first]) & set(found[second]))
-        cells = [
-            text(
-                [
-                    lead(
-                        [(costs[first] * t, y) for t, y in found[first][seed]],
-                        [(costs[second] * t, y) for t, y in found[second][seed]],
-                    )
-                    for seed in seeds
-                ]
-            )
-            if costs[first] == costs[first]
-            else "-"
-            for costs in (dict.fromkeys(COSTS, 1.0), COSTS)
-        ]
+        pairs = [(found[first][seed], found[second][seed]) for seed in seeds]
+        per_update, per_second = mean([lead(*pair) for pair in pairs]).text(1, True), "-"
+        if first in COSTS:
+            costs = COSTS[first], COSTS[second]
+            per_second = mean([lead(*pair, costs) for pair in pairs]).text(1, True)
         print(
-            f"{first} - {second}, {len(seeds)} seeds: {cells[0]} per update, {cells[1]} per second"
+            f"{first} - {second}, {len(seeds)} seeds: {per_update} per update, {per_second} per second"
         )
-    per_update, per_second = (equal_settings(cost) for cost in (1.0, COSTS[OURS]))
+    equal = [equal_settings(cost) for cost in (1.0, COSTS[OURS])]
+    per_update, per_second = (mean(leads).text(1, True) for leads in equal)
     print(
-        f"equal settings, {len(per_update)} seeds: {text(per_update)} per update, {text(per_second)} per second"
+        f"equal settings, {len(equal[0])} seeds: {per_update} per update, {per_second} per second"
     )
 
 

@@ -29,18 +29,16 @@ def fake_evidence(seeds=8, spread=0.0, **arms):
     """Arms with the given rewards along training, and noise of `spread` on every seed's curve."""
     generator = np.random.default_rng(0)
     runs = {
-        arm: {
-            "task": [
-                fake_line([r + spread * float(generator.normal()) for r in rewards])
-                for _ in range(seeds)
-            ]
-        }
+        arm: [
+            fake_line([r + spread * float(generator.normal()) for r in rewards])
+            for _ in range(seeds)
+        ]
         for arm, rewards in arms.items()
     }
     return Evidence(runs, tuple(range(seeds)))
 
 
-SLOW, FAST, FLAT = [0.0, 0.2, 0.4, 0.6], [0.0, 0.5, 0.6, 0.7], [0.0, 0.01, 0.0, 0.01]
+SLOW, FAST = [0.0, 0.2, 0.4, 0.6], [0.0, 0.5, 0.6, 0.7]
 
 SMALL = dict(iterations=1, groups=2, group_size=3, num_steps=5, window="0:3")
 SMALL |= dict(eval_every=1, eval_samples=6, eval_steps=4)

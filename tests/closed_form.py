@@ -1,8 +1,8 @@
 """A 2-D setting whose values have a closed form: one mode, so that the velocity is affine."""
 
 import torch
-from all_but_last import AllButLast
 from flowrl_bench.gradients import Setting
+from rollouts import AllButLast
 
 from flowrl.core.types import Prompt
 from flowrl.flow import uniform_schedule

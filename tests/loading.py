@@ -1,5 +1,8 @@
-"""Scripts of the repository that no package contains, imported by their paths."""
+"""Scripts of the repository that no package contains, imported by their paths; and the names that
+programs import.
+"""
 
+import ast
 import importlib.util
 from pathlib import Path
 
@@ -12,3 +15,13 @@ def load(script):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def import_names(text, *packages):
+    """Import what a program imports from these packages, though it may run in no test."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(packages):
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                if not hasattr(module, alias.name):
+                    importlib.import_module(f"{node.module}.{alias.name}")

@@ -16,6 +16,27 @@ from flowrl import Prompt
 from flowrl.rewards import FunctionReward
 from flowrl.serving import Listener, ServerSettings, make_server
 
+TOKEN = "a token of the tests"
+REWARD = '''
+from dataclasses import dataclass
+import time
+import torch
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The number that image and metadata carry; -1 if the two differ."""
+
+    seconds: float = 0.0
+
+    def score(self, images, prompts):
+        time.sleep(self.seconds)
+        numbers = images.flatten(1).amax(1) * 2**24
+        wanted = [prompt.metadata.get("sample") for prompt in prompts]
+        wanted_values = torch.tensor([float(w) if isinstance(w, (int, float)) and abs(w) < 2**24 else -1.0 for w in wanted])
+        return torch.where(numbers.round() == wanted_values, wanted_values, -1.0)
+'''
+
 
 @dataclass
 class Function:

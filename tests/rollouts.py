@@ -1,20 +1,34 @@
 """Rollouts of two prompts with few arguments."""
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
-from all_but_last import AllButLast
 from seeded import seeded
 
 from flowrl.core.experience import Credit, Decisions
+from flowrl.core.protocols import Sampler
 from flowrl.core.types import Condition, Prompt
 from flowrl.flow import uniform_schedule
 from flowrl.probes import NoProbe
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, rollout, score_rollout, transition_weights
-from flowrl.samplers import FlowSDE
+from flowrl.samplers import FlowSDE, Windowed
 from flowrl.trainer import Trainer
 from flowrl.worlds.base import world
+
+
+@dataclass(frozen=True)
+class AllButLast:
+    """`sampler` on every step but the last, which is an ODE step, for schedules of any length."""
+
+    sampler: Sampler
+
+    def transition(self, latent, velocity, schedule, step):
+        """The Gaussian over node `step + 1`."""
+        window = Windowed(self.sampler, range(schedule.steps - 1))
+        return window.transition(latent, velocity, schedule, step)
+
 
 PROMPTS = [Prompt("0"), Prompt("90")]
 SQUARES = FunctionReward(lambda images, prompts: (images.flatten(1) - 0.3).square().mean(1))

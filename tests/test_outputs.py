@@ -1,8 +1,11 @@
-"""What flowrl did not make is never written over, outputs are tried before the work, and a failed
-start leaves nothing.
+"""What flowrl did not make is never written over, outputs are tried before the work, a failed start
+leaves nothing, and locks name their holder.
 """
 
+import json
 import shutil
+import subprocess
+import sys
 from contextlib import suppress
 
 import pytest
@@ -11,7 +14,7 @@ from flowrl_compare.comparison import CompareConfig, compare
 from small_run import MIXTURE, TINY_RUN, error_of, flowrl_
 
 from flowrl.core.errors import ConfigError, PartError
-from flowrl.io import new_folder, require_new_file, write_json
+from flowrl.io import file_lock, new_folder, require_new_file, write_json
 from flowrl.training.run import Run
 
 EVALUATE = "evaluate --weights run --limit 1 --num-steps 2"
@@ -148,3 +151,30 @@ def test_a_new_folder_is_removed_with_its_new_content_alone(tmp_path):
             raise ZeroDivisionError
     require_new_file(tmp_path / "deep" / "er" / "x.png")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["kept", "mine"]
+
+
+DIES = """
+import os, pathlib, sys
+from flowrl.io import file_lock
+
+lock = file_lock(pathlib.Path(sys.argv[1]), "x")
+lock.__enter__()
+os._exit(9)
+"""
+
+
+def test_a_lock_is_released_with_its_process(tmp_path):
+    path = tmp_path / "results.jsonl"
+    assert subprocess.run([sys.executable, "-c", DIES, str(path)]).returncode == 9
+    assert (tmp_path / "results.jsonl.lock.json").exists()
+    with file_lock(path, "the next"):
+        assert json.loads((tmp_path / "results.jsonl.lock.json").read_text())["work"] == "the next"
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ConfigError, match="cannot be locked"),
+        file_lock(tmp_path / "file" / "results.jsonl", "x"),
+    ):
+        pass

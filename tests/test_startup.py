@@ -23,7 +23,6 @@ LINES = [
     "--version",
     "env",
     "parts",
-    "parts tp-grpo",
     "presets",
     "presets sd3.5-medium,tp-grpo,ocr,exact --yaml",
 ]

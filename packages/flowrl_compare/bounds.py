@@ -94,10 +94,19 @@ def shipped_bound(run: Mapping[str, Any]) -> Bound | None:
     return None
 
 
-def ship(entry: Mapping[str, Any]) -> None:
-    """Put an entry into `FILE`, in place of one that the same command has made."""
-    others = [one for one in shipped() if one["command"] != entry["command"]]
-    write_json(FILE, [*others, entry])
+def ship(run: Mapping[str, Any], world: str, bound: Bound) -> None:
+    """Put the bound of runs in a world with these settings into `FILE`, in place of one that the
+    same command has made.
+    """
+    entry = {
+        "settings": settings_that_count(run),
+        "arm": bound_settings(world),
+        "command": bound.command,
+        "seeds": bound.seeds,
+        "iterations": bound.iterations,
+        "curves": [[round(reward, 4) for reward in curve] for curve in bound.curves],
+    }
+    write_json(FILE, [*(one for one in shipped() if one["command"] != bound.command), entry])
 
 
 def bound_of(comparison: Comparison) -> Bound | None:

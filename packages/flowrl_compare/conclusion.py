@@ -56,7 +56,7 @@ def shows(comparison: Comparison, summaries: Sequence[ArmSummary]) -> str:
     fallen = (f"{s.arm} collapsed in {s.collapsed} of {s.seeds} seeds" for s in arms if s.collapsed)
     name = short(comparison.metric[-1])
     why = "" if name == "reward" else " (the arms are trained on different rewards)"
-    text = "; ".join(filter(None, [*parts, _joined([ends, *fallen])]))
+    text = "; ".join(filter(None, [*parts, joined([ends, *fallen])]))
     return f"In held-out {name}{why}, {text}."
 
 
@@ -85,7 +85,7 @@ def cannot_show(comparison: Comparison, summaries: Sequence[ArmSummary]) -> str:
     if names := untuned(comparison):
         which = "the arms" if len(names) == len(arms) else _listed(names)
         texts.append(f"how far {which} would get at tuned settings")
-    return f"The comparison cannot show {_joined(texts or ['what holds in other tasks'], 'or')}."
+    return f"The comparison cannot show {joined(texts or ['what holds in other tasks'], 'or')}."
 
 
 def untuned(comparison: Comparison) -> list[str]:
@@ -145,8 +145,9 @@ def _unequal(comparison: Comparison, arms: Sequence[str]) -> list[str]:
 def _listed(names: Sequence[str]) -> str:
     """'a, b and c', of more names 'a, b, c and 2 more'."""
     more = [f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
-    return _joined([*names[:MOST_NAMED], *more])
+    return joined([*names[:MOST_NAMED], *more])
 
 
-def _joined(texts: Sequence[str], word: str = "and") -> str:
+def joined(texts: Sequence[str], word: str = "and") -> str:
+    """'a, b and c', without empty texts at the end."""
     return f" {word} ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))

@@ -87,54 +87,29 @@ WORLDS = {
 }
 """Prices of the built-in worlds, without guidance."""
 SD35_MEDIUM = {
-    512: {
-        "forward": 2_442_642_604_032,
-        "gradient": 5_259_447_582_720,
-        "decode": 2_514_971_787_264,
-    },
-    1024: {
-        "forward": 11_249_573_707_776,
-        "gradient": 26_628_252_057_600,
-        "decode": 10_472_204_009_472,
-    },
+    "forward": 2_442_642_604_032,
+    "gradient": 5_259_447_582_720,
+    "decode": 2_514_971_787_264,
 }
-"""FLOPs of SD3.5-Medium for one latent by resolution: forward pass, forward with backward pass of a
-LoRA of rank 32 without gradient checkpointing, and its VAE's decoder.
-"""
-PICKSCORE, OCR = CLIP_H, 13_644_267_456
-"""FLOPs of a score: CLIP-H for an image and a prompt, and PP-OCRv6 (small) for an image of 512 x
-512, enlarged to 736 x 736, with one line of text.
+"""FLOPs of SD3.5-Medium for a latent of 512 x 512 pixels: forward pass, forward with backward pass
+of a LoRA of rank 32 without gradient checkpointing, and its VAE's decoder.
 """
 RATE = 200e12
 """Assumed sustained FLOP/s of one NVIDIA H100 in bfloat16, a fifth of its peak without sparsity."""
 
 
-def sd35_medium(resolution: int = 512, reward: int = PICKSCORE) -> Prices:
-    """Prices of SD3.5-Medium with classifier-free guidance in sampling and update: counted FLOPs,
-    and seconds at `RATE`.
-
-    Args:
-        resolution: 512 or 1024.
-        reward: FLOPs of a score.
-
-    Returns:
-        The prices.
-    """
-    flops = SD35_MEDIUM[resolution]
-    forward = flops["forward"]
-    return Prices(
-        f"SD3.5-Medium at {resolution} x {resolution} pixels: counted FLOPs",
-        flops["decode"] / forward,
-        reward / forward,
-        gradient=flops["gradient"] / forward,
-        passes=2,
-        gradient_passes=2,
-        seconds=forward / RATE,
-    )
-
-
-STATED = sd35_medium()
-"""The stated model of budgets in seconds."""
+STATED = Prices(
+    "SD3.5-Medium at 512 x 512 pixels: counted FLOPs",
+    SD35_MEDIUM["decode"] / SD35_MEDIUM["forward"],
+    CLIP_H / SD35_MEDIUM["forward"],
+    gradient=SD35_MEDIUM["gradient"] / SD35_MEDIUM["forward"],
+    passes=2,
+    gradient_passes=2,
+    seconds=SD35_MEDIUM["forward"] / RATE,
+)
+"""The stated model of budgets in seconds: with classifier-free guidance in sampling and update,
+images scored by PickScore (CLIP-H), and seconds at `RATE`.
+"""
 STATED_NAME = "SD3.5-Medium"
 
 

@@ -55,12 +55,6 @@ class Inference(Estimate):
 
     p: float = math.nan
 
-    def exponential(self) -> "Inference":
-        """The estimate of a ratio from that of its logarithm."""
-        with np.errstate(over="ignore"):
-            value, low, high = (float(np.exp(n)) for n in (self.value, self.low, self.high))
-        return Inference(value, low, high, self.p)
-
 
 def mean(values: ArrayLike, null: float = 0.0) -> Inference:
     """The mean of independent values with its t interval, and the two-sided p-value of a null

@@ -7,7 +7,6 @@ directions, |z| < 5 in each. A correct estimator fails that for 4e-6 of all seed
 
 import pytest
 import torch
-from all_but_last import AllButLast
 from flowrl_bench.gradients import (
     RawCredit,
     Setting,
@@ -16,6 +15,7 @@ from flowrl_bench.gradients import (
     pathwise_gradients,
     policy_gradients,
 )
+from rollouts import AllButLast
 from seeded import seeded
 from torch.testing import assert_close
 

@@ -1,14 +1,15 @@
-"""What a results file promises: every line is what it says it is, and none is lost or mixed with
-other code's.
+"""What a results file promises: every line is what it says it is, none is lost or mixed with other
+code's; and what a line is bound to: the golden run, the settings, and the user's own files.
 """
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from bench_lines import small_line, small_run
 from flowrl_bench import results_file
-from flowrl_bench.digest import code_digest, config_id, rules_digest
+from flowrl_bench.digest import code_digest, config_id, golden_run, rules_digest, same_golden
 from flowrl_bench.results_file import (
     ResultsFile,
     make_line,
@@ -18,6 +19,7 @@ from flowrl_bench.results_file import (
 from loading import ROOT
 
 from flowrl.core.errors import ConfigError
+from flowrl.methods import METHODS
 from flowrl.training.config import RunConfig
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -136,3 +138,45 @@ def test_committed_results_are_read_under_their_ids(name):
     assert len(lines) > 100
     for line in lines[::50]:
         assert config_id(RunConfig.from_dict(line["config"], trust=True)) == line["id"]
+
+
+# The golden run and the id of a configuration
+
+MINE = "from flowrl.credit import Uniform\n\n\nclass Mine(Uniform):\n    pass\n"
+
+
+def test_golden_runs_agree_up_to_rounding():
+    numbers = golden_run()
+    assert len(numbers) == 3 * len(METHODS) and same_golden(numbers, numbers)
+    assert same_golden(numbers, [value + 5e-5 for value in numbers])
+    assert not same_golden(numbers, [*numbers[:-1], numbers[-1] + 1e-2])
+    assert same_golden(numbers, numbers[:-3])  # from before the last method was added
+    assert not same_golden(numbers, numbers[:-1])
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / f"mine_{tmp_path.name}.py"
+    path.write_text(MINE)
+    yield path
+    sys.modules.pop(path.stem, None)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "{path}:Mine",
+        "{stem}:Mine",
+        "weighted(weights=noise, rule='{path}:Mine')",
+        "weighted(weights=noise, rule='{stem}:Mine')",
+    ],
+)
+def test_files_of_rules_are_part_of_the_id(module, spec):
+    config = small_run(credit=spec.format(path=module, stem=module.stem))
+    before = config_id(config)
+    module.write_text(MINE + "\n    # another rule\n")
+    after = config_id(config)
+    assert before != after
+    module.write_text(MINE)
+    assert config_id(config) == before

@@ -1,17 +1,20 @@
-"""The verdict's tables against a second implementation, with numpy and scipy alone; and the pages
-against the tables.
+"""The verdict's tables against a second implementation, with numpy and scipy alone; the pages
+against the tables; and what the first comparison of a user says, against the same comparison with
+more seeds.
 """
 
 import csv
 import json
 import lzma
 import re
+from itertools import combinations
 
 import numpy as np
 import pytest
 import verdict_controls
 from flowrl_bench.verdict_page import named
 from flowrl_bench.verdict_runs import CAMPAIGNS, Study
+from flowrl_compare.statistics import mean
 from loading import ROOT
 from scipy import stats
 
@@ -143,3 +146,18 @@ def test_the_controls_on_the_page_are_those_that_the_command_prints(capsys):
     assert len(shown) == 5
     for lead, low, high in shown:
         assert f"+{lead} [+{low}, +{high}]" in printed
+
+
+# The first comparison
+
+
+@pytest.mark.parametrize("world", ["mixture", "shapes"])
+def test_no_decided_lead_of_three_seeds_is_reversed_by_all(world):
+    """A lead is decided if its 95% interval excludes 0."""
+    runs = json.loads((RESULTS / "first-comparison.json").read_text())[world]["final"]
+    for first, second in combinations(runs, 2):
+        seeds = sorted(runs[first].keys() & runs[second].keys(), key=int)
+        differences = np.array([runs[second][seed] - runs[first][seed] for seed in seeds])
+        few, overall = mean(differences[:3]), mean(differences)
+        decided = all(lead.low > 0 or lead.high < 0 for lead in (few, overall))
+        assert not decided or few.value * overall.value > 0, (first, second, differences)

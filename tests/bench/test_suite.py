@@ -1,19 +1,27 @@
-"""Runs in parallel: resumable, one process per file, repeatable by their own command."""
+"""Measured runs, alone and in parallel: resumable, one process per file, repeatable by their own
+command.
+"""
 
 import json
+import random
 import shlex
 import signal
 
+import numpy as np
 import pytest
+import torch
 from bench_lines import small_run
 from flowrl_bench.digest import config_id
-from flowrl_bench.measurements import measure
-from flowrl_bench.remaining import Pace
+from flowrl_bench.evidence import column
+from flowrl_bench.measurements import measure, reproducible
 from flowrl_bench.results_file import ResultsFile, make_line
-from flowrl_bench.suite import Suite, redo
+from flowrl_bench.rules import RandomCredit
+from flowrl_bench.suite import Pace, Suite, redo
+from flowrl_testing import credit_contract
 
 from flowrl.cli.main import main
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, TrainingError
+from flowrl.trainer import Trainer
 
 MINE = "from flowrl.credit import Uniform\n\n\nclass Mine(Uniform):\n    pass\n"
 EDITS_ITSELF = """
@@ -86,7 +94,81 @@ def test_the_stored_command_repeats_the_line(tmp_path, capsys):
 
 def test_the_time_left_follows_the_pace(monkeypatch):
     clock = iter((100.0, 160.0, 280.0, 280.0, 340.0))
-    monkeypatch.setattr("flowrl_bench.remaining.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("flowrl_bench.suite.time.monotonic", lambda: next(clock))
     pace = Pace(missing=4)
     for left in ("3 minutes", "3 minutes", "60 seconds", "0 seconds"):
         assert pace.finished() == f"about {left} left"
+
+
+# Measurements of one run
+
+test_random_credit = credit_contract(
+    RandomCredit(),
+    without=("reads_nothing_outside_the_mask", "pays_the_better_member", "treats_prompts_alike"),
+)
+DRAWS = """
+import random
+import numpy
+import torch
+from flowrl.probes import NoProbe
+
+class Mine:
+    probe = NoProbe()
+
+    def assign(self, values, decisions):
+        drawn = torch.rand(decisions.mask.shape) - 0.5
+        return drawn * (1 + random.random()) * (1 + numpy.random.rand())
+"""
+
+
+def seed_everything(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+
+
+def test_a_rules_draws_from_the_global_generators_depend_on_the_run(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(DRAWS)
+    config = small_run(credit=f"{path}:Mine")
+    curves = []
+    for other in (1, 2):
+        seed_everything(other)
+        curves.append(measure(config)["curve"][-1][4:])
+    other = measure(config.replace(seed=1))["curve"][-1][4:]
+    assert curves[0] == curves[1] != other
+
+
+def test_generators_and_threads_are_restored():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        seed_everything(1)
+        expected = torch.rand(2).tolist(), random.random(), float(np.random.rand())  # noqa: NPY002
+        seed_everything(1)
+        with reproducible("x"):
+            assert torch.get_num_threads() == 1
+            torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
+        assert (torch.rand(2).tolist(), random.random(), float(np.random.rand())) == expected  # noqa: NPY002
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_run_that_diverges_has_rewards_of_0_from_there_on(monkeypatch):
+    """After the second of four iterations; its costs continue. Elsewhere the error is raised."""
+    config = small_run().replace(iterations=4)
+    whole, iteration = measure(config), Trainer.iteration
+
+    def diverging(trainer):
+        if trainer.done == 2:
+            raise TrainingError("not finite")
+        return iteration(trainer)
+
+    monkeypatch.setattr(Trainer, "iteration", diverging)
+    with pytest.raises(TrainingError):
+        measure(config)
+    line = measure(config, lenient=True)
+    assert line["diverged"] == "not finite"
+    found, expected = ([column(some, name) for name in ("reward", "nfe")] for some in (line, whole))
+    assert [*found[0]] == [*expected[0][:3], 0.0, 0.0] and [*found[1]] == [*expected[1]]

@@ -8,7 +8,7 @@ from bench_lines import fake_line
 from flowrl_bench import verdict_runs
 from flowrl_bench.judging import BETTER, FEWEST, UNDECIDED, WORSE
 from flowrl_bench.verdict import (
-    EXACT,
+    ORACLE,
     PER_EVALUATION,
     PER_SECOND,
     PER_UPDATE,
@@ -67,12 +67,12 @@ def test_verdicts_need_seeds_and_are_drawn():
     allowed gives no verdict. Arms without runs are not asked about.
     """
     arms = {
-        EXACT: ([2 * r for r in LINE], 1.0),
+        ORACLE: ([2 * r for r in LINE], 1.0),
         "tempflow-grpo": ([r / 2 for r in LINE], 1.0),
     }
     verdicts = made(arms)
     assert {q.arm: c.verdict for q, c in verdicts.answers()} == {
-        EXACT: BETTER,
+        ORACLE: BETTER,
         "tempflow-grpo": WORSE,
     }
     few = made(arms, FEWEST - 1).answers()
@@ -86,7 +86,7 @@ def test_campaigns_have_the_arms_of_the_questions(name):
     campaign = CAMPAIGNS[name]
     arms = next(iter(campaign.tasks.values())).arms(campaign.iterations)
     asked = {arm for question in QUESTIONS for arm in (question.arm, question.than)}
-    assert asked - set(arms) == ({EXACT} if name == "images" else set())
+    assert asked - set(arms) == ({ORACLE} if name == "images" else set())
 
 
 def test_arms_of_a_task_differ_in_credit_alone(tmp_path):
@@ -96,12 +96,12 @@ def test_arms_of_a_task_differ_in_credit_alone(tmp_path):
     study = Study(CAMPAIGNS["points"], tmp_path / "runs.jsonl")
     trial = ((0, 0, 0), 9000)
     for name, task in study.tasks.items():
-        uniform, oracle = (study.searches[name, arm].config(trial) for arm in (UNIFORM, EXACT))
+        uniform, oracle = (study.searches[name, arm].config(trial) for arm in (UNIFORM, ORACLE))
         noise = task.changes.get("reward_noise", 0)
         assert oracle.replace(credit="", reward_noise=noise) == uniform
         assert task.is_exact != (oracle.algorithm.credit == SAMPLED)
     searches = {(name, arm): search.arm.name for (name, arm), search in study.searches.items()}
-    assert searches["noise-0.3", EXACT] == "oracle, default"
+    assert searches["noise-0.3", ORACLE] == "oracle, default"
     assert searches["noise-0.3", UNIFORM] == "uniform, noise-0.3"
     assert len({search.budget for search in study.searches.values()}) == 1
 

@@ -1,16 +1,19 @@
-"""The laboratory's variants of the 2-D world."""
+"""The laboratory's variants of the 2-D world, and pretraining of the shapes world."""
+
+import json
 
 import pytest
 import torch
-from flowrl_bench.worlds import CENTRES, SCALE, PlaneReward, Points, data
+from flowrl_bench.pretraining import PretrainConfig, pretrain_to_file
+from flowrl_bench.worlds import Points, data
 from flowrl_testing import check_world
 from seeded import randn
 
-from flowrl.core.types import Prompt
 from flowrl.worlds import mixture
+from flowrl.worlds.base import PolicyOptions, world
 
 
-@pytest.mark.parametrize("world", [Points(), Points(16), Points(nested=True)])
+@pytest.mark.parametrize("world", [Points(), Points(16)])
 def test_worlds_keep_their_promises(world):
     findings = check_world(world)
     assert findings.ok and not findings.marked("advice"), str(findings)
@@ -21,23 +24,28 @@ def test_further_coordinates_are_independent_of_the_modes():
     alone.
     """
     x, t = randn(50, 5), torch.linspace(0, 1, 50)
-    velocity, ring = data(5, False).velocity(x, t), mixture.ring()
+    velocity, ring = data(5).velocity(x, t), mixture.ring()
     torch.testing.assert_close(velocity[:, :2], ring.velocity(x[:, :2], t))
     variance = (1 - t).square() * ring.std**2 + t.square()
     alone = (t - (1 - t) * ring.std**2) / variance
     torch.testing.assert_close(velocity[:, 2:], alone[:, None] * x[:, 2:], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", Points().forms)
-def test_the_parts_of_a_nested_reward(form):
-    """On the target's ring both parts count; on the opposite ring only the fine part; with its
-    inverted position only the coarse one.
-    """
-    prompt, target = Prompt("towards 0 degrees"), CENTRES[0]
-    inner, far = SCALE * target, CENTRES[2]
-    points = torch.stack([target + inner, far + inner, target - inner])[..., None, None]
-    both, fine, coarse = PlaneReward(form, True).score(points, [prompt] * 3).tolist()
-    alone = mixture.DirectionReward(form).score(points, [prompt] * 3).tolist()
-    assert both == pytest.approx((alone[0] + 1) / 2, abs=1e-6)
-    assert fine == pytest.approx((alone[1] + 1) / 2, abs=1e-3)
-    assert coarse == pytest.approx(alone[2] / 2, abs=1e-3)
+SHORT = PretrainConfig(
+    updates=2, batch=4, warmup=1, careless_updates=1, pairs=40, variants=2, autoencoder_updates=2
+)
+
+
+def test_weights_are_reproducible_and_fit_the_world(tmp_path):
+    phases, cards = [], []
+    for name in ("first", "second"):
+        path = tmp_path / f"{name}.safetensors"
+        report = lambda phase, *numbers: phases.append(phase)  # noqa: E731
+        pretrain_to_file(SHORT, path, torch.get_num_threads(), report, "flowrl pretrain")
+        cards.append(json.loads(path.with_suffix(".json").read_text()))
+    assert cards[0] == cards[1] and cards[0]["config"]["updates"] == 2
+    assert list(dict.fromkeys(phases)) == ["autoencoder", "base model", "careless captions"]
+    policy = world("shapes").policy(PolicyOptions(base_weights=str(path)))
+    condition = policy.encode([world("shapes").parse("three red circles")])
+    given = torch.zeros(1, *policy.latent_shape), torch.tensor([500.0]), condition
+    assert policy.velocity(*given).isfinite().all()

@@ -2,8 +2,10 @@
 size of a toy.
 """
 
+import json
 from dataclasses import replace
 
+import full_size
 import pytest
 import torch
 from flowrl_testing.tiny import CLIP_TOKENS, TINY, tiny_sd3_policy
@@ -70,3 +72,28 @@ def test_a_share_above_the_ceiling_is_refused():
     assert share_of_ceiling(50.0, 2.0, 100.0) == 0.25 and share_of_ceiling(0.0, 0.0, 1.0) == 0.0
     with pytest.raises(ValueError, match=r"use of 327% is impossible.*1 threads"):
         share_of_ceiling(654e9, 2.0, 100e9)
+
+
+# The full-size benchmark at tiny size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "method", "evaluations"), [("tiny-sd3", "flow-grpo", 4), ("tiny-flux", "tp-grpo", 6)]
+)
+def test_the_whole_path_at_tiny_size(model, method, evaluations, tmp_path, capsys):
+    """Written, trained, killed, resumed with the same numbers, exported, drawn by plain diffusers,
+    and counted.
+    """
+    code = full_size.main(
+        ["--model", model, "--methods", method, "--threads", "1", "--out", str(tmp_path)]
+    )
+    report = json.loads((tmp_path / f"full_size-{model}.json").read_text())
+    assert (code, report["failures"], report["resumed_equals_killed"]) == (0, [], True), (
+        capsys.readouterr().out
+    )
+    killed, resumed = report["runs"]
+    assert (killed["end"], resumed["end"]) == ("killed", "resumed")
+    assert sum(phase["phase"] == "rollout" for phase in killed["phases"]) == 2
+    assert f"{evaluations} network evaluations" in "\n".join(report["plan"][method])
+    assert all(abs(line["error"]) < 0.5 for line in report["memory"])  # of a megabyte

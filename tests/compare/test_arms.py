@@ -75,7 +75,8 @@ def test_names_that_are_refused(name):
                     "weighted(rule=uniform, weights='noise')",
                     "weighted(weights=noise, rule=uniform)",
                 ),
-                ("weighted(rule='gdpo()')", "weighted(rule=gdpo)"),
+                ("weighted(rule='gdpo( )')", "weighted(rule=gdpo)"),
+                ("stepwise-gain(probe='substeps:5')", "stepwise-gain(probe='substeps(count=5)')"),
                 ("stepwise-gain(normalise='a b')", "stepwise-gain(normalise='a_b')"),
                 ("turning-point(x='A')", "turning-point(x='a')"),
             )
@@ -206,7 +207,7 @@ def test_reports_name_the_parts_in_which_arms_differ(tmp_path, capsys):
 def written(folder, config, scores):
     """A comparison whose runs have two evaluations: reward, and a held-out strict score."""
     write_json(folder / "config.json", config.as_dict())
-    costs: dict = dict.fromkeys(("nfe", "calls", "reward_calls", "train_nfe"), 1)
+    costs = dict.fromkeys(("nfe", "calls", "reward_calls", "train_nfe"), 1)
     costs["phases"] = dict.fromkeys(("rollout", "reward", "update"), 1)
     for name, job in config.jobs().items():
         run, (reward, strict) = folder / "runs" / name, scores[config.arm_of()[name]]

@@ -1,5 +1,5 @@
-"""Jobs on a Dask cluster of two local worker processes: the numbers of the local pool, lost workers,
-pauses, and what is refused.
+"""Jobs on a Dask cluster of two local worker processes: the numbers of the local pool, lost
+workers, pauses, and what is refused.
 """
 
 import multiprocessing

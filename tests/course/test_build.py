@@ -2,8 +2,6 @@
 sources.
 """
 
-import re
-
 import nbformat
 import pytest
 from loading import ROOT, load
@@ -168,14 +166,6 @@ def test_a_heading_in_a_folded_cell_is_refused(tmp_path, find, replace):
     source = lesson(tmp_path, EXERCISE.replace(find, replace))
     with pytest.raises(SystemExit, match=r"heading in a folded cell.*\n##"):
         build.student(source)
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_signed_values_have_one_colour_map(source):
-    """`flowrl_course.figures.SIGNED`: no other diverging map of matplotlib."""
-    diverging = "PiYG PRGn BrBG PuOr RdGy RdBu RdYlBu RdYlGn Spectral coolwarm bwr seismic"
-    names = "|".join(diverging.split())
-    assert not re.findall(rf"[\"'](?:{names})(?:_r)?[\"']", source.read_text())
 
 
 def test_only_the_colab_version_installs(tmp_path):

@@ -1,5 +1,6 @@
 """Credit rules: golden values, worked examples, reductions between rules, memory, and refusals."""
 
+import itertools
 import json
 import math
 from dataclasses import dataclass, replace
@@ -135,6 +136,11 @@ def test_worked_examples():
     published = [[2.1548, -0.2394, -1.5164, 0.2394], [-0.2394, -0.2394, 0.5587, -0.7183]]
     exact = torch.tensor(published) * 0.06265 / (0.06265 + 1e-4)
     assert_close(credit(StepwiseGain(), E4)[0], exact, rtol=2e-4, atol=1e-4)
+
+
+def test_with_rewards_of_0_and_1_no_decision_is_a_consistent_turning_point():
+    values = torch.tensor(list(itertools.product([0.0, 1.0], repeat=6)))[None]
+    assert turning_points(values, consistent=False).any() and not turning_points(values).any()
 
 
 def test_process_rewards_by_hand():

@@ -1,6 +1,4 @@
-"""Credit rules on trees: worked examples, the published code of BranchGRPO, invariants on random
-trees, special cases.
-"""
+"""Credit rules on trees: worked examples, the published code of BranchGRPO, special cases."""
 
 import json
 from dataclasses import dataclass, replace
@@ -8,9 +6,6 @@ from functools import cache
 
 import pytest
 import torch
-from flowrl_testing.credit import chosen
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from published_trees import GOLDEN, SPLITS, credit, published, record_of
 from seeded import rand, seeded
 from torch import Tensor
@@ -112,63 +107,6 @@ def test_values_and_advantages_of_the_published_code(name):
         weighted = credit(replace(RELEASED, backup="softmax"), case.record)
         expected = case.tree.decision_table(case.read("prob_weighted/advantage"))
         assert_close(weighted, expected, rtol=0, atol=2e-5)
-
-
-# Invariants on random trees
-
-
-@st.composite
-def grown(draw):
-    """Trees of up to 5 steps in which every state has 1 to 3 children, some of the steps being no
-    decisions.
-    """
-    steps = draw(st.integers(1, 5))
-    decisions = draw(st.lists(st.booleans(), min_size=steps, max_size=steps).filter(any))
-    paths = [(root,) for root in range(draw(st.integers(1, 3)))]
-    for step in range(steps):
-        most = 3 if decisions[step] and len(paths) < 20 else 1
-        paths = [(*p, child) for p in paths for child in range(draw(st.integers(1, most)))]
-    visits = [[(node, path[: node + 1]) for node in range(steps + 1)] for path in paths]
-    mean = draw(st.sampled_from(["leaf", "child"]))
-    tree = replace(tree_of(visits, lambda node, _: decisions[node - 1]), mean=mean)
-    generator = seeded(draw(st.integers(0, 10**6)))
-    log_probs = torch.randn(2, tree.units, generator=generator) * tree.drawn
-    rewards = torch.rand(2, tree.members, generator=generator, dtype=torch.float64)
-    return Worked(tree, rewards, log_probs)
-
-
-EVERY = [
-    SiblingRelative(),
-    SiblingRelative(leave_one_out=True),
-    SiblingRelative(normalise=False),
-    DepthRelative(),
-    DepthRelative("tree", "sample"),
-    DepthRelative(backup="softmax"),
-    BackedUp(),
-    BackedUp("mean"),
-    Uniform(probe=BRANCH),
-    StepwiseGain(probe=BRANCH),
-    GDPO(SiblingRelative()),
-]
-
-
-@settings(max_examples=20, deadline=None)
-@given(grown())
-def test_invalid_leaves_change_nothing_for_the_others(case):
-    """The credit of the others is that of a tree without the invalid leaf; other prompts are
-    untouched.
-    """
-    left = (torch.arange(case.tree.members) + 1) % case.tree.members < case.tree.members - 1
-    left = left if case.tree.members > 1 else ~left
-    rewards, both = case.rewards.clone(), case.rewards.clone()
-    rewards[0, ~left] = both[:, ~left] = torch.nan
-    one, two = (record_of(case.tree, table, case.log_probs) for table in (rewards, both))
-    for rule in (rule for rule in EVERY if not isinstance(rule, StepwiseGain)):
-        if not isinstance(rule, GDPO):  # it divides by the std of the batch
-            assert torch.equal(credit(rule, one)[1], credit(rule, case.record)[1])
-        expected = credit(rule, chosen(two, torch.arange(len(both)), left.nonzero().flatten()))
-        assert_close(credit(rule, two)[:, left], expected, rtol=0, atol=1e-6)
-        assert not credit(rule, two)[:, ~left].any()
 
 
 # Closed forms and special cases

@@ -83,18 +83,6 @@ def test_the_scale_of_a_batch_is_the_root_mean_square_of_all_deviations():
     torch.testing.assert_close(advantages, expected)
 
 
-def test_prompts_are_told_apart_by_text_in_any_order():
-    rule, other = ValueTracker(), ValueTracker()
-    first, second = [[0.1, 0.5], [0.7, 0.8]], [[0.4, 0.6], [0.2, 0.9]]
-    credit(rule, first, [FOX, CAR])
-    credit(other, first[::-1], [CAR, Prompt("a fox", {"seed": 1})])
-    assert torch.equal(
-        credit(rule, second, [FOX, CAR]), credit(other, second[::-1], [CAR, FOX]).flip(0)
-    )
-    assert tracked(rule, FOX) == tracked(other, FOX) and tracked(rule, CAR) == tracked(other, CAR)
-    assert torch.tensor([text_key(str(number)) for number in range(9)]).min() < 0  # fits int64
-
-
 def test_members_outside_the_mask_are_not_remembered():
     nan, rule, other = float("nan"), ValueTracker(std="batch"), ValueTracker(std="batch")
     advantages = credit(rule, [[0.1, nan, 0.5], [nan, 0.7, 0.8]], [FOX, CAR])
@@ -119,21 +107,6 @@ def test_a_trial_is_not_remembered():
     rule.assign(values, Decisions.like(values))
     try_credit(replace(flow_grpo(), credit=rule), torch.full((4,), 0.5), 3)
     assert not rule.memory
-
-
-def test_the_state_restores_the_memory():
-    rule, restored = ValueTracker(), ValueTracker()
-    visit(rule, torch.rand(2, 2, 3), [FOX, CAR])
-    state = rule.state_dict()
-    credit(restored, [[0.0, 1.0]], [Prompt("forgotten")])
-    restored.load_state_dict(state)
-    assert restored.memory == rule.memory
-    credit(rule, [[0.0, 1.0]], [FOX])  # neither the state nor a restored rule shares it
-    assert restored.memory != rule.memory and len(state["prompts"]) == 2
-    restored.load_state_dict(ValueTracker().state_dict())
-    assert restored.memory == {}
-    with pytest.raises(TypeError, match="memory"):  # not an option
-        ValueTracker(memory={})  # pyright: ignore[reportCallIssue]
 
 
 def test_rules_around_a_rule_refuse_one_with_a_memory():

@@ -1,11 +1,17 @@
-"""The site: alternative texts of figures, pages of papers, tables, and the contents."""
+"""The site: alternative texts of figures, pages of papers, tables, the contents, the course, and
+formulas.
+"""
 
 import ast
+import importlib
+import json
 import re
+import runpy
+import tomllib
 
+import nbformat
 import pytest
-from flowrl_bench.command import Rule
-from loading import ROOT
+from loading import ROOT, load
 
 DOCS = ROOT / "docs"
 MADE = {"_build", "course", "api"}
@@ -51,14 +57,6 @@ def test_quoted_messages_are_in_the_code():
     assert not [part for part in parts if " " in part and part not in texts]
 
 
-@pytest.mark.parametrize("name", IDS)
-def test_a_count_of_code_is_beside_the_command_that_prints_it(name):
-    for paragraph in TEXTS[name].split("\n\n"):
-        counted = re.search(r"(?<![-\w.])\d[\d,]* (functions|files|modules|tests)\b", paragraph)
-        command = re.search(r"`(python|flowrl|nox|pytest|wc) ", paragraph)
-        assert not counted or command, counted[0]
-
-
 def test_the_method_in_one_file_is_as_short_as_the_pages_say():
     lines = len((ROOT / "tutorials" / "nano_flow_grpo.py").read_text().splitlines())
     for text in ((ROOT / "README.md").read_text(), TEXTS["index.md"]):
@@ -66,7 +64,121 @@ def test_the_method_in_one_file_is_as_short_as_the_pages_say():
         assert lines == pytest.approx(int(said), abs=5)
 
 
-def test_no_page_or_help_has_a_duration_of_bench_rule():
-    """It depends on the machine, and the command prints the time left."""
-    for text in (*TEXTS.values(), (ROOT / "README.md").read_text(), Rule.__doc__ or ""):
-        assert not re.search(r"bench rule .*#.*\bminutes|^Tune .*\bminutes", text)
+PAGE = (ROOT / "docs" / "design.md").read_text()
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_import_order_is_that_of_the_linter():
+    layers = SETTINGS["tool"]["importlinter"]["contracts"][0]["layers"]
+    rows = re.findall(r"^\| \d+ \| (.*) \|$", PAGE, re.MULTILINE)
+    documented = [
+        {name.removeprefix("flowrl.") for name in re.findall(r"`([\w.]+)`", row)} for row in rows
+    ]
+    assert documented == [
+        {name.strip().removeprefix("flowrl.") for name in re.split(r"[|:]", layer)}
+        for layer in reversed(layers)
+    ]
+
+
+# The pages of the course
+
+course_pages = load("docs/course_pages.py")
+
+
+def test_solutions_are_folded():
+    title = nbformat.v4.new_markdown_cell("# T")
+    solution = nbformat.v4.new_code_cell("x = 1", metadata={"tags": ["solution"]})
+    notebook = nbformat.v4.new_notebook(cells=[title, solution])
+    cell = course_pages.page(notebook, "01_a.ipynb", "https://example.org/a").cells[-1]
+    assert "hide-input" in cell.metadata["tags"]
+
+
+@pytest.mark.parametrize(
+    ("address", "opened"),
+    [
+        ("https://github.com/some/name", True),
+        ("https://github.com/some/name.git", True),
+        ("https://example.org/flowrl", False),
+        ("https://github.com.evil.org/some/name", False),
+    ],
+)
+def test_colab_and_binder_open_repositories_on_github(address, opened):
+    links = course_pages.links("01_a.ipynb", address)
+    colab = "colab.research.google.com/github/some/name/blob/HEAD/tutorials/colab/01_a.ipynb"
+    binder = "mybinder.org/v2/gh/some/name/HEAD?labpath=tutorials/student/01_a.ipynb"
+    for link, site in ((colab, "colab"), (binder, "binder")):
+        assert f"(https://{link})" in links if opened else site not in links.lower()
+    assert opened or "student/01_a.ipynb" in links
+
+
+# Formulas: KaTeX, whose copy in docs/_static draws them, knows every command that they use
+
+KATEX = DOCS / "_static" / "katex"
+LESSONS = sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.ipynb"))
+
+
+def formulas(text):
+    """The LaTeX of a page in Markdown, without its code."""
+    text = re.sub(r"^(```+|:::+\{code).*?^\1", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", text, flags=re.DOTALL)
+    blocks = re.findall(r"\$\$(.+?)\$\$", text, re.DOTALL)
+    inline = re.findall(
+        r"(?<![\\$])\$(?!\s)([^$\n]+(?:\n[^$\n]+)*?)(?<![\s\\])\$(?!\d)",
+        re.sub(r"\$\$.+?\$\$", "", text, flags=re.DOTALL),
+    )
+    return [*blocks, *inline]
+
+
+def all_formulas():
+    """By file; lessons' texts are Markdown cells."""
+    by_file = {path.relative_to(ROOT).as_posix(): formulas(path.read_text()) for path in PAGES}
+    for path in LESSONS:
+        cells = [
+            cell
+            for cell in json.loads(path.read_text())["cells"]
+            if cell["cell_type"] == "markdown"
+        ]
+        by_file[path.name] = [
+            formula for cell in cells for formula in formulas("".join(cell["source"]))
+        ]
+    by_file["docs/formulas.py"] = list(REFERENCE.values())
+    return {name: texts for name, texts in by_file.items() if texts}
+
+
+REFERENCE = runpy.run_path(str(ROOT / "docs" / "formulas.py"))["FORMULAS"]
+FORMULAS = all_formulas()
+
+
+def unknown_commands(text, known):
+    return {
+        name
+        for name in re.findall(r"\\([A-Za-z]+)", text)
+        if f'"{name}"' not in known and f'"\\\\{name}"' not in known
+    }
+
+
+@pytest.fixture(scope="module")
+def katex():
+    return (KATEX / "katex.min.js").read_text()
+
+
+def test_formulas_of_the_reference_belong_to_public_parts():
+    for name in REFERENCE:
+        module, _, part = name.rpartition(".")
+        assert part in importlib.import_module(module).__all__, name
+        assert getattr(importlib.import_module(module), part).__doc__, name
+
+
+def test_formulas_and_misspelt_commands_are_seen(katex):
+    assert formulas("a $x_t$ and\n$$\\sqrt{t}$$ `$no$`\n```\n$no$\n```\n") == ["\\sqrt{t}", "x_t"]
+    assert sum(map(len, FORMULAS.values())) > 300
+    assert unknown_commands(r"\sqrt{\epsilom}", katex) == {"epsilom"}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_commands_are_known_to_katex(name, katex):
+    for text in FORMULAS[name]:
+        assert not unknown_commands(text, katex), text
+        assert text.replace("\\{", "").count("{") == text.replace("\\}", "").count("}"), text
+        begun, ended = (re.findall(rf"\\{word}{{(\w+)}}", text) for word in ("begin", "end"))
+        assert sorted(begun) == sorted(ended), text

@@ -16,7 +16,12 @@ from torch.testing import assert_close
 from flowrl.core.errors import ConfigError, ProbeError
 from flowrl.core.experience import Decisions
 from flowrl.credit import CalibratedGain, example
-from flowrl.probes import Critic, LatentReward, NoProbe, Probing, ValueProbe
+from flowrl.probes import (
+    Critic,
+    LatentReward,
+    NoProbe,
+    ValueProbe,
+)
 from flowrl.rollout import Groups, rollout
 from flowrl.samplers import FlowSDE
 
@@ -26,7 +31,7 @@ class Hidden(ValueProbe):
 
     reads_hidden = True
 
-    def features(self, run: Probing):
+    def features(self, run):
         paths = run.trajectories.tree.paths[:, run.nodes]
         assert run.hidden is not None
         return run.hidden[:, paths]

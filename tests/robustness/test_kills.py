@@ -1,6 +1,5 @@
 """Killed at twelve moments and resumed, a run and a comparison end with the same numbers."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from small_run import numbers
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,6 @@ COMMANDS = {
 }
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 ENDS = {signal.SIGKILL: -9, signal.SIGTERM: 130, signal.SIGINT: 130}
-TIMES = ("seconds", "seconds_total", "phases")
 
 
 def start(words):
@@ -40,18 +39,6 @@ def start(words):
 
 def runs(command, out):
     return [out] if command == "train" else sorted((out / "runs").iterdir())
-
-
-def numbers(run):
-    """The weights, and the metrics without times."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return (run / "weights.safetensors").read_bytes(), list(map(timeless, rows))
-
-
-def timeless(value):
-    if isinstance(value, dict):
-        return {key: timeless(entry) for key, entry in value.items() if key not in TIMES}
-    return value
 
 
 @cache

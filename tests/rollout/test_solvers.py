@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flowrl_testing.tiny import tiny_sd3_policy
-from recorded_forward import Recorded
+from parity import DATA
+from parity_recording import Recording, below
+from parity_replay import base_config, peft_name, recorded_policy
 from rollouts import DIRECTIONS
+from safetensors.torch import load_file
 from seeded import randn, seeded
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.types import Condition, Prompt
+from flowrl.core.types import Condition
 from flowrl.flow import shifted_schedule, uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.rollout import (
@@ -29,6 +31,7 @@ from flowrl.rollout import (
 )
 from flowrl.samplers import Multistep
 from flowrl.samplers.multistep import SASolver, sa_schedule
+from flowrl.training.build import make_world
 from flowrl.worlds.base import world
 
 MEAN, STD, ROWS = torch.tensor([0.7, -1.2]), 0.7, 100
@@ -101,8 +104,13 @@ def test_it_samples_what_the_released_code_samples(tmp_path):
     """AWM's trajectories without noise, of which the recording has the times and the finished
     latents.
     """
-    released = Recorded("awm", tmp_path)
-    recording, policy, condition = released.recording, released.policy, released.condition
+    (recording,) = Recording.every(DATA.parent / "golden_forward", "awm")
+    config = base_config(recording, tmp_path)
+    policy, prompts = recorded_policy(recording, config, []), make_world(config).prompts
+    common = load_file(recording.folder / "common" / "inputs.safetensors")
+    for name, parameter in policy.trainable().items():
+        parameter.data.copy_(below(common, "lora_current")[peft_name(name)])
+    condition = policy.encode(prompts("prompts", "train"))
     recorded, expected = recording.tensors("sampling"), recording.tensors("inputs")["x0"]
     schedule, noise = policy.schedule(14), recording.inputs["init_noise"]
     assert torch.equal(schedule.network_timesteps, recorded["timesteps"])
@@ -181,15 +189,6 @@ def test_noise_may_be_drawn_lazily(mixture_policy):
     latents = (drawn.append(1) or latent for latent in noise)
     next(sample_images(mixture_policy, prompts, latents, 3, max_batch=2))
     assert len(drawn) == 2, "a batch draws its own latents only"
-
-
-def test_prompts_are_embedded_before_the_first_batch():
-    """Text encoders visit the device once, not once per batch."""
-    policy, visits = tiny_sd3_policy(), []
-    prompts, embed = [Prompt(f"a dog, number {i}") for i in range(5)], policy.prompts.encode
-    policy.prompts.encode = lambda texts: visits.append(len(texts)) or embed(texts)
-    batches = list(sample_images(policy, prompts, initial_noise(policy, 5), 1, max_batch=2))
-    assert len(batches) == 3 and visits == [6], "five prompts and the negative one"
 
 
 @pytest.mark.parametrize(

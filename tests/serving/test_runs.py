@@ -9,8 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 import server_requests as fuzzing
-from reward_serving import post, refused
-from server_load import REWARD
+from reward_serving import REWARD, post, refused
 from small_run import error_of, flowrl_
 
 

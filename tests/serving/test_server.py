@@ -3,7 +3,6 @@ fail.
 """
 
 import contextlib
-import io
 import itertools
 import json
 import os
@@ -21,8 +20,9 @@ from functools import partial
 import pytest
 import server_requests as fuzzing
 import torch
-from PIL import Image
 from reward_serving import (
+    REWARD,
+    TOKEN,
     Function,
     connected,
     echo,
@@ -37,7 +37,7 @@ from reward_serving import (
 )
 from safetensors.torch import save
 from seeded import rand
-from server_load import REWARD, TOKEN
+from server_requests import png
 
 from flowrl import Prompt
 from flowrl.core.errors import ConfigError, RewardError
@@ -299,12 +299,6 @@ def test_a_request_with_two_lengths_is_refused(order, module_server):
         received = b"".join(iter(lambda: connection.recv(4096), b""))
     assert received.startswith(b"HTTP/1.1 400") and b"two_lengths" in received, received
     assert received.count(b"HTTP/1.1") == 1, "the rest of the body was served"
-
-
-def png(width, height, mode="RGB", **options):
-    file = io.BytesIO()
-    Image.new(mode, (width, height)).save(file, "PNG", **options)
-    return file.getvalue()
 
 
 def images_of(count, *images):

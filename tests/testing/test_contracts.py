@@ -7,7 +7,6 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from all_but_last import AllButLast
 from contract_parts import DIRECTIONS, Brightness, Own, dense, mixture_policy, tree_rule
 from flowrl_bench.pretrain_pairs import draw_layout, render
 from flowrl_bench.probes import SomeMembers
@@ -27,6 +26,7 @@ from flowrl_testing import (
     tiny_flux_policy,
     tiny_sd3_policy,
 )
+from rollouts import AllButLast
 from seeded import rand
 from small_run import model_files
 
@@ -170,6 +170,7 @@ PROBES = [
     "substeps(count=3, solver=dpm++, every=2)",
     "completion",
     "completion(dtype=bfloat16)",
+    "completion(together=false, solver=heun)",
     "continuation:2",
     "critic(reads=hidden)",
     "critic(base=zero)",

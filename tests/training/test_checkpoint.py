@@ -1,22 +1,26 @@
-"""Checkpoints: whatever kills a run, at whatever moment, a complete one can be read and the run
-ends with the same numbers.
+"""Checkpoints and weights: whatever kills a run, at whatever moment, a complete one can be read and
+the run ends with the same numbers; any change of a file is one message.
 """
 
 import json
+import shutil
 
 import pytest
 import torch
 from failing_disk import DiedError, FailingDisk
-from safetensors.torch import save
+from safetensors.torch import load_file, save, save_file
 from small_run import SMALL, error_of, flowrl_, numbers
 
 from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.distributed import Distributed
+from flowrl.training.build import trained_policy
 from flowrl.training.checkpoint import (
     EARLIER,
     Checkpoint,
     Checkpoints,
+    load_weights,
     restore_training_state,
+    save_weights,
     training_state,
 )
 from flowrl.training.run import Run
@@ -94,9 +98,25 @@ def parameters_and(optimizer):
     return parameters, [torch.zeros(4), torch.full((2, 3), 0.5)], optimizer(parameters.values())
 
 
-def test_weights_averages_and_moments_are_restored_and_share_no_memory():
+class Counting(torch.optim.Optimizer):
+    """State as an 8-bit optimizer has it: a plain number, bytes, and a table for each parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1.0})
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                state["state1"] = torch.arange(4, dtype=torch.uint8) + state["step"]
+                state["qmap1"] = torch.full((2,), 0.1 * state["step"])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, Counting])
+def test_weights_averages_and_moments_are_restored_and_share_no_memory(optimizer):
     """A parameter without a gradient has no moments, and neither has a new optimizer."""
-    training, other = parameters_and(torch.optim.AdamW), parameters_and(torch.optim.AdamW)
+    training, other = parameters_and(optimizer), parameters_and(optimizer)
     untrained = training_state(*training)
 
     def step(some, *names):
@@ -107,49 +127,21 @@ def test_weights_averages_and_moments_are_restored_and_share_no_memory():
 
     for _ in range(3):
         step(training, "a.b")
-    restore_training_state(training_state(*training), *other, Distributed())
+    state = training_state(*training)
+    values = json.loads(json.dumps(state.values))
+    restore_training_state(Checkpoint(state.tensors, values), *other, Distributed())
     assert [other[0][name] in other[2].state for name in ("a.b", "c")] == [True, False]
     for _ in range(2):
         for some in (training, other):
             step(some, "a.b", "c")
         first, second = training_state(*training), training_state(*other)
-        assert first.values == second.values and first.tensors.keys() == second.tensors.keys()
-        for name, tensor in first.tensors.items():
-            assert torch.equal(tensor, second.tensors[name]), name
+        assert first.values == second.values
+        torch.testing.assert_close(first.tensors, second.tensors, rtol=0, atol=0)
     restore_training_state(untrained, *other, Distributed())
     assert not other[2].state
     incomplete = Checkpoint({"weight.a.b": torch.ones(4)}, {})
     with pytest.raises(ConfigError, match=r"no weight.c of shape \(2, 3\)"):
         restore_training_state(incomplete, *other, Distributed())
-
-
-class Counting(torch.optim.Optimizer):
-    """State as an 8-bit optimizer has it: a plain number, bytes, and a table for each parameter."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 1.0})
-
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            state["step"] = state.get("step", 0) + 1
-            state["state1"] = torch.arange(4, dtype=torch.uint8) + state["step"]
-            state["qmap1"] = torch.full((2,), 0.1 * state["step"])
-
-
-def test_numbers_and_bytes_of_an_optimizer_are_restored():
-    training, other = parameters_and(Counting), parameters_and(Counting)
-    for _ in range(3):
-        training[2].step()
-    state = training_state(*training)
-    numbers = {"optimizer.step.a.b": 3, "optimizer.step.c": 3}
-    assert json.loads(json.dumps(state.values)) == {"optimizer": numbers}
-    restore_training_state(state, *other, Distributed())
-    for parameter in other[0].values():
-        restored = other[2].state[parameter]
-        assert restored["step"] == 3 and isinstance(restored["step"], int)
-        assert restored["qmap1"].tolist() == pytest.approx([0.3, 0.3])
-        assert restored["state1"].tolist() == [3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("mode", ["error", "full", "before", "after", "half"])
@@ -246,3 +238,54 @@ def test_a_paused_run_resumes_to_the_same_numbers(tmp_path, settings, earlier, m
     runs = [Checkpoints(tmp_path / name) for name in ("run", "uninterrupted")]
     resumed, expected = (kept.load(kept.newest).tensors for kept in runs)
     torch.testing.assert_close(resumed, expected, rtol=0, atol=0)
+
+
+# The weights of a finished run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    Run(SMALL, folder).execute()
+    return folder
+
+
+CHANGES = {
+    "no hash": lambda path: save_file(load_file(path), path),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-8]),
+    "empty": lambda path: path.write_bytes(b""),
+    "another run's": lambda path: save_weights(
+        path, {name: tensor[:1] for name, tensor in load_file(path).items()}
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_changed_weights_are_one_message(kind, finished, tmp_path, capsys):
+    run = shutil.copytree(finished, tmp_path / "run")
+    CHANGES[kind](run / "weights.safetensors")
+    with pytest.raises(CheckpointError):
+        trained_policy(run)
+    error = error_of(f"sample --prompts 0 --weights {run} --out {tmp_path}/new.png", capsys)
+    assert f"{run}/weights.safetensors" in error and error.count("\n") == 1
+    assert not (tmp_path / "new.png").exists()
+
+
+def test_every_flipped_bit_is_found(tmp_path):
+    """Also the same bytes under another shape or type."""
+    path = tmp_path / "weights.safetensors"
+    tensors = {"a": torch.arange(4.0).view(2, 2), "b": torch.ones(2, dtype=torch.bfloat16)}
+    save_weights(path, tensors)
+    assert torch.equal(load_weights(path)["a"], tensors["a"])
+    content = path.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    changed = [content.replace(b"[2,2]", b"[4,1]"), content.replace(b'"BF16"', b'"F16" ')]
+    for bit in range(8 * header, 8 * len(content)):
+        data = bytearray(content)
+        data[bit // 8] ^= 1 << bit % 8
+        changed.append(bytes(data))
+    for data in changed:
+        assert data != content
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match="does not match its own hash"):
+            load_weights(path)

@@ -17,6 +17,8 @@ import pytest
 import torch
 from family_cases import CASES as PIPELINES
 from family_cases import fill
+from hypothesis import given
+from hypothesis import strategies as st
 from seeded import randn
 from small_run import (
     BASE,
@@ -88,7 +90,7 @@ def world_trainer(config, distributed):
     return trainer_of(config, distributed=distributed)
 
 
-MODELS: list[Path] = []
+MODELS = []
 """A folder with the tiny pipelines, and one without the weights of their transformers."""
 
 
@@ -643,7 +645,7 @@ def test_config_files_are_accelerates(name):
         assert options["fsdp_reshard_after_forward"] == (name != "zero2")
 
 
-@pytest.mark.parametrize(("world_size", "total"), [(1, 5), (2, 3), (2, 1), (4, 5), (3, 9), (8, 3)])
+@given(st.integers(1, 8), st.integers(1, 9))
 def test_assignments_cover_all_groups_once(world_size, total):
     assignments = [Distributed(0, world_size).assign(total, rank) for rank in range(world_size)]
     assert [i for assigned in assignments for i in assigned.own] == [*range(total)]

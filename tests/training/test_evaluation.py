@@ -1,7 +1,8 @@
 """Evaluation: several processes divide the samples and the held-out metrics, and all get what one
-process computes.
+process computes; measurements that reveal reward hacking.
 """
 
+import math
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +11,17 @@ from functools import partial
 
 import pytest
 import torch
+from flowrl_bench.pretrain_pairs import render
+from flowrl_rewards.clip import ClipFeatures, ClipNetwork
+from seeded import rand
+from small_run import TINY_RUN, rows_of
+from tiny_rewards import tiny_clip
 from torch.testing import assert_close
 
+from flowrl.core.errors import ConfigError, RewardError
+from flowrl.core.types import Prompt
 from flowrl.distributed import Distributed
+from flowrl.parts.registry import build
 from flowrl.rewards import FunctionReward, NoisyReward
 from flowrl.rewards.diversity import (
     LatentFeatures,
@@ -21,8 +30,18 @@ from flowrl.rewards.diversity import (
     pairwise_diversity,
 )
 from flowrl.rollout import EVALUATION_SEED, ImageBatch, initial_noise, sample_images, score
-from flowrl.training.evaluation import DIVERSITY_SEED, HeldoutMetrics, evaluate
+from flowrl.training.build import make_world
+from flowrl.training.evaluation import (
+    DIVERSITY_SEED,
+    HeldoutMetrics,
+    evaluate,
+    make_heldout_metrics,
+)
+from flowrl.training.run import Run
 from flowrl.worlds.base import PolicyOptions, world
+from flowrl.worlds.mixture import DensityReward, ring
+from flowrl.worlds.scene import object_class, parse
+from flowrl.worlds.verifier import ShapesQuality
 
 WORLD = world("mixture")
 
@@ -41,7 +60,7 @@ class Exchange:
 class Threads(Distributed):
     """Threads in the place of processes: `gather` without a network."""
 
-    def __init__(self, rank: int, exchange: Exchange):
+    def __init__(self, rank, exchange):
         super().__init__(rank, exchange.size)
         object.__setattr__(self, "exchange", exchange)
 
@@ -135,41 +154,142 @@ def test_an_evaluation_has_one_batch_in_memory_and_measures_what_all_at_once_wou
     count, steps, batch = 5, 2, 2
     here, task = world(name), "direction" if name == "mixture" else "compositional"
     policy, quality = here.policy(PolicyOptions()), "density" if name == "mixture" else "clarity"
-    heldout = here.prompts(task, "heldout")
-    prompts = [heldout[i % len(heldout)] for i in range(count)]
+    heldout, rewards = here.prompts(task, "heldout"), {quality: here.qualities[quality]()}
 
     def all_at_once(prompts, seed):
         noise = initial_noise(policy, len(prompts), seed)
         return ImageBatch.cat(sample_images(policy, prompts, noise, steps, max_batch=batch))
 
-    together = all_at_once(prompts, EVALUATION_SEED)
+    prompts = [heldout[i % len(heldout)] for i in range(count)]
+    images = all_at_once(prompts, EVALUATION_SEED).images
     repeated = all_at_once([prompt for prompt in heldout[:2] for _ in range(3)], DIVERSITY_SEED)
     features = group_features(LatentFeatures(), repeated.images, repeated.latents, (2, 3))
-    expected = {
-        form: score(here.reward(form), together.images, prompts).total for form in here.forms
-    }
-    density = score(here.qualities[quality](), together.images, prompts).total
 
-    images, latents, conditions = LiveRows(), LiveRows(), LiveRows()
-    decode, encode = policy.decode, policy.encode
+    def scores(reward):
+        return score(reward, images, prompts).total
+
+    live, decode, encode = LiveRows(), policy.decode, policy.encode
+    decoded, conditions = LiveRows(), LiveRows()
 
     def watched_encode(prompts):
         condition = encode(prompts)
         conditions.add(*condition.tensors.values())
         return condition
 
-    watched_decode = lambda latent: images.add(decode(latents.add(latent)).clone())  # noqa: E731
+    watched_decode = lambda latent: decoded.add(decode(live.add(latent)).clone())  # noqa: E731
     monkeypatch.setattr(policy, "encode", watched_encode)
     monkeypatch.setattr(policy, "decode", watched_decode)
-    rewards = {quality: here.qualities[quality]()}
     metrics = HeldoutMetrics(rewards, LatentFeatures(), prompts=2, samples=3)
     given = (policy, here, task, "soft", count, steps, batch)
     evaluation = evaluate(*given, keep=3, heldout_metrics=metrics)
-    assert images.most == latents.most == conditions.most == batch
-    assert images.now == latents.now == 0
-    assert evaluation.scores == {form: float(values.nanmean()) for form, values in expected.items()}
-    assert torch.equal(evaluation.image_scores, expected["soft"][:3])
-    assert torch.equal(evaluation.images, together.images[:3])
-    assert evaluation.row["proxy"] == evaluation.scores["soft"]
-    assert evaluation.row["heldout"] == {quality: float(density.nanmean())}
+    assert decoded.most == live.most == conditions.most == batch and decoded.now == live.now == 0
+    forms = {form: float(scores(here.reward(form)).nanmean()) for form in here.forms}
+    assert evaluation.scores == forms and evaluation.row["proxy"] == forms["soft"]
+    assert torch.equal(evaluation.image_scores, scores(here.reward("soft"))[:3])
+    assert torch.equal(evaluation.images, images[:3])
+    assert evaluation.row["heldout"] == {quality: float(scores(rewards[quality]).nanmean())}
     assert evaluation.row["diversity"] == float(pairwise_diversity(features).nanmean())
+
+
+# Held-out rewards and diversity
+
+MIXTURE = TINY_RUN.replace(iterations=4, eval_every=2, checkpoint_every=2)
+
+
+def test_diversity_of_known_points():
+    points = torch.tensor(
+        [[[0.0, 0.0], [3.0, 0.0], [0.0, 4.0]], [[1.0, 1.0], [1.0, 1.0], [1.0, 3.0]]]
+    )
+    assert pairwise_diversity(points).tolist() == pytest.approx([(3 + 4 + 5) / 3, (0 + 2 + 2) / 3])
+    with pytest.raises(ConfigError, match="members = 1"):
+        pairwise_diversity(points[:, :1])
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"), [(PixelFeatures(), [1.0, 0.0]), (LatentFeatures(), [0.0, 2.0])]
+)
+def test_features_are_of_pixels_or_latents(features, expected):
+    images = torch.tensor([0.0, 1.0, 0.0, 0.0]).view(4, 1, 1, 1).expand(4, 3, 4, 4)
+    latents = torch.tensor([0.0, 0.0, 3.0, 1.0]).view(4, 1, 1, 1)
+    vectors = group_features(features, images, latents, (2, 2))
+    assert pairwise_diversity(vectors).tolist() == pytest.approx(expected)
+
+
+def test_clip_features_are_those_of_transformers(tmp_path):
+    """The same class, a picture at a time; distance sqrt(2 - 2 cos)."""
+    folder = str(tiny_clip(tmp_path / "clip"))
+    images = rand(4, 3, 40, 40)
+    features = build("features", f"clip(model='{folder}')", device="cpu")
+    assert features == ClipFeatures(folder)
+    diversity = pairwise_diversity(group_features(features, images, images, (2, 2)))
+    encoder = ClipNetwork(folder, batch=64)
+    rows = torch.cat([encoder.images(image[None]) for image in images])
+    cosines = (rows[::2] * rows[1::2]).sum(1)
+    assert torch.allclose(diversity.float(), (2 - 2 * cosines).sqrt(), atol=1e-4)
+
+
+def test_qualities_of_shapes():
+    """From 0 to 1: above 0.9 or below 0.2."""
+    cells = torch.zeros(2, 16, dtype=torch.long)
+    cells[0, [0, 3]] = object_class("red", "circle")
+    scene, empty = render(cells)
+
+    def score(quality, image, prompt):
+        return float(ShapesQuality(quality).score(image[None], [parse(prompt).prompt()]))
+
+    for quality, image, prompt, high in (
+        ("clarity", scene, "two red circles", True),
+        ("clarity", empty, "two red circles", True),
+        ("clarity", rand(3, 64, 64), "two red circles", False),
+        ("palette", scene, "two red circles", True),
+        ("palette", empty, "two red circles", False),
+        ("palette", scene, "two blue circles", False),
+        ("balance", scene, "two red circles", True),
+    ):
+        found = score(quality, image, prompt)
+        assert 0.9 <= found <= 1.0 if high else 0.0 <= found <= 0.2, (quality, prompt)
+    with pytest.raises(RewardError, match=r"palette: the prompt 'text \"K72\"' names no colour"):
+        score("palette", scene, 'text "K72"')
+    with pytest.raises(ConfigError, match="one of palette, balance, clarity"):
+        ShapesQuality("beauty")
+
+
+def test_density_of_points():
+    angle = torch.tensor(math.pi / 8)
+    points = torch.stack([*ring().means[:2], 2 * torch.stack([angle.cos(), angle.sin()])])
+    scores = DensityReward().score(points.view(3, 2, 1, 1), [Prompt("towards 0 degrees")] * 3)
+    alone = math.log(1 / 8) - math.log(2 * math.pi * 0.25**2)
+    between = alone + math.log(2) - (4 * math.sin(math.pi / 16)) ** 2 / (2 * 0.25**2)
+    assert scores.tolist() == pytest.approx([alone, alone, between], abs=1e-3)
+    with pytest.raises(RewardError, match="are needed, one per prompt"):
+        DensityReward().score(torch.zeros(1, 3, 4, 4), [Prompt("p")])
+
+
+def test_measuring_changes_no_number_of_the_run(tmp_path):
+    """Weights, training and evaluation are bit for bit those of a run without."""
+    plain, full = tmp_path / "plain", tmp_path / "full"
+    Run(MIXTURE, plain).execute()
+    measures = dict(heldout_rewards=("density", "strict"), diversity="latents")
+    Run(MIXTURE.replace(**measures), full).execute()
+    first, second = ((run / "weights.safetensors").read_bytes() for run in (plain, full))
+    assert first == second
+    for row, other in zip(rows_of(plain), rows_of(full), strict=True):
+        if scores := other["evaluation"]:
+            proxy, heldout = scores.pop("proxy"), scores.pop("heldout")
+            assert proxy == pytest.approx(scores["reward"], abs=1e-6)
+            assert heldout["strict"] == scores["strict"]
+            assert heldout["density"] < 0 < scores.pop("diversity")
+        assert row == other
+
+
+def test_the_proxy_has_the_errors_of_training(mixture_policy):
+    errors = dict(reward_noise=0.5, reward_bias=2.0, seed=3)
+    config = MIXTURE.replace(heldout_rewards=("density",), **errors)
+    world = make_world(config)
+    metrics = make_heldout_metrics(config, world)
+    given = mixture_policy, world, "direction", "soft", 6, 2
+    measured = evaluate(*given, keep=6, heldout_metrics=metrics)
+    noisy = NoisyReward(world.reward("soft"), std=0.5, bias=2.0, seed=3)
+    expected = float(noisy.score(measured.images, measured.prompts).mean())
+    assert measured.row["proxy"] == pytest.approx(expected)
+    assert abs(expected - measured.row["reward"]) > 0.01

@@ -109,12 +109,6 @@ def test_a_row_takes_the_credit_of_the_last_decision_above_its_time(sampler):
     assert torch.equal(batch.weight, weights[sample, decision])
 
 
-def test_rows_at_above_and_below_the_times_of_decisions():
-    decisions = Decisions.like(torch.zeros(1, 2, 4), times=(0.8, 0.5, 0.2))
-    times = torch.tensor([[1.0, 0.81, 0.8, 0.79], [0.5, 0.499, 0.2, 0.01]])
-    assert credited(times, decisions.time).tolist() == [[0, 0, 0, 0], [1, 1, 2, 2]]
-
-
 def test_own_states_are_those_that_the_trajectory_has_passed():
     trainer = trainer_for("diffusion-nft(noise=path)")
     batches, *_ = batches_of(trainer, trainer.draw_sampler())

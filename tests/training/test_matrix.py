@@ -1,15 +1,18 @@
 """All kinds of training, and what may change no number of them: the split of the work, a state that
-is restored, and probes that no rule reads. `test_distributed` adds several processes.
+is restored, and probes that no rule reads. `test_distributed` adds several processes. Copies of the
+weights.
 """
 
 import json
 
 import pytest
 import torch
-from small_run import BASE, CASES, plain, trained, trainer_of
+from small_run import BASE, CASES, MIXTURE, flowrl_, plain, rows_of, trained, trainer_of
 
 from flowrl.core.errors import ConfigError
+from flowrl.core.forward import Decay, WeightCopy
 from flowrl.training.checkpoint import restore_trainer, trainer_state
+from flowrl.weights import Behaviour
 
 IN_CHUNKS = dict(micro_batch=7, max_batch=5, chunk=1, offload=True, overlap_rewards=True)
 SPLITS = (dict(micro_batch=3), IN_CHUNKS)
@@ -85,3 +88,36 @@ def test_a_probe_that_no_rule_reads_changes_no_bit(probe):
         for credit in ("uniform", f"uniform(probe='{probe}')")
     ]
     assert torch.equal(*results)
+
+
+# Copies of the weights
+
+
+@pytest.mark.parametrize(
+    ("begin", "expected"), [(None, [False] * 3), (0, [True] * 3), (200, [False, True, True])]
+)
+def test_when_a_copy_samples(mixture_policy, begin, expected):
+    copy = Behaviour(WeightCopy(sample_from=begin), mixture_policy, mixture_policy.trainable())
+    assert [copy.samples(steps) for steps in (199, 200, 201)] == expected
+
+
+@pytest.mark.parametrize(
+    "bad", [dict(start=-1), dict(rate=-0.1), dict(cap=1.0), dict(rate=float("inf"))]
+)
+def test_decays_out_of_range_are_named(bad):
+    with pytest.raises(ConfigError, match=rf"Decay.{next(iter(bad))} = .* is not allowed"):
+        Decay(**bad)
+
+
+def test_a_finished_run_can_teach(tmp_path):
+    """The student's divergence from the teacher falls; without a loss that reads it, a reference is
+    refused.
+    """
+    common = f"train {MIXTURE} --iterations 8 --groups 8 --out {tmp_path}/"
+    reference = f" --reference {tmp_path}/teacher"
+    assert flowrl_(f"{common}teacher --learning-rate 0.01") == 0
+    student = f"{common}student --loss distillation --learning-rate 0.003"
+    assert flowrl_(student + reference) == 0
+    kl = [row["kl"] for row in rows_of(tmp_path / "student") if "kl" in row]
+    assert 0 < kl[-1] < kl[0] / 2
+    assert flowrl_(f"{common}refused{reference}") == 2

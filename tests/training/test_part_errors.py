@@ -107,21 +107,25 @@ class Part:
 """
 
 
-def test_an_iteration_that_fails_in_its_rollout_loses_nothing(tmp_path):
+def test_an_iteration_that_fails_in_its_rollout_loses_nothing(tmp_path, capsys):
     """The iterations before it are in a checkpoint, also if none was due, and the resumed run has
     the numbers of an uninterrupted one.
     """
-    part = tmp_path / "part.py"
-    config = TINY.replace(iterations=6, eval_every=9, checkpoint_every=99, reward=f"{part}:Part")
+    part, out = tmp_path / "part.py", tmp_path / "run"
+    options = f"{MIXTURE} --window 0:3 --iterations 6 --eval-every 9 --checkpoint-every 99"
+    command = f"train {options} --reward {part}:Part --no-trial --out {tmp_path}"
     part.write_text(FAILS.format(999))
-    assert Run(config, tmp_path / "uninterrupted").execute()
+    assert flowrl_(f"{command}/uninterrupted") == 0
     part.write_text(FAILS.format(4))
-    with pytest.raises(FlowrlError, match="the server has gone"):
-        Run(config, tmp_path / "run", trial=False).execute()
-    assert Checkpoints(tmp_path / "run").names() == ["000004"]
+    capsys.readouterr()
+    assert flowrl_(f"{command}/run") == 1
+    printed, place = capsys.readouterr(), f"Part.score ({part}, line 7) failed"
+    assert "is kept. Continue with: flowrl train --resume" in printed.out
+    assert printed.err == f"flowrl: error: {place}: OSError: the server has gone\n"
+    assert Checkpoints(out).names() == ["000004"]
     part.write_text(FAILS.format(999))
-    assert Run(config, tmp_path / "run", changed_code=True).execute(resume=True)
-    assert numbers(tmp_path / "run") == numbers(tmp_path / "uninterrupted")
+    assert flowrl_(f"train --resume {out} --trust --changed-code") == 0
+    assert numbers(out) == numbers(tmp_path / "uninterrupted")
 
 
 def test_a_comparison_survives_a_failing_run(tmp_path, capsys):

@@ -9,7 +9,6 @@ import threading
 import time
 from functools import partialmethod
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -96,7 +95,7 @@ def test_values_that_are_not_finite_are_named_with_their_prompt(embedding, laten
 
     condition = SimpleNamespace(tensors={"embedding": second(embedding, 2)})
     images = second(image, 12).view(2, 3, 2, 2)
-    policy: Any = SimpleNamespace(encode=lambda prompts: condition, decode=lambda latents: images)
+    policy = SimpleNamespace(encode=lambda prompts: condition, decode=lambda latents: images)
     with pytest.raises(TrainingError, match=f"the {named} .* in 1 of 2 samples, first .* 'b'; "):
         decoded(policy, second(latent, 4), [Prompt("a"), Prompt("b")])
 

@@ -1,9 +1,12 @@
 """Presets: the papers' settings by value, every combination run at tiny size, files of one's own
-and what is wrong with them.
+and what is wrong with them; a method's name means the same in Python, in settings, in presets and
+in comparisons.
 """
 
 import hashlib
 import json
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,13 +21,24 @@ from flowrl.cli.options import base_of
 from flowrl.core.errors import ConfigError
 from flowrl.core.protocols import ForwardLoss
 from flowrl.io import write_json
-from flowrl.methods import METHODS
+from flowrl.methods import METHODS, with_options
 from flowrl.parts.settings import grouped, read_settings, settings_text
-from flowrl.training.build import first_trained_steps, make_method, make_world
+from flowrl.samplers import CPS, FixedWindow
+from flowrl.training.build import first_trained_steps, make_method, make_world, run_method
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.evaluation import write_trajectory
 from flowrl.training.plan import plan, plan_text
-from flowrl.training.presets import combinations, combine, published, published_values, shipped
+from flowrl.training.presets import (
+    METHOD_SETTINGS,
+    OWN_WINDOWS,
+    WORLD_DEFAULTS,
+    combinations,
+    combine,
+    published,
+    published_values,
+    shipped,
+)
+from flowrl.worlds.base import world as named_world
 
 SD3, FLUX, QWEN, WAN = "sd3.5-medium", "flux.1-dev", "qwen-image", "wan2.1-t2v-1.3b"
 NAMES, FORMS = combinations(), ("", ",exact")
@@ -39,12 +53,18 @@ SNAPSHOT = Path(__file__).with_name("presets.json")
 """The reviewed settings of every combination, as a hash, and how many equal the published ones."""
 
 
+@cache
+def combined(name):
+    """The settings of a preset, and each beside the published one."""
+    made = combine(name, RunConfig)
+    return made.settings, published(made)
+
+
 def summary(name):
     """The first digits of a hash of a preset's settings, and the number of published values."""
-    combined = combine(name, RunConfig)
-    text = json.dumps(combined.settings, sort_keys=True, default=list)
-    same = sum(row.same for row in published(combined))
-    return [hashlib.sha256(text.encode()).hexdigest()[:8], same]
+    values, rows = combined(name)
+    text = json.dumps(values, sort_keys=True, default=list)
+    return [hashlib.sha256(text.encode()).hexdigest()[:8], sum(row.same for row in rows)]
 
 
 def test_settings_of_all_combinations_are_the_reviewed_ones():
@@ -56,7 +76,7 @@ def test_settings_of_all_combinations_are_the_reviewed_ones():
 
 @pytest.mark.parametrize("name", RUN)
 def test_a_combination_can_be_planned_and_every_difference_has_a_reason(name):
-    rows = published(combine(name, RunConfig))
+    _, rows = combined(name)
     assert all(bool(row.why) != row.same and (row.where or not row.same) for row in rows)
     config = preset(name).apply()
     counts, forward = plan(config), isinstance(make_method(config).loss, ForwardLoss)
@@ -70,7 +90,7 @@ def test_published_values_have_a_source_and_are_used():
     """Every value, place and reason of published.yaml shows in some combination."""
     document = published_values()
     names = {name for files in shipped().values() for name in files}
-    seen = [row for name in FLAVOURS for row in published(combine(name, RunConfig))]
+    seen = [row for name in FLAVOURS for row in combined(name)[1]]
     places, reasons = {row.where for row in seen}, {(row.setting, row.why) for row in seen}
     for entry in document["entries"]:
         assert set(filter(None, entry["for"].split(","))) <= names
@@ -273,3 +293,58 @@ def test_written_settings_are_complete_and_a_users_own_need_not_be(lost, tmp_pat
     compared = CompareConfig(RunConfig(), {"a": {}}, (0,)).as_dict()
     with pytest.raises(ConfigError, match=f"damaged: {name} missing"):
         CompareConfig.from_dict({**compared, "run": values})
+
+
+# Methods by name
+
+NUMBERS = {"clip_range": 0.01, "kl_weight": 0.0}
+WORLDS_AND_METHODS = [(world, name) for world in WORLD_DEFAULTS for name in METHODS]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_settings_without_further_words_are_the_method(name):
+    method, known = run_method(RunConfig.of(method=name)), METHODS[name]()
+    assert replace(method, loss=known.loss) == known
+    assert with_options(method.loss, **NUMBERS) == with_options(known.loss, **NUMBERS)
+
+
+@pytest.mark.parametrize(("world", "name"), WORLDS_AND_METHODS)
+def test_worlds_change_no_part_but_the_listed_window_and_the_clip(world, name):
+    """With published settings not even the window."""
+    method = METHODS[name]()
+    start, stop = map(int, WORLD_DEFAULTS[world]["window"].split(":"))
+    windows = {True: method.window, False: FixedWindow(start, stop)}
+    if name in OWN_WINDOWS:
+        windows[False] = method.window
+    for as_published, window in windows.items():
+        used = run_method(preset("default").apply(world=world, method=name, published=as_published))
+        assert replace(used, loss=method.loss, window=method.window) == method
+        assert type(used.loss) is type(method.loss) and used.window == window
+        if as_published and hasattr(method.loss, "clip_range"):
+            expected = method.loss.clip_range * (65_536 / named_world(world).elements) ** 0.5
+            assert used.loss.clip_range == pytest.approx(expected)
+
+
+def test_changes_for_a_method_belong_to_methods():
+    assert {name for table in METHOD_SETTINGS.values() for name in table} <= set(METHODS)
+
+
+def test_a_setting_replaces_a_part_of_the_method():
+    parts = dict(sampler="cps", noise_level=0.4, window="1:4", loss="gspo", clip_range=0.02)
+    config = RunConfig.of(method="dance-grpo", **parts)
+    method = run_method(config)
+    assert method.sampler == CPS(0.4) and method.window == FixedWindow(1, 4)
+    assert method.loss.clip_range == 0.02 and method.shared_noise
+    assert not run_method(config.replace(initial_noise="independent")).shared_noise
+    assert run_method(RunConfig.of(method="dance-grpo", noise_level=0.5)).sampler.noise_level == 0.5
+    with pytest.raises(ConfigError, match="a forward-process loss with awm"):
+        run_method(RunConfig.of(method="awm", loss="clipped"))
+
+
+def test_the_plan_shows_which_parts_are_the_methods(capsys):
+    for options, shown in (
+        ("--method tempflow-grpo --kl-weight 0.1", "sampler flow-sde(noise_level=0.7) [method]"),
+        ("--settings published", "window :-1 [method]"),
+    ):
+        assert flowrl_(f"train --world mixture {options} --plan") == 0
+        assert shown in " ".join(capsys.readouterr().out.split())

@@ -134,33 +134,3 @@ def test_a_run_says_that_it_compiles_before_it_does(compiled, tmp_path):
         Run(SMALL.replace(compile=compiled), tmp_path / "run", report).execute()
     notes = [state["note"] for state in states if "note" in state]
     assert len(notes) == compiled and all("compiling the network" in note for note in notes)
-
-
-WORLD = """
-from pathlib import Path
-from flowrl.worlds.base import MixtureWorld
-
-class Mine(MixtureWorld):
-    name = "mine"
-
-    def prompts(self, task, part):
-        count = int(Path(__file__).with_name(f"{part}.txt").read_text())
-        return super().prompts(task, part)[:count]
-"""
-
-
-def test_a_world_of_ones_own_stores_its_prompts_too(tmp_path, capsys):
-    (tmp_path / "mine.py").write_text(WORLD)
-    for part in ("train", "heldout"):
-        (tmp_path / f"{part}.txt").write_text("5")
-    own = OPTIONS.replace("--world mixture", f"--world {tmp_path}/mine.py:Mine")
-    options = f"{own} --out {tmp_path}/run"
-    assert flowrl_(f"train {options} --iterations 2") == 0
-    edit(tmp_path / "run", iterations=3)
-    again = f"train --resume {tmp_path}/run --trust"
-    (tmp_path / "train.txt").write_text("4")
-    assert "prompts mine (5 prompts at the start, 4 now)" in error_of(again, capsys)
-    assert flowrl_(f"{again} --changed-prompts") == 0
-    edit(tmp_path / "run", iterations=4)
-    (tmp_path / "heldout.txt").write_text("4")
-    assert "heldout_prompts mine (5" in error_of(f"{again} --changed-prompts", capsys)

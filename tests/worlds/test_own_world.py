@@ -1,5 +1,5 @@
 """A world of the user's, the one of docs/guides/world.md: from the command line, as a plug-in and
-as a Python object.
+as a Python object; and the world of a model.
 """
 
 import json
@@ -9,11 +9,12 @@ import runpy
 from pathlib import Path
 
 import pytest
-from small_run import error_of, flowrl_
+from small_run import error_of, flowrl_, model_files
 
 from flowrl import Run, preset
 from flowrl.losses import ClippedLoss
-from flowrl.training.build import run_method
+from flowrl.training.build import make_world, run_method
+from flowrl.training.config import RunConfig
 from flowrl.worlds import World, world
 
 PAGE = Path(__file__).parents[2] / "docs/guides/world.md"
@@ -129,3 +130,18 @@ def test_an_exception_in_a_world_names_the_line(capsys):
     assert flowrl_(f"train --preset tiny --world {spec} --out run") == 1
     error = capsys.readouterr().err
     assert "Other.policy" in error and "other.py, line" in error and "no network" in error
+
+
+def test_held_out_prompts_have_their_own_file(tmp_path):
+    files = model_files(tmp_path, ("# prompts", "a red fox", "", "  a red car  ", "a red hat"))
+    (tmp_path / "held.jsonl").write_text('{"prompt": "two cats", "count": 2}\n')
+    config = preset("default").apply(**files, heldout_prompts=f"{tmp_path}/held.jsonl")
+    world = make_world(config)
+    training = [prompt.text for prompt in world.prompts("prompts", "train")]
+    assert training == ["a red fox", "a red car", "a red hat"]
+    (held,) = world.prompts("prompts", "heldout")
+    assert (held.text, held.metadata) == ("two cats", {"count": 2})
+    assert world.reward("reward") is world.reward("reward")
+    loss = run_method(config).loss
+    assert isinstance(loss, ClippedLoss) and loss.clip_range == 1e-4
+    assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict())), trust=True) == config

@@ -48,15 +48,10 @@ WORLDS: dict[str, dict[str, Any]] = {
         **_DPM,
     },
 }
-"""Settings that all compared runs of a world share, besides the defaults; image runs are made for
-two further tasks.
+"""Settings that all compared runs of a world share, besides the defaults.
 
 The window is also that of methods with a published window of their own.
 """
-TASKS: dict[str, tuple[str, ...]] = {
-    "mixture": ("direction",),
-    "shapes": ("compositional", "text", "preference"),
-}
 SHORT: dict[str, dict[str, Any]] = {
     "mixture": {"eval_every": 4, "eval_samples": 384},
     "shapes": {"iterations": 12, "eval_every": 4, "eval_samples": 384, **_EULER},
@@ -169,9 +164,7 @@ class Arm:
     """A method with fixed `settings`, in whose specs `{name}` stands for the value of a knob, and
     the `knobs` to search.
 
-    `worlds` are those in which it is compared; `control` marks a control, and `oracle` one with
-    exact values, whose evaluations are recorded but compared with those of no other arm. `same`
-    names a method that is the same rule with the same settings, whose runs would repeat this arm's
+    `worlds` are those in which it is compared; `control` marks a control. `same` names a method that is the same rule with the same settings, whose runs would repeat this arm's
     numbers.
     """
 
@@ -180,15 +173,7 @@ class Arm:
     knobs: Mapping[str, Knob] = field(default_factory=lambda: POLICY)
     worlds: tuple[str, ...] = ("mixture",)
     control: bool = False
-    oracle: bool = False
     same: str = ""
-
-    @property
-    def label(self) -> str:
-        """The name in tables and figures."""
-        same = f" = {self.same}" if self.same else ""
-        kind = " (oracle)" if self.oracle else " (control)" if self.control else ""
-        return f"{self.name}{same}{kind}"
 
     def values(self, world: str, levels: Mapping[str, int]) -> dict[str, float]:
         """The knobs' values at levels of the grid; a knob without a level is at its start."""
@@ -284,7 +269,7 @@ _ARMS = (
     Arm("gains over a moving average", {"credit": "moving-average-gain"}),
     Arm("gains, one-step estimate", {"credit": "stepwise-gain(probe=tweedie)"}),
     Arm("random credit", {"method": "flow-grpo", "credit": "random(seed=0)"}, control=True),
-    Arm("true advantages", {"credit": CREDIT}, control=True, oracle=True),
+    Arm("true advantages", {"credit": CREDIT}, control=True),
 )
 ARMS: dict[str, Arm] = {arm.name: arm for arm in _ARMS}
 """The compared arms. An iteration of "uniform, larger groups" costs as many forward equivalents

@@ -72,8 +72,7 @@ class Tune:
         from flowrl_bench.tune import Search, choices, for_paper, save, tune, usual_budget
 
         if self.show:
-            default = Tune.__dataclass_fields__["budget"].default
-            require(self.budget == default, "budget", self.budget, "left out with --show")
+            require(self.budget == Tune.budget, "budget", self.budget, "left out with --show")
         else:
             require_new_file(self.out, lambda data: data.startswith(b"{"))
         if self.save is not None:
@@ -261,8 +260,26 @@ class Redo:
     def main(self) -> int:
         """Repeat and compare."""
         from flowrl_bench.results_file import ResultsFile
+        from flowrl_bench.suite import redo
 
-        return _redo(self.key, ResultsFile(self.out, self.trust))
+        repeat = redo(self.key, ResultsFile(self.out, self.trust))
+        if repeat.same:
+            print(f"{self.key}: identical to the last digit")
+            return 0
+        print(
+            f"{self.key}: differs in {len(repeat.differing)} numbers (first: {repeat.differing[0]}), by at"
+            f" most {repeat.largest:.3g}"
+        )
+        judged = (
+            "no more than the rounding of another processor explains"
+            if repeat.close
+            else "more than the rounding of another processor explains"
+        )
+        print(
+            f"Reward: {repeat.early:.2g} apart in the first quarter of the evaluations,"
+            f" {repeat.final:.2g} in the last; {judged}"
+        )
+        return 0 if repeat.close else 1
 
 
 @dataclass(frozen=True)
@@ -276,29 +293,6 @@ class Bench:
     def main(self) -> int:
         """Run the chosen one."""
         return self.which.main()
-
-
-def _redo(key: str, file: Any) -> int:
-    from flowrl_bench.suite import redo
-
-    repeat = redo(key, file)
-    if repeat.same:
-        print(f"{key}: identical to the last digit")
-        return 0
-    print(
-        f"{key}: differs in {len(repeat.differing)} numbers (first: {repeat.differing[0]}), by at"
-        f" most {repeat.largest:.3g}"
-    )
-    judged = (
-        "no more than the rounding of another processor explains"
-        if repeat.close
-        else "more than the rounding of another processor explains"
-    )
-    print(
-        f"Reward: {repeat.early:.2g} apart in the first quarter of the evaluations,"
-        f" {repeat.final:.2g} in the last; {judged}"
-    )
-    return 0 if repeat.close else 1
 
 
 def _paused() -> int:

@@ -13,7 +13,6 @@ an edge counts in the agreement as it does in the update.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +25,9 @@ from flowrl.core.protocols import CreditRule, RewardModel
 from flowrl.probes import NoProbe, Probe
 from flowrl.rollout import Groups, Rollout, Usage, Walk, score
 from flowrl_bench.gradients import Setting, assigned
+
+MAX_BATCH = 8192
+"""Latents per network call."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +49,6 @@ class TrueAdvantages:
     steps: tuple[int, ...]
     weights: CreditTable | None = None
 
-    @property
-    def reliability(self) -> float:
-        """Fraction of the variance of the estimated A* at decisions that is not Monte Carlo
-        noise.
-        """
-        counted = (
-            torch.ones_like(self.values, dtype=torch.bool)
-            if self.weights is None
-            else self.weights > 0
-        )
-        noise = float(self.errors[counted].square().mean())
-        return max(0.0, 1.0 - noise / max(float(self.values[counted].var()), 1e-30))
-
 
 def true_advantages(
     setting: Setting,
@@ -67,7 +56,6 @@ def true_advantages(
     continuations: int = 128,
     seed: int = 0,
     usage: Usage | None = None,
-    max_batch: int = 8192,
 ) -> TrueAdvantages:
     """A* of every decision of `trajectories` by `continuations` independent stochastic
     continuations from each one's start.
@@ -80,11 +68,11 @@ def true_advantages(
     """
     if trajectories.trajectories.tree.branched:
         _require_two(continuations)
-        return _on_a_tree(setting, trajectories, continuations, seed, usage or Usage(), max_batch)
+        return _on_a_tree(setting, trajectories, continuations, seed, usage or Usage())
     rewards = continuation_rewards(
-        setting, trajectories, continuations, [setting.reward], seed, usage, max_batch
+        setting, trajectories, continuations, setting.reward, seed, usage
     )
-    return from_continuations(rewards[0], trajectories)
+    return from_continuations(rewards, trajectories)
 
 
 def _require_two(continuations: int) -> None:
@@ -96,9 +84,8 @@ def _require_two(continuations: int) -> None:
     )
 
 
-def walk_of(
-    setting: Setting, groups: Groups, seed: int, usage: Usage | None, max_batch: int
-) -> Walk:
+def walk_of(setting: Setting, groups: Groups, seed: int, usage: Usage | None) -> Walk:
+    """The sampler on the groups, which continues from any state."""
     condition, generator = setting.policy.encode(setting.prompts), torch.Generator()
     return Walk(
         setting.policy,
@@ -109,7 +96,7 @@ def walk_of(
         groups,
         generator.manual_seed(seed),
         usage or Usage(),
-        max_batch,
+        MAX_BATCH,
     )
 
 
@@ -117,13 +104,11 @@ def continuation_rewards(
     setting: Setting,
     trajectories: Rollout,
     continuations: int,
-    rewards: Sequence[RewardModel],
+    reward: RewardModel,
     seed: int = 0,
     usage: Usage | None = None,
-    max_batch: int = 8192,
-) -> Float[Tensor, "reward sample column continuation"]:
-    """Scores, by each of `rewards`, of the same `continuations` stochastic continuations from every
-    decision's start.
+) -> Float[Tensor, "sample column continuation"]:
+    """Scores of `continuations` stochastic continuations from every decision's start.
 
     In the last column, all entries are the score of the finished image. Not for branched trees.
     Raises `ConfigError` for fewer than two continuations.
@@ -132,26 +117,22 @@ def continuation_rewards(
     groups, path, policy = trajectories.groups, trajectories.trajectories, setting.policy
     prompts = [prompt for prompt in setting.prompts for _ in range(groups.members)]
     owners = [prompt for prompt in prompts for _ in range(continuations)]
-    walk, steps = walk_of(setting, groups, seed, usage, max_batch), path.tree.drawn_steps
-    scores = torch.zeros(len(rewards), groups.samples, len(steps) + 1, continuations)
+    walk, steps = walk_of(setting, groups, seed, usage), path.tree.drawn_steps
+    scores = torch.zeros(groups.samples, len(steps) + 1, continuations)
     with policy.frozen(), torch.no_grad():
-        images = policy.decode(path.images_latent)
-        scores[:, :, -1] = torch.stack(
-            [score(reward, images, prompts).total for reward in rewards]
-        )[..., None]
+        scores[:, -1] = score(reward, policy.decode(path.images_latent), prompts).total[:, None]
         for column, step in reversed(list(enumerate(steps))):
             images = policy.decode(
                 walk.continued(path.at(step), step, continuations, walk.generator)
             )
-            for row, reward in enumerate(rewards):
-                scores[row, :, column] = score(reward, images, owners).total.view(-1, continuations)
+            scores[:, column] = score(reward, images, owners).total.view(-1, continuations)
     return scores
 
 
 def from_continuations(
     rewards: Float[Tensor, "sample column continuation"], trajectories: Rollout
 ) -> TrueAdvantages:
-    """A* from the scores of continuations, as `continuation_rewards` returns them for one reward.
+    """A* from the scores of continuations, as `continuation_rewards` returns them.
 
     Also for 0/1 rewards: p (1 - p) / n is then the error of V squared, and the sample variance
     estimates it without bias.
@@ -165,7 +146,7 @@ def from_continuations(
 
 
 def _on_a_tree(
-    setting: Setting, result: Rollout, continuations: int, seed: int, usage: Usage, max_batch: int
+    setting: Setting, result: Rollout, continuations: int, seed: int, usage: Usage
 ) -> TrueAdvantages:
     """`true_advantages` of a branched tree. A state after the last stochastic step is continued
     once, without error.
@@ -173,7 +154,7 @@ def _on_a_tree(
     tree, count = result.trajectories.tree, result.groups.prompts
     last, walk = (
         int(setting.stds.nonzero().max()),
-        walk_of(setting, result.groups, seed, usage, max_batch),
+        walk_of(setting, result.groups, seed, usage),
     )
     into, parent = tree.drawn.nonzero().flatten(), tree.parent[tree.drawn]
     needed = torch.zeros(tree.units, dtype=torch.bool)
@@ -216,7 +197,6 @@ class Look:
     setting: Setting
     members: int = 12
     seed: int = 0
-    max_batch: int = 8192
 
     def trajectories(
         self, shared_noise: bool, probe: Probe = NoProbe(), usage: Usage | None = None
@@ -226,7 +206,7 @@ class Look:
         """
         groups = Groups(len(self.setting.prompts), self.members, shared_noise)
         return self.setting.rollout(
-            groups, torch.Generator().manual_seed(self.seed), probe, usage, self.max_batch
+            groups, torch.Generator().manual_seed(self.seed), probe, usage, MAX_BATCH
         )
 
     def credit(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from flowrl_compare.costs import STATED, STATED_NAME, prices_of
+from flowrl_compare.costs import STATED, prices_of
 from flowrl_compare.results import differing, without_groups
 from flowrl_compare.statistics import Values, collapsed
 
@@ -29,19 +29,14 @@ def column(line: Line, name: str) -> list[float]:
 
 def spent(line: Line, axis: str) -> list[float]:
     """The budget at each evaluation: updates (iterations), forwards (forward equivalents by
-    `flowrl_compare.costs`), seconds (of the processor), stated seconds (of the stated model), world
-    seconds (in the 2-D world the processor's, else the stated model's), or nfe (evaluations of the
-    network, all alike).
+    `flowrl_compare.costs`), seconds (of the processor) or stated seconds (of the stated model).
     """
     if axis == "updates":
         return column(line, "iteration")
-    if axis == "nfe":
-        return [a + b for a, b in zip(column(line, "nfe"), column(line, "train_nfe"), strict=True)]
-    config = line.get("config", {})
-    in_2d = config.get("environment", {}).get("world", "mixture") == "mixture"
-    if axis == "seconds" or (axis == "world seconds" and in_2d):
+    if axis == "seconds":
         return column(line, "seconds")
-    prices, unit = (prices_of(config), 1.0) if axis == "forwards" else (STATED, STATED.seconds)
+    own = axis == "forwards"
+    prices, unit = (prices_of(line.get("config", {})), 1.0) if own else (STATED, STATED.seconds)
     rows: list[dict[str, Any]] = [dict(zip(CURVE, row, strict=True)) for row in line["curve"]]
     return [unit * prices.parts(row).total for row in rows]
 
@@ -83,29 +78,10 @@ def curve(line: Line, axis: str = "updates", rewards: str = "soft") -> Curve:
     return Curve(spent(line, axis), column(line, rewards))
 
 
-@dataclass(frozen=True)
-class Measure:
-    """A number per run, `of(line)`, or per pair of runs of a seed, `between(line, other)`;
-    exchanging them changes its sign.
-    """
-
-    label: str
-    of: Callable[[Line], float] | None = None
-    between: Callable[[Line, Line], float] | None = None
-
-
-def mean_reward(column_name: str, fraction: float = 1.0) -> Callable[[Line], float]:
-    """The mean of a column over the run, or its first part, as a piecewise linear function of
-    updates.
-    """
-
-    def reward(line: Line) -> float:
-        history = curve(line, "updates", column_name)
-        return mean_until(
-            history, history.budgets[0] + fraction * (history.budgets[-1] - history.budgets[0])
-        )
-
-    return reward
+def mean_reward(line: Line, rewards: str = "soft") -> float:
+    """The mean of a column over the run, as a piecewise linear function of updates."""
+    history = curve(line, "updates", rewards)
+    return mean_until(history, history.budgets[-1])
 
 
 def reward_at_equal(axis: str, rewards: str = "soft") -> Callable[[Line, Line], float]:
@@ -119,64 +95,38 @@ def reward_at_equal(axis: str, rewards: str = "soft") -> Callable[[Line, Line], 
     return difference
 
 
-AXES = {
-    "updates": "updates",
-    "nfe": "NFE",
-    "forwards": "forward equivalents",
-    "seconds": "seconds",
-    "stated seconds": f"seconds of {STATED_NAME}",
-    "world seconds": "seconds of the stated model",
+MEASURES: dict[str, Callable[[Line], float]] = {
+    "area": mean_reward,
+    "collapse": lambda line: float(collapsed(column(line, "soft"))),
 }
-"""Budgets by name, in words."""
-
-MEASURES: dict[str, Measure] = {
-    "area": Measure("mean reward over training", mean_reward("soft")),
-    "collapse": Measure("collapse rate", lambda line: float(collapsed(column(line, "soft")))),
-    **{
-        f"reward at equal {axis}": Measure(
-            f"mean reward over equal {words}", between=reward_at_equal(axis)
-        )
-        for axis, words in AXES.items()
-        if axis != "updates"
-    },
+"""Numbers per run."""
+COMPARISONS: dict[str, Callable[[Line, Line], float]] = {
+    f"reward at equal {axis}": reward_at_equal(axis) for axis in ("forwards", "stated seconds")
 }
-"""Measures by name."""
+"""Numbers per pair of runs of a seed; exchanging the runs changes the sign."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Finished runs in one world: `runs[arm][task]` holds a line per seed, in the
-    order of `seeds`.
-    """
+    """Finished runs in one world: `runs[arm]` has a line per seed, in the order of `seeds`."""
 
-    runs: Mapping[str, Mapping[str, Sequence[Line]]]
+    runs: Mapping[str, Sequence[Line]]
     seeds: tuple[int, ...]
 
     def values(self, arm: str, measure: str) -> Values:
-        """The measure of every run of an arm, [seed, task]. `ConfigError`: no such arm, or the
-        measure needs two runs.
-        """
-        value = self._measure(measure, arm).of
-        if value is None:
-            raise ConfigError(f"evidence: {measure!r} compares two runs")
-        return np.array([[value(line) for line in lines] for lines in self.runs[arm].values()]).T
+        """One of `MEASURES` for every run of an arm, [seed]. `ConfigError`: no such arm."""
+        return np.array([MEASURES[measure](line) for line in self._of(arm)])
 
     def differences(self, arm: str, than: str, measure: str) -> Values:
-        """arm - than of every pair of runs, [seed, task]. `ConfigError`: no such arm."""
-        between = self._measure(measure, arm, than).between
-        if between is None:
+        """arm - than of every pair of runs, [seed], by one of `MEASURES` or `COMPARISONS`.
+        `ConfigError`: no such arm.
+        """
+        if measure in MEASURES:
             return self.values(arm, measure) - self.values(than, measure)
-        rows = [
-            [
-                between(*pair)
-                for pair in zip(self.runs[arm][task], self.runs[than][task], strict=True)
-            ]
-            for task in self.runs[arm]
-        ]
-        return np.array(rows).T
+        pairs = zip(self._of(arm), self._of(than), strict=True)
+        return np.array([COMPARISONS[measure](*pair) for pair in pairs])
 
-    def _measure(self, measure: str, *arms: str) -> Measure:
-        missing = [arm for arm in arms if arm not in self.runs]
-        if missing or measure not in MEASURES:
-            raise ConfigError(f"evidence: no arm {missing} or measure {measure!r}")
-        return MEASURES[measure]
+    def _of(self, arm: str) -> Sequence[Line]:
+        if arm not in self.runs:
+            raise ConfigError(f"evidence: no arm {arm!r}")
+        return self.runs[arm]

@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -26,14 +25,12 @@ from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Positive, checked_options
 from flowrl.core.probe import Call, Cost, Estimates, Probe, Probing, Scored, Shape
 from flowrl.core.protocols import MultistepSolver, RewardModel
-from flowrl.rollout import ProbeRun, Rollout, Usage, Walk, score
-from flowrl_bench.continuations import TrueAdvantages, walk_of
+from flowrl.rollout import ProbeRun, Rollout, Walk, score
+from flowrl_bench.continuations import MAX_BATCH, TrueAdvantages, walk_of
 from flowrl_bench.gradients import Setting
 
 Tables = Float[Tensor, "prompt point point"]
 Places = Float[Tensor, "prompt row 2"]
-MAX_BATCH = 8192
-"""Grid points per network call."""
 
 
 @checked_options
@@ -45,7 +42,6 @@ class ValueGrid:
     Args:
         points: points per axis, odd, so that every other point is a coarser grid.
         reach: half of the square's side.
-        interpolation: "cubic" (convolution of order 3, Keys 1981) or "linear".
 
     Raises:
         ConfigError: a field is out of range.
@@ -53,7 +49,6 @@ class ValueGrid:
 
     points: int = 57
     reach: Positive = 5.0
-    interpolation: Literal["cubic", "linear"] = "cubic"
 
     def __post_init__(self) -> None:
         fits = self.points >= 9 and self.points % 2 == 1
@@ -81,23 +76,19 @@ class ValueGrid:
 
     def taps(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """The points that enter the interpolation at coordinates `places`, and their weights,
-        [..., tap].
+        [..., tap] (cubic convolution of order 3, Keys 1981).
         """
         last = self.points - 1
         units = ((places.double() + self.reach) / self.spacing).clamp(0, last)
         base = units.floor().clamp(max=last - 1)
         f = units - base
-        if self.interpolation == "linear":
-            offsets, weights = (0, 1), [1 - f, f]
-        else:
-            offsets = (-1, 0, 1, 2)
-            weights = [
-                f * (f * (1 - f / 2) - 0.5),
-                f * f * (1.5 * f - 2.5) + 1,
-                f * (f * (2 - 1.5 * f) + 0.5),
-                f * f * (f - 1) / 2,
-            ]
-        index = base.long()[..., None] + torch.tensor(offsets)
+        weights = [
+            f * (f * (1 - f / 2) - 0.5),
+            f * f * (1.5 * f - 2.5) + 1,
+            f * (f * (2 - 1.5 * f) + 0.5),
+            f * f * (f - 1) / 2,
+        ]
+        index = base.long()[..., None] + torch.tensor((-1, 0, 1, 2))
         return index.clamp(0, last), torch.stack(weights, -1)
 
     def at(self, tables: Tables, places: Places) -> Float[Tensor, "prompt row"]:
@@ -319,7 +310,6 @@ def exact_advantages(
     trajectories: Rollout,
     rewards: Sequence[RewardModel] = (),
     grid: ValueGrid = ValueGrid(),
-    usage: Usage | None = None,
 ) -> list[TrueAdvantages]:
     """A* of every decision of `trajectories` under each of `rewards` (default: the setting's),
     exact up to the error of the grid, which `errors` estimates.
@@ -330,7 +320,7 @@ def exact_advantages(
         not isinstance(setting.sampler, MultistepSolver), "sampler", setting.sampler, "a kernel"
     )
     path, groups = trajectories.trajectories, trajectories.groups
-    steps, walk = path.tree.drawn_steps, walk_of(setting, groups, 0, usage, MAX_BATCH)
+    steps, walk = path.tree.drawn_steps, walk_of(setting, groups, 0, None)
     results = []
     with setting.policy.frozen(), torch.no_grad():
         backup = Backup.of(walk, steps[0] if steps else 0, grid)

@@ -315,15 +315,11 @@ def _credited(
     )
 
 
-def update_evaluations(
-    setting: Setting, members: int, loss: PolicyLoss = PolicyGradientLoss()
-) -> int:
-    """Network evaluations of one policy update on prompts x `members` trajectories: one per
-    trajectory and decision, two if the loss needs the reference; what the trainer counts as
-    `train_nfe`.
+def update_evaluations(setting: Setting, members: int) -> int:
+    """Network evaluations of one policy update on prompts x `members` trajectories without a
+    reference: one per trajectory and decision; what the trainer counts as `train_nfe`.
     """
-    decisions = int((setting.stds > 0).sum())
-    return len(setting.prompts) * members * decisions * (1 + loss.needs_reference)
+    return len(setting.prompts) * members * int((setting.stds > 0).sum())
 
 
 @dataclass(frozen=True)
@@ -333,7 +329,6 @@ class Alignment:
 
     `cosine`: of the angle between them, with the noise of the estimate removed from its length.
     `scale`: <g, truth> / |truth|^2, the factor by which the rule stretches the true gradient.
-    `relative_bias`: |E g - scale truth| / |scale truth|, which no learning rate removes.
     `signal_to_noise`: |E g| over the rms deviation of one batch's gradient (0 where all are 0).
     """
 
@@ -341,7 +336,6 @@ class Alignment:
     cosine_interval: tuple[float, float]
     scale: float
     scale_interval: tuple[float, float]
-    relative_bias: float
     signal_to_noise: float
     batches: int
 
@@ -395,7 +389,6 @@ def alignment(estimates: Tensor, truths: Tensor) -> Alignment:
         spread = torch.tensor(column, dtype=torch.float64)
         error = math.sqrt((count - 1) / count * float((spread - spread.mean()).square().sum()))
         intervals.append((value - 1.96 * error, value + 1.96 * error))
-    bias = math.sqrt(1 / min(1.0, max(abs(cosine), 1e-6)) ** 2 - 1)
     noise = float((estimates - estimates.mean(0)).square().sum(1).mean().sqrt())
     signal = math.sqrt(max(float(_squared_norm(estimates)), 0.0)) / noise if noise > 0 else 0.0
-    return Alignment(cosine, intervals[0], scale, intervals[1], bias, signal, count)
+    return Alignment(cosine, intervals[0], scale, intervals[1], signal, count)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from flowrl_compare.statistics import Inference, Values, mean
 
-from flowrl_bench.evidence import MEASURES, Evidence, column
-from flowrl_bench.statistics import SMALLEST, holm, outside, wins
+from flowrl_bench.evidence import Evidence, column
+from flowrl_bench.statistics import SMALLEST, holm, outside
 
 BETTER, WORSE, ALIKE = "better", "worse", "no difference that matters"
 BARELY_BETTER, BARELY_WORSE = "better, by less than matters", "worse, by less than matters"
@@ -27,66 +27,53 @@ FEWEST = 5
 """Seeds that a verdict needs."""
 
 
-@dataclass(frozen=True)
-class Gain:
-    """The possible gain in a task: mean final reward of the best known arm, minus the reward before
-    training.
-    """
-
-    start: float
-    best: float
-    arm: str
-
-    @property
-    def size(self) -> float:
-        """Best minus start."""
-        return self.best - self.start
-
-
-GAINS: dict[tuple[str, str], Gain] = {
-    ("mixture", "direction"): Gain(0.2070, 0.9976, "turning points, 40 steps"),
-    ("shapes", "compositional"): Gain(0.7272, 0.8889, "uniform, equal evaluations"),
-    ("shapes", "text"): Gain(0.7456, 0.9374, "stepwise gains"),
-    ("shapes", "preference"): Gain(0.7403, 0.9511, "stepwise gains"),
-}
-"""By world and task: best known, over the arms of an earlier study (docs/studies.md)."""
+GAINS = {"mixture": 0.9976 - 0.2070, "shapes": 0.8889 - 0.7272}
+"""The possible gain by world: mean final reward of the best known arm (turning points with 40 steps,
+uniform credit at equal evaluations), minus the reward before training, in an earlier study
+(docs/studies.md).
+"""
 
 
 def gain(world: str, evidence: Evidence) -> float:
-    """The possible gain, averaged over tasks: from `GAINS`, else the evidence's best arm."""
-    tasks = next(iter(evidence.runs.values()))
-
-    def best(task: str) -> float:
-        if (world, task) in GAINS:
-            return GAINS[world, task].size
-        curves = [[column(run, "soft") for run in runs[task]] for runs in evidence.runs.values()]
-        ends = [float(np.mean([curve[-1] for curve in arm])) for arm in curves]
-        return max(ends) - float(np.mean([curve[0] for arm in curves for curve in arm]))
-
-    return float(np.mean([best(task) for task in tasks]))
+    """The possible gain: from `GAINS`, else that of the evidence's best arm."""
+    if world in GAINS:
+        return GAINS[world]
+    curves = [[column(run, "soft") for run in runs] for runs in evidence.runs.values()]
+    ends = [float(np.mean([curve[-1] for curve in arm])) for arm in curves]
+    return max(ends) - float(np.mean([curve[0] for arm in curves for curve in arm]))
 
 
 @dataclass(frozen=True)
 class Comparison:
     """One comparison.
 
-    `arms` names the difference ("a minus b"). `estimate`: with the p-value of no difference.
-    `outside`: the p-value of a difference of at least the margin. `adjusted`: both p-values after
-    the family's correction; None: not in a family. `won`: fraction of seeds at which the first arm
-    is better.
+    `estimate`: with the p-value of no difference. `outside`: the p-value of a difference of at
+    least the margin. `won`: fraction of seeds at which the first arm is better, ties count a half. `adjusted`: both
+    p-values after the family's correction; None: not in a family.
     """
 
-    arms: str
-    measure: str
     estimate: Inference
-    outside: float = math.nan
+    outside: float
+    won: float
     adjusted: tuple[float, float] | None = None
-    won: float | None = None
+
+    @staticmethod
+    def of(differences: Values, margin: float) -> "Comparison":
+        """The comparison of two arms by their `differences` [seed]. With fewer than `FEWEST` seeds
+        the p-values are NaN.
+        """
+        estimate, out = mean(differences), math.nan
+        if len(differences) < FEWEST:
+            estimate = replace(estimate, p=math.nan)
+        else:
+            out = outside(lambda null: mean(differences, null), margin)
+        won = np.mean((differences > 0) + 0.5 * (differences == 0))
+        return Comparison(estimate, out, float(won))
 
     @property
-    def text(self) -> str:
-        """Arms and measure in words."""
-        return f"{self.arms}: {MEASURES[self.measure].label}"
+    def p(self) -> float:
+        """The corrected p-value of no difference; NaN outside a family and with too few seeds."""
+        return self.adjusted[0] if self.adjusted else math.nan
 
     @property
     def verdict(self) -> str:
@@ -112,13 +99,6 @@ def judge_family(comparisons: Sequence[Comparison]) -> list[Comparison]:
     return [replace(c, adjusted=pair) for c, pair in zip(comparisons, pairs, strict=True)]
 
 
-def by_seed(values: Values) -> Values:
-    """[seed] of [seed, task]: the mean over tasks, because runs of one seed share random
-    numbers.
-    """
-    return values.mean(axis=1)
-
-
 @dataclass(frozen=True)
 class Compare:
     """`arm` against `than` by `measure`, a reward."""
@@ -128,14 +108,6 @@ class Compare:
     measure: str = "area"
 
     def compare(self, evidence: Evidence, gain: float) -> Comparison:
-        """Compare paired seeds; `gain`: the possible gain in the world. With fewer than `FEWEST`
-        seeds the p-values are NaN.
-        """
-        runs = by_seed(evidence.differences(self.arm, self.than, self.measure))
-        estimate, out = mean(runs), math.nan
-        if len(runs) < FEWEST:
-            estimate = replace(estimate, p=math.nan)
-        else:
-            out = outside(lambda null: mean(runs, null), SMALLEST * gain)
-        won = wins(runs, np.zeros_like(runs))
-        return Comparison(f"{self.arm} minus {self.than}", self.measure, estimate, out, None, won)
+        """Compare paired seeds; `gain`: the possible gain in the world."""
+        differences = evidence.differences(self.arm, self.than, self.measure)
+        return Comparison.of(differences, SMALLEST * gain)

@@ -1,6 +1,4 @@
-"""A page as a list of blocks, written as Markdown and as one self-contained HTML file, and its
-general figures.
-"""
+"""A page as a list of blocks, written as Markdown and as one self-contained HTML file."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +10,6 @@ from flowrl_compare.pages import render
 from flowrl_compare.paper import Columns, write_paper
 from flowrl_compare.style import is_own, png
 from markupsafe import escape
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flowrl.io import require_new_file, write_bytes
@@ -21,32 +18,19 @@ from flowrl.reading import read_bytes
 
 @dataclass(frozen=True)
 class Heading:
-    """A heading; one of level 2 begins a section."""
+    """The heading of a section."""
 
     text: str
-    level: int = 2
     kind: ClassVar[str] = "heading"
 
-    def markdown(self, images: str) -> str:
+    def markdown(self) -> str:
         """The block as Markdown."""
-        return f"{'#' * self.level} {self.text}"
+        return f"## {self.text}"
 
     @property
     def anchor(self) -> str:
         """The name by which links find it."""
         return re.sub(r"[^\w-]", "", self.text.lower().replace(" ", "-"))
-
-
-@dataclass(frozen=True)
-class Items:
-    """A numbered list."""
-
-    rows: Sequence[str]
-    kind: ClassVar[str] = "items"
-
-    def markdown(self, images: str) -> str:
-        """The block as Markdown."""
-        return "\n".join(f"{number}. {row}" for number, row in enumerate(self.rows, 1))
 
 
 @dataclass(frozen=True)
@@ -56,7 +40,7 @@ class Text:
     text: str
     kind: ClassVar[str] = "text"
 
-    def markdown(self, images: str) -> str:
+    def markdown(self) -> str:
         """The block as Markdown."""
         return self.text
 
@@ -69,7 +53,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     kind: ClassVar[str] = "table"
 
-    def markdown(self, images: str) -> str:
+    def markdown(self) -> str:
         """The block as Markdown."""
         lines = [self.head, ["---"] * len(self.head), *self.rows]
         return "\n".join(
@@ -86,9 +70,9 @@ class Image:
     alt: str
     kind: ClassVar[str] = "image"
 
-    def markdown(self, images: str) -> str:
-        """The block as Markdown; `images` is the folder of the images."""
-        return f"![{self.alt}]({images + '/' if images else ''}{self.name}.png)"
+    def markdown(self) -> str:
+        """The block as Markdown."""
+        return f"![{self.alt}]({self.name}.png)"
 
 
 def require_page(folder: Path, name: str, title: str, option: str = "page") -> None:
@@ -111,24 +95,19 @@ class Document:
     """
 
     title: str
-    blocks: list[Heading | Text | Items | Table | Image] = field(default_factory=list)
+    blocks: list[Heading | Text | Table | Image] = field(default_factory=list)
     kind: str = ""
 
-    def heading(self, words: str, level: int = 2) -> None:
-        """Begin a section, or a part of it (level 3)."""
-        self.blocks.append(Heading(words, level))
-
-    def items(self, rows: Sequence[str]) -> None:
-        """Add a numbered list."""
-        self.blocks.append(Items(rows))
+    def heading(self, words: str) -> None:
+        """Begin a section."""
+        self.blocks.append(Heading(words))
 
     def text(self, words: str) -> None:
         """Add a paragraph."""
         self.blocks.append(Text(words))
 
-    def write(self, folder: Path, name: str, images: str = "") -> list[Path]:
-        """Write `name`.md and `name`.html in `folder`, and the figures as PNG in its folder
-        `images`.
+    def write(self, folder: Path, name: str) -> list[Path]:
+        """Write `name`.md, `name`.html and the figures as PNG in `folder`.
 
         Raises `ConfigError`, before anything is written, for files of these names that are neither
         of an earlier page of this kind nor figures of flowrl.
@@ -138,13 +117,13 @@ class Document:
         shown = read_bytes(old).decode(errors="replace") if old.exists() else ""
         for block in self.blocks:
             if isinstance(block, Image):
-                known = block.markdown(images).partition("](")[2] in shown
-                path = folder / images / f"{block.name}.png"
+                known = block.markdown().partition("](")[2] in shown
+                path = folder / f"{block.name}.png"
                 require_new_file(path, lambda data, known=known: known or is_own(data), "page")
         files = {block.name: png(block.figure) for block in self.blocks if isinstance(block, Image)}
         for image, data in files.items():
-            write_bytes(folder / images / f"{image}.png", data)
-        write_bytes(folder / f"{name}.md", self.markdown(images).encode())
+            write_bytes(folder / f"{image}.png", data)
+        write_bytes(folder / f"{name}.md", self.markdown().encode())
         write_bytes(folder / f"{name}.html", self.html(files).encode())
         return [folder / f"{name}.md", folder / f"{name}.html"]
 
@@ -171,12 +150,9 @@ class Document:
                 ]
         return write_paper(folder, results, tables, figures, settings, command, "page")
 
-    def markdown(self, images: str = "") -> str:
-        """The page as Markdown; `images` is the folder of the images."""
-        return (
-            "\n\n".join([f"# {self.title}", *(block.markdown(images) for block in self.blocks)])
-            + "\n"
-        )
+    def markdown(self) -> str:
+        """The page as Markdown."""
+        return "\n\n".join([f"# {self.title}", *(b.markdown() for b in self.blocks)]) + "\n"
 
     def html(self, files: Mapping[str, bytes]) -> str:
         """The page as HTML with the images (PNG files by name) inside."""
@@ -187,14 +163,3 @@ class Document:
             blocks=self.blocks,
             files=files,
         )
-
-
-def dot_plot_axes(axes: Axes, labels: Sequence[str], title: str, size: float | None = None) -> None:
-    """Style of a plot with one horizontal row per label."""
-    axes.set_yticks(range(len(labels)), labels, fontsize=size)
-    axes.set_ylim(len(labels) - 0.4, -0.6)
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="#e4e6ea", linewidth=0.8)
-    axes.set_axisbelow(True)

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
+from flowrl.cli.progress import clock
 from flowrl.core.errors import require
 from flowrl.core.options import Count, Seed
 from flowrl.io import require_new_file
@@ -59,7 +60,7 @@ def _print_progress() -> Callable[[str, int, int, float], None]:
     def show(phase: str, update: int, updates: int, loss: float) -> None:
         began = started.setdefault(phase, time.monotonic())
         left = (time.monotonic() - began) / update * (updates - update)
-        remaining = f"{int(left) // 60}:{int(left) % 60:02d}" if update > 1 else "unknown"
+        remaining = clock(left if update > 1 else None)
         print(f"{phase}: {update}/{updates}  loss {loss:.4f}  time left {remaining}", flush=True)
 
     return show

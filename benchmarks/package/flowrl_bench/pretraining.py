@@ -8,9 +8,7 @@ reinforcement learning.
 
 import hashlib
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -125,31 +123,19 @@ def draw_pairs(config: PretrainConfig, careless: bool = False) -> tuple[Tensor, 
     return torch.tensor(words), torch.tensor(layouts)
 
 
-def pretrain(
-    config: PretrainConfig, progress: Progress, snapshot: Callable[[SmallSD3], None] | None = None
-) -> SmallSD3:
-    """Train a base model from scratch, deterministic per thread count. `snapshot` gets averaged
-    weights every 5 minutes.
-    """
+def pretrain(config: PretrainConfig, progress: Progress) -> SmallSD3:
+    """Train a base model from scratch, deterministic per thread count."""
     torch.manual_seed(config.seed)
     network = SmallSD3(len(VOCABULARY), MAX_WORDS, config.shift)
     train_autoencoder(network, config, progress)
     network.autoencoder.requires_grad_(False)
     table = latent_table(network, config)
-    main = Phase("base model", config.updates, config.lr, config.warmup)
-    fit(network, table, draw_pairs(config), main, config, config.seed + 2, progress, snapshot)
+    phases = [Phase("base model", config.updates, config.lr, config.warmup)]
     if config.careless_updates:
-        last = Phase("careless captions", config.careless_updates, config.careless_lr, 1)
-        fit(
-            network,
-            table,
-            draw_pairs(config, careless=True),
-            last,
-            config,
-            config.seed + 3,
-            progress,
-            snapshot,
-        )
+        phases.append(Phase("careless captions", config.careless_updates, config.careless_lr, 1))
+    for number, phase in enumerate(phases):
+        pairs = draw_pairs(config, careless=number > 0)
+        fit(network, table, pairs, phase, config, config.seed + 2 + number, progress)
     return network.eval()
 
 
@@ -171,7 +157,6 @@ def fit(
     config: PretrainConfig,
     seed: int,
     progress: Progress,
-    snapshot: Callable[[SmallSD3], None] | None,
 ) -> None:
     """Flow matching by AdamW; the network ends with the moving average of its weights."""
     words, layouts = pairs
@@ -179,7 +164,6 @@ def fit(
     parameters = [p for p in network.parameters() if p.requires_grad]
     average = [p.detach().clone() for p in parameters]
     optimiser = torch.optim.AdamW(parameters, lr=phase.lr, betas=(0.9, 0.99), weight_decay=0.01)
-    started = time.monotonic()
     for update in range(phase.updates):
         scale = min(1.0, (update + 1) / phase.warmup)
         decay = min(1.0, 2 * (1 - update / phase.updates))
@@ -194,30 +178,9 @@ def fit(
             mean.lerp_(parameter.detach(), 1 - keep)
         if update % 50 == 0 or update == phase.updates - 1:
             progress(phase.name, update + 1, phase.updates, loss.item())
-        if snapshot is not None and time.monotonic() - started > 300:
-            started = time.monotonic()
-            with _averaged(parameters, average):
-                snapshot(network)
-    _copy(average, parameters)
-
-
-@contextmanager
-def _averaged(
-    parameters: Sequence[torch.nn.Parameter], average: Sequence[Tensor]
-) -> Iterator[None]:
-    """Within this context the parameters have the averaged values."""
-    kept = [parameter.detach().clone() for parameter in parameters]
-    _copy(average, parameters)
-    try:
-        yield
-    finally:
-        _copy(kept, parameters)
-
-
-@torch.no_grad()
-def _copy(values: Sequence[Tensor], parameters: Sequence[torch.nn.Parameter]) -> None:
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
+    with torch.no_grad():
+        for parameter, mean in zip(parameters, average, strict=True):
+            parameter.copy_(mean)
 
 
 def flow_matching_loss(
@@ -250,16 +213,13 @@ def pretrain_to_file(
     command in the same folder.
     """
     torch.set_num_threads(threads)
-
-    def write(network: SmallSD3) -> None:
-        data = save({name: tensor.contiguous() for name, tensor in network.state_dict().items()})
-        write_bytes(out, data)
-        card = {
-            "sha256": hashlib.sha256(data).hexdigest(),
-            "command": command,
-            "threads": threads,
-            "config": asdict(config),
-        }
-        write_json(out.with_suffix(".json"), card)
-
-    write(pretrain(config, progress, snapshot=write))
+    network = pretrain(config, progress)
+    data = save({name: tensor.contiguous() for name, tensor in network.state_dict().items()})
+    write_bytes(out, data)
+    card = {
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "command": command,
+        "threads": threads,
+        "config": asdict(config),
+    }
+    write_json(out.with_suffix(".json"), card)

@@ -123,6 +123,11 @@ def require_same_code(code: str) -> None:
         )
 
 
+def run_in_words(config: RunConfig) -> str:
+    """A run in messages."""
+    return f"{config.algorithm.method} (seed {config.seed}, {config.environment.world})"
+
+
 def require_unchanged(config: RunConfig, key: str, code: str) -> None:
     """Raise `ConfigError` if the user's files or the project's code have changed since the
     beginning of a run.
@@ -134,9 +139,8 @@ def require_unchanged(config: RunConfig, key: str, code: str) -> None:
         changed = f"the code in {PACKAGES['flowrl']} changed"
     else:
         return
-    run = f"{config.algorithm.method} (seed {config.seed}, {config.environment.world})"
     raise ConfigError(
-        f"{changed} during the run {run}, so its version is unknown. The run was discarded:"
+        f"{changed} during the run {run_in_words(config)}, so its version is unknown. The run was discarded:"
         " start again"
     )
 

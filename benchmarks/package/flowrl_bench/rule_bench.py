@@ -2,33 +2,29 @@
 baselines in both worlds.
 """
 
+import re
 import shlex
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.core.errors import require
+from flowrl_compare.arms import arm_run, credit_arms, meaning, rule_name
+from flowrl_compare.results import difference
+
+from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Workers
+from flowrl.io import write_json
+from flowrl.reading import read_json
 from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
 from flowrl.workers import worker_count
-from flowrl_bench.arms import WORLDS, Arm, settings_of, tuned, world_label
+from flowrl_bench.arms import WORLDS, Arm, own_arm, settings_of, tuned, world_label
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Evidence, evaluation_rows, labelled
 from flowrl_bench.page import Heading, require_page
-from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.rule_headroom import bound_among
-from flowrl_bench.rule_names import (
-    ARM,
-    RESULTS,
-    TUNING,
-    keep_arm,
-    known_arm,
-    results_folder,
-    settings_text,
-)
 from flowrl_bench.rule_page import (
     TITLE,
     World,
@@ -38,11 +34,74 @@ from flowrl_bench.rule_page import (
     sentence,
     terminal,
 )
-from flowrl_bench.rule_plan import ORACLE, Key, Part
-from flowrl_bench.suite import Suite
-from flowrl_bench.tune import Tried, chosen, tried, tune
+from flowrl_bench.rule_plan import BASELINES, ORACLE, Key, Part
+from flowrl_bench.suite import execute_study
+from flowrl_bench.tune import Tried, chosen, tried
 
+TUNING, RESULTS, ARM = "tuning.jsonl", "results.jsonl", "arm.json"
+"""The files of a rule's folder that hold runs, and the settings of the arm."""
 Say = Callable[[str], None]
+
+
+def own_name(spec: str) -> str:
+    """What a rule is called: by its class, or by its whole spec if the class has a baseline's name.
+    Raises `ConfigError` for a baseline.
+    """
+    name = rule_name(spec)
+    chosen = spec if name in BASELINES else name
+    require(chosen not in BASELINES, "rule", spec, "a rule that is not always included")
+    return chosen
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two arms have the same settings, in whatever spelling of their parts."""
+    return meaning(arm_run(RunConfig(), one)) == meaning(arm_run(RunConfig(), other))
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """The settings of an arm: of a credit rule alone its spec."""
+    return (
+        settings["credit"] if settings.keys() == {"method", "credit"} else difference("", settings)
+    )
+
+
+def results_folder(rule: str | Arm) -> Path:
+    """runs/rule-NAME for an arm or a rule's spec."""
+    name = rule_name(rule) if isinstance(rule, str) else rule.name
+    return Path("runs") / ("rule-" + re.sub(r"[^\w.=,-]+", "_", name).strip("_"))
+
+
+def known_arm(rule: str | Arm, folder: Path) -> Arm:
+    """The arm `rule`, or that of a rule's spec, with the spellings of a folder's results if they
+    have runs of it.
+
+    Raises `ConfigError` if they have runs of another arm, or of this one before a file of its parts
+    was changed; or if the name is that of a baseline.
+    """
+    if isinstance(rule, str):
+        own_name(rule)
+    name, settings = (
+        ("", credit_arms([rule])[rule_name(rule)])
+        if isinstance(rule, str)
+        else (rule.name, rule.settings)
+    )
+    path = folder / ARM
+    held = read_json(path, dict[str, Any]) if path.exists() else None
+    instead = f"choose another --out, or delete {TUNING} and {RESULTS} in {folder} to start again"
+    if held is not None and not _same(held, settings):
+        raise ConfigError(
+            f"results: {folder} contains runs of another rule, {settings_text(held)}: {instead}"
+        )
+    for file in (ResultsFile(folder / place, own=held or {}) for place in (TUNING, RESULTS)):
+        if any(config_id(file.settings(line)) != line["id"] for line in file.unchecked()):
+            raise ConfigError(
+                f"results: {folder} contains runs of {settings_text(settings)} from before its file"
+                f" changed: {instead}"
+            )
+    settings = held or settings
+    if isinstance(rule, str):
+        name = own_name(settings["credit"])
+    return own_arm(name, settings)
 
 
 class Bench:
@@ -138,49 +197,16 @@ class Bench:
             for run in self.exact(part):
                 yield (part.world, ORACLE.name, run.seed), run
 
-    def missing(self) -> tuple[dict[tuple[str, str], int], list[Key]]:
-        """The number of runs that each search has to make, and the runs of the results that are
-        missing.
-        """
-        lines, done = self.tuning.unchecked(), self.results.read()
-        searches = {(s.world, s.arm.name): s.budget - len(s.scores(lines)) for s in self.searches}
-        results = [key for key, run in self.runs() if run is None or config_id(run) not in done]
-        return {key: count for key, count in searches.items() if count}, results
-
     def execute(self, say: Say = print) -> bool:
         """Make the missing searches, then the missing results; False if Ctrl-C paused it."""
-        searches, results = self.missing()
-        if not searches and not results:
-            return True
-        keep_arm(self.folder, self.arm)
-        total = sum(searches.values()) + len(results)
-        say(f"{total} runs remain (results: {self.folder}); press Ctrl-C to pause")
-        pace = Pace(total)
+        write_json(self.folder / ARM, dict(self.arm.settings))
 
-        def searched(line: Mapping[str, Any], done: int) -> None:
-            values = ", ".join(
-                f"{name.replace('_', ' ')} {value:g}" for name, value in line["values"].items()
-            )
-            position = f"{done}/{sum(search.budget for search in self.searches)}"
-            arm = "" if line["arm"] == self.name else f"{line['arm']}, "
-            say(
-                f"search {position}, {world_label(line['world'])}, {arm}{values}, seed"
-                f" {line['seed']}: {line['score']:.3f}; {pace.finished()}"
-            )
+        def runs() -> Iterator[tuple[str, RunConfig | None]]:
+            for (world, arm, _), run in self.runs():
+                yield f"{world_label(world)}, {arm}", run
 
-        if searches and not tune(
-            self.searches, self.tuning.path, self.command, self.workers, searched
-        ):
-            return False
-        keys = {config_id(run): (key, run) for key, run in self.runs() if run is not None}
-
-        def finished(position: int, count: int, line: Mapping[str, Any]) -> None:
-            (world, arm, seed), _ = keys[line["id"]]
-            say(f"{position}/{count} {world_label(world)}, {arm}, seed {seed}; {pace.finished()}")
-
-        runs = {key: run for key, (_, run) in keys.items()}
-        allowed = {**{line.get("id", ""): None for line in self.results.unchecked()}, **runs}
-        return Suite(runs, self.results, allowed, self.command).execute(self.workers, finished)
+        files = self.searches, self.tuning, runs, self.results
+        return execute_study(*files, self.command, self.workers, say)
 
     def worlds(self) -> list[World]:
         """The worlds with two or more seeds that all arms have, judged."""
@@ -202,7 +228,7 @@ class Bench:
             if len(indices) < 2:
                 continue
             runs = {
-                name: {part.task: [line for index in indices if (line := arm_lines[index])]}
+                name: [line for index in indices if (line := arm_lines[index])]
                 for name, arm_lines in arms.items()
             }
             arm_values = {

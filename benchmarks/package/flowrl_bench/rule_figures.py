@@ -29,16 +29,14 @@ AXES = {
 """Budgets by name: the axis of `evidence.spent`, its unit, and its label."""
 
 
-def curves_figure(
-    arms: Mapping[str, Mapping[str, Sequence[Line]]], task: str, bound: Bound | None = None
-) -> Figure:
+def curves_figure(arms: Mapping[str, Sequence[Line]], bound: Bound | None = None) -> Figure:
     """Mean learning curves with their 95% intervals, a panel per budget; dashed: exact credit."""
     figure, names = Figure(figsize=(12.5, 4.2), layout="constrained"), list(arms)
     for axes, (budget, (axis, unit, label)) in zip(
         figure.subplots(1, len(AXES), sharey=True), AXES.items(), strict=True
     ):
-        for arm, tasks in arms.items():
-            x, table = _common([curve(line, axis) for line in tasks[task]])
+        for arm, lines in arms.items():
+            x, table = _common([curve(line, axis) for line in lines])
             means = [mean(column) for column in table.T]
             shade, middle = METHOD_COLOURS.get(arm, OTHERS[1]), [e.value for e in means]
             axes.plot(
@@ -55,7 +53,7 @@ def curves_figure(
             if len(table) > 1:
                 axes.fill_between(x / unit, low, high, color=shade, alpha=0.15, linewidth=0)
         if bound is not None and UNIFORM in arms:
-            costs = _costs(arms[UNIFORM][task], axis, bound.iterations)
+            costs = _costs(arms[UNIFORM], axis, bound.iterations)
             axes.plot(costs / unit, np.mean(bound.curves, 0), "--", color=INK, label=EXACT)
         axes.set_xlabel(label)
         axes.set_title(f"equal {budget}", loc="left", fontsize=10)

@@ -11,7 +11,6 @@ from flowrl_compare.statistics import Estimate, mean
 from flowrl.training.config import RunConfig
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Evidence, column
-from flowrl_bench.judging import by_seed
 from flowrl_bench.page import Table
 from flowrl_bench.results_file import Lines
 from flowrl_bench.statistics import Curve, mean_until
@@ -70,7 +69,7 @@ def headroom(evidence: Evidence, margin: float, bound: Bound | None) -> Headroom
     if UNIFORM not in evidence.runs:
         return None
     if bound is not None:
-        uniform = dict(zip(evidence.seeds, by_seed(evidence.values(UNIFORM, "area")), strict=True))
+        uniform = dict(zip(evidence.seeds, evidence.values(UNIFORM, "area"), strict=True))
         exact = {
             seed: mean_until(Curve(bound.iterations, curve), bound.iterations[-1])
             for seed, curve in zip(bound.seeds, bound.curves, strict=True)
@@ -79,7 +78,7 @@ def headroom(evidence: Evidence, margin: float, bound: Bound | None) -> Headroom
             lead = mean([exact[seed] - uniform[seed] for seed in shared])
             return Headroom(EXACT, lead, margin, len(shared), bound)
     leads = {
-        arm: mean(by_seed(evidence.differences(arm, UNIFORM, "area")))
+        arm: mean(evidence.differences(arm, UNIFORM, "area"))
         for arm in evidence.runs
         if arm != UNIFORM
     }

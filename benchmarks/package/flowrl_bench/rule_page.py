@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from flowrl_compare.bounds import Bound
+from flowrl_compare.conclusion import joined
 from flowrl_compare.costs import STATED_NAME
 from flowrl_compare.statistics import mean
 
@@ -23,7 +24,6 @@ from flowrl_bench.judging import (
     VERDICTS,
     Compare,
     Comparison,
-    by_seed,
     gain,
     judge_family,
 )
@@ -87,13 +87,18 @@ class World:
         return f"{world_label(self.part.world)}, {len(self.evidence.seeds)} seeds"
 
     @property
+    def title(self) -> str:
+        """`name` at the beginning of a sentence."""
+        return self.name[0].upper() + self.name[1:]
+
+    @property
     def gain(self) -> float:
         """The possible gain."""
         return gain(self.part.world, self.evidence)
 
     def headroom(self, rule: str) -> Headroom | None:
         """The headroom by the arms other than the rule."""
-        runs = {arm: tasks for arm, tasks in self.evidence.runs.items() if arm != rule}
+        runs = {arm: lines for arm, lines in self.evidence.runs.items() if arm != rule}
         return headroom(Evidence(runs, self.evidence.seeds), SMALLEST * self.gain, self.bound)
 
     def tells(self, rule: str) -> str:
@@ -127,7 +132,7 @@ def judged(rule: str, worlds: Sequence[World]) -> list[World]:
     ]
     findings: dict[str, list[Finding]] = {world.part.world: [] for world in worlds}
     for (world, baseline, budget), comparison in zip(cases, judge_family(comparisons), strict=True):
-        differences = by_seed(world.evidence.differences(rule, baseline, BUDGETS[budget]))
+        differences = world.evidence.differences(rule, baseline, BUDGETS[budget])
         spread = float(differences.std(ddof=1)) if len(differences) > 1 else math.inf
         visible, alone = (
             detectable(spread, len(differences), ALPHA / share) for share in (2 * len(cases), 1)
@@ -149,15 +154,14 @@ def sentence(rule: str, world: World) -> str:
                 finding.budget for finding in findings if finding.comparison.verdict == verdict
             ]
             if budgets:
-                parts.append(f"{verdict} at equal {_listed(budgets)}")
+                parts.append(f"{verdict} at equal {joined(budgets)}")
         patterns.setdefault(", ".join(parts), []).append(baseline)
     answer = "; ".join(
-        f"against {_listed(baselines)}: {pattern}" for pattern, baselines in patterns.items()
+        f"against {joined(baselines)}: {pattern}" for pattern, baselines in patterns.items()
     )
-    place = world.name[0].upper() + world.name[1:]
     lost = world.evidence.values(rule, "collapse")
     collapse = f" {rule} collapsed in {lost.sum():.0f} of {lost.size} seeds." if lost.sum() else ""
-    return f"{place}. {rule} {answer}.{collapse}{_power(world)}"
+    return f"{world.title}. {rule} {answer}.{collapse}{_power(world)}"
 
 
 def _power(world: World) -> str:
@@ -177,10 +181,6 @@ def _words(knob: str) -> str:
     return knob.replace("_", " ")
 
 
-def _listed(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
 def _range(values: Sequence[float]) -> str:
     low, high = f"{min(values):.3f}", f"{max(values):.3f}"
     return low if low == high else f"{low} to {high}"
@@ -190,10 +190,7 @@ def terminal(rule: str, worlds: Sequence[World]) -> str:
     """The findings and the arms of every world, in 80 columns."""
     lines: list[str] = []
     for world in worlds:
-        lines += [
-            f"{world.name[0].upper()}{world.name[1:]}; rule minus baseline, mean reward over"
-            " training at equal"
-        ]
+        lines += [f"{world.title}; rule minus baseline, mean reward over training at equal"]
         lines += [" " * 17 + "".join(f"{budget:<21}" for budget in BUDGETS).rstrip()]
         for baseline in world.part.baselines:
             cells = [f.comparison for f in world.findings if f.baseline == baseline]
@@ -202,12 +199,9 @@ def terminal(rule: str, worlds: Sequence[World]) -> str:
             lines += [f"{baseline:<17}" + "".join(f"{cell:<21}" for cell in texts).rstrip()]
         lines += [f"{'arm':<27}{'mean reward [95%]':<27}{'worst seed':<12}collapsed"]
         for arm in world.evidence.runs:
-            area, lost = world.evidence.values(arm, "area"), world.evidence.values(arm, "collapse")
             name = arm if len(arm) < 27 else f"{arm[:23]}..."
-            lines += [
-                f"{name:<27}{mean(by_seed(area)).text():<27}{area.min():<12.3f}{lost.sum():.0f} of"
-                f" {lost.size}"
-            ]
+            _, area, lost, worst = _arm_row(world, arm)
+            lines += [f"{name:<27}{area:<27}{worst:<12}{lost}"]
         lines += [""]
     return "\n".join(lines[:-1])
 
@@ -222,7 +216,7 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Docum
         page.text(world.tells(rule))
         if untuned := world.untuned(rule):
             page.text(
-                f"Not tuned in the {world_label(world.part.world)}: {_listed(untuned)}."
+                f"Not tuned in the {world_label(world.part.world)}: {joined(untuned)}."
                 f" {_untuned_note(rule, untuned)}"
             )
     for world in worlds:
@@ -283,19 +277,13 @@ def findings_table(worlds: Sequence[World]) -> Table:
                 f"{getattr(finding.comparison.estimate, end):.4f}"
                 for end in ("value", "low", "high")
             ),
-            _p_value(finding.comparison),
+            "" if math.isnan(finding.comparison.p) else f"{finding.comparison.p:.2g}",
             str(len(world.evidence.seeds)),
         )
         for world in worlds
         for finding in world.findings
     ]
     return Table(head, rows)
-
-
-def _p_value(comparison: Comparison) -> str:
-    """The corrected p-value of no difference; empty with too few seeds."""
-    p = comparison.adjusted[0] if comparison.adjusted else math.nan
-    return "" if math.isnan(p) else f"{p:.2g}"
 
 
 def _untuned_note(rule: str, untuned: Sequence[str]) -> str:
@@ -315,7 +303,7 @@ def _untuned_note(rule: str, untuned: Sequence[str]) -> str:
 
 def _section(page: Document, rule: str, world: World) -> None:
     """A world's tables and figure."""
-    page.heading(world.name[0].upper() + world.name[1:])
+    page.heading(world.title)
     arms = world.evidence.runs
     first = world.part.baselines[0]
     head = ("arm", "mean reward over training", "collapsed", "worst seed")
@@ -336,7 +324,7 @@ def _section(page: Document, rule: str, world: World) -> None:
         f" {world.name}"
     )
     file = f"rule-{re.sub(r'[^a-z0-9]+', '-', world.part.world.lower())}"
-    page.blocks.append(Image(file, curves_figure(arms, world.part.task, world.bound), caption))
+    page.blocks.append(Image(file, curves_figure(arms, world.bound), caption))
     dashed = " Dashed: exact credit, at the cost of uniform credit." if world.bound else ""
     page.text(f"{caption}: the mean over seeds, and the band of its 95% interval.{dashed}")
     page.text("The settings of every arm:")
@@ -353,9 +341,9 @@ def _section(page: Document, rule: str, world: World) -> None:
     for arm, settings in world.searches.items():
         page.text(f"The settings that the search for {arm} tried:")
         page.blocks.append(_search_table(settings))
-    base, rows = _cost(arms[first][world.part.task]), []
-    for arm, tasks in arms.items():
-        costs = _cost(tasks[world.part.task])
+    base, rows = _cost(arms[first]), []
+    for arm, lines in arms.items():
+        costs = _cost(lines)
         ratios = [f"{cost / reference:.2f}" for cost, reference in zip(costs, base, strict=True)]
         nfe, stated, seconds = costs
         rows.append((arm, f"{nfe:.0f}", f"{stated:.1f}", f"{seconds:.3f}", *ratios))
@@ -383,7 +371,7 @@ def _search_table(settings: Sequence[Tried]) -> Table:
 
 def _arm_row(world: World, arm: str) -> tuple[str, ...]:
     area, lost = world.evidence.values(arm, "area"), world.evidence.values(arm, "collapse")
-    return arm, mean(by_seed(area)).text(), f"{lost.sum():.0f} of {lost.size}", f"{area.min():.3f}"
+    return arm, mean(area).text(), f"{lost.sum():.0f} of {lost.size}", f"{area.min():.3f}"
 
 
 def _settings(world: World, rule: str) -> Table:
@@ -403,9 +391,8 @@ def _settings(world: World, rule: str) -> Table:
 
 def _finding_row(finding: Finding) -> tuple[str, ...]:
     c = finding.comparison
-    won = "-" if c.won is None else f"{100 * c.won:.0f}%"
-    p_value = c.adjusted[0] if c.adjusted else math.nan
-    p = "-" if math.isnan(p_value) else "< .001" if p_value < 1e-3 else f"{p_value:.3f}"
+    won = f"{100 * c.won:.0f}%"
+    p = "-" if math.isnan(c.p) else "< .001" if c.p < 1e-3 else f"{c.p:.3f}"
     visible = (f"{finding.visible:.3f}", f"{finding.alone:.3f}")
     return finding.baseline, finding.budget, c.verdict, c.estimate.text(3, True), p, won, *visible
 

@@ -6,8 +6,8 @@ from types import MappingProxyType
 from typing import Any
 
 from flowrl.core.errors import require
-from flowrl.training.config import RunConfig, preset
-from flowrl_bench.arms import ARMS, SHORT, TASKS, WORLDS, Arm, chosen_worlds, settings_of, tuned
+from flowrl.training.config import RunConfig
+from flowrl_bench.arms import ARMS, SHORT, WORLDS, Arm, chosen_worlds, tuned
 from flowrl_bench.tune import Search, usual_budget
 
 BASELINES = ("uniform", "stepwise gains", "turning points")
@@ -86,15 +86,6 @@ class Part:
         """The runs of an arm, by seed."""
         length = LENGTH.get(self.world, {})
         return [arm.run(self.world, values, **length, seed=seed) for seed in self.numbers]
-
-    @property
-    def task(self) -> str:
-        """The world's task."""
-        return (
-            TASKS[self.world][0]
-            if self.world in TASKS
-            else preset("default").apply(**settings_of(self.world)).environment.task
-        )
 
 
 FULL = {

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from flowrl_compare.statistics import LEVEL, Inference
-from numpy.typing import ArrayLike
 
 SMALLEST = 0.05
 """The smallest difference of interest in reward, in both directions, as a fraction of the possible
@@ -19,13 +18,13 @@ gain.
 """
 
 
-def detectable(spread: float, count: int, alpha: float = 1 - LEVEL, power: float = 0.8) -> float:
+def detectable(spread: float, count: int, alpha: float = 1 - LEVEL) -> float:
     """The smallest mean difference that a two-sided t test at level `alpha` finds with probability
-    `power`.
+    0.8.
 
-    d spread / sqrt(n), with P(T > t_{1 - alpha/2, n-1}) = `power` for the noncentral T of n - 1
+    d spread / sqrt(n), with P(T > t_{1 - alpha/2, n-1}) = 0.8 for the noncentral T of n - 1
     degrees of freedom and shift d; `spread`: the standard deviation of n = `count` paired
-    differences. The usual approximation of d, t_{1 - alpha/2, n-1} + t_{power, n-1}, has a power of
+    differences. The usual approximation of d, t_{1 - alpha/2, n-1} + t_{0.8, n-1}, has a power of
     0.77 instead of 0.8 for 3 seeds, and less at the levels of Holm's correction. Infinite for fewer
     than 2 differences.
     """
@@ -35,7 +34,7 @@ def detectable(spread: float, count: int, alpha: float = 1 - LEVEL, power: float
         return math.inf
     critical = float(stats.t.ppf(1 - alpha / 2, count - 1))
     solution = optimize.root_scalar(
-        lambda d: stats.nct.sf(critical, count - 1, d) - power, bracket=(0.0, 4 * critical + 4)
+        lambda d: stats.nct.sf(critical, count - 1, d) - 0.8, bracket=(0.0, 4 * critical + 4)
     )
     return float(solution.root) * spread / math.sqrt(count)
 
@@ -49,12 +48,6 @@ def outside(test: Callable[[float], Inference], margin: float) -> float:
     if not abs(low.low + low.high) < 2 * margin:
         return 1.0
     return max(low.p, high.p) / 2
-
-
-def wins(first: ArrayLike, second: ArrayLike) -> float:
-    """Fraction of seeds at which `first` is larger than `second`; ties count a half."""
-    a, b = np.asarray(first, float), np.asarray(second, float)
-    return float(((a > b) + 0.5 * (a == b)).mean())
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

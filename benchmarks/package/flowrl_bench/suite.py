@@ -1,9 +1,12 @@
-"""Parallel runs with one line of the results file each; runs in the file are not repeated."""
+"""Parallel runs with one line of the results file each; runs in the file are not repeated. Studies
+search for settings first, and report the time that is left.
+"""
 
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +18,8 @@ from flowrl.io import file_lock
 from flowrl.parts.trust import trust_option
 from flowrl.training.config import RunConfig
 from flowrl.workers import Worker, run_jobs
+from flowrl_bench.arms import world_label
+from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import column
 from flowrl_bench.measurements import CURVE, measure
 from flowrl_bench.results_file import (
@@ -22,18 +27,15 @@ from flowrl_bench.results_file import (
     make_line,
     require_same_code,
     require_unchanged,
+    run_in_words,
     stamp,
 )
+from flowrl_bench.tune import Search, tune
 
 Progress = Callable[[int, int, Mapping[str, Any]], None]
 """Called with (runs in the file, all runs, the line of the run that has just finished)."""
 BATCH = 8
 """Runs of a process, which takes a second or two to warm up; workers of a cluster remain warm."""
-
-
-def describe(config: RunConfig) -> str:
-    """A run in words."""
-    return f"the run {config.algorithm.method} (seed {config.seed}, {config.environment.world})"
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Suite:
                 workers,
                 finished=lambda keys, _: None,
                 received=received,
-                describe=lambda keys: describe(self.runs[keys[0]]),
+                describe=lambda keys: f"the run {run_in_words(self.runs[keys[0]])}",
             )
             return in_file == len(self.runs)
 
@@ -110,6 +112,70 @@ def _run(
             return
         require_unchanged(config, key, made["code"])
         worker.send(make_line(config, measured, command, key, made))
+
+
+@dataclass
+class Pace:
+    """Jobs that are `missing` when the work begins."""
+
+    missing: int
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self._started = time.monotonic()
+
+    def finished(self) -> str:
+        """Count a job; the time that the others need, in words."""
+        self.done += 1
+        per_job = (time.monotonic() - self._started) / self.done
+        return f"about {duration(per_job * (self.missing - self.done))} left"
+
+
+def duration(seconds: float) -> str:
+    """ "40 seconds", "12 minutes" or "3.5 hours"."""
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
+def execute_study(
+    searches: Sequence[Search],
+    tuning: ResultsFile,
+    runs: Callable[[], Iterable[tuple[str, RunConfig | None]]],
+    results: ResultsFile,
+    command: str,
+    workers: Workers,
+    say: Callable[[str], None],
+) -> bool:
+    """Make the missing runs of the searches, then those of `runs`, and report each with the time
+    left; False if Ctrl-C paused it.
+
+    `runs` has a label for every run, and None in place of a run whose search is not finished.
+    """
+    lines, known = tuning.unchecked(), results.read()
+    searching = sum(search.budget - len(search.scores(lines)) for search in searches)
+    waiting = sum(run is None or config_id(run) not in known for _, run in runs())
+    if not searching and not waiting:
+        return True
+    folder, total = results.path.parent, sum(search.budget for search in searches)
+    say(f"{searching + waiting} runs remain (results: {folder}); press Ctrl-C to pause")
+    pace = Pace(searching + waiting)
+
+    def searched(line: Mapping[str, Any], done: int) -> None:
+        values = ", ".join(f"{knob.replace('_', ' ')} {v:g}" for knob, v in line["values"].items())
+        run = f"{world_label(line['world'])}, {line['arm']}, {values}, seed {line['seed']}"
+        say(f"search {done}/{total} {run}: {line['score']:.3f}; {pace.finished()}")
+
+    if searching and not tune(searches, tuning.path, command, workers, searched):
+        return False
+    named = {config_id(run): (label, run) for label, run in runs() if run is not None}
+
+    def finished(done: int, count: int, line: Mapping[str, Any]) -> None:
+        say(f"{done}/{count} {named[line['id']][0]}, seed {line['seed']}; {pace.finished()}")
+
+    made = {key: run for key, (_, run) in named.items()}
+    allowed = {**{line.get("id", ""): None for line in results.unchecked()}, **made}
+    return Suite(made, results, allowed, command).execute(workers, finished)
 
 
 EARLY, ROUNDING, TOLERANCE = 0.25, 1e-3, 0.05

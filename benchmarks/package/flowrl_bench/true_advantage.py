@@ -4,12 +4,10 @@ truth.
 `flowrl_bench.continuations` measures the true advantage; this module also exports its functions.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from flowrl_compare.statistics import Estimate
-from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.core.errors import require
@@ -22,10 +20,6 @@ __all__ = [
     "LookCredit",
     "TrueAdvantages",
     "compare_credit",
-    "correlation",
-    "correlation_difference",
-    "credit_report",
-    "credit_sums",
     "true_advantages",
 ]
 
@@ -42,13 +36,11 @@ class Agreement:
     one step.
 
     `correlation`: Pearson, divided by the root of `reliability`, which corrects for the Monte Carlo
-    noise of the truth (`raw_correlation` does not), within [-1, 1]. `slope`: cov(credit, A*) /
-    var(A*), the variance corrected likewise. `sign`: fraction of the *resolved* decisions (|A*|
-    above two standard errors) whose credit has the sign of A* (credit 0 counts as half); `resolved`
-    is their fraction of all. `bias`: the mean credit of a step over all outcomes, root mean square
-    over steps, in units of the credit's std; the true one is 0, since E[A* | z_i] = 0.
-    `unexplained`: fraction of the credit's variance that is not proportional to A*, 1 -
-    correlation^2.
+    noise of the truth (`raw_correlation` does not), within [-1, 1]. `sign`: fraction of the
+    *resolved* decisions (|A*| above two standard errors) whose credit has the sign of A* (credit 0
+    counts as half); `resolved` is their fraction of all. `bias`: the mean credit of a step over all
+    outcomes, root mean square over steps, in units of the credit's std; the true one is 0, since
+    E[A* | z_i] = 0.
     """
 
     correlation: Estimate
@@ -57,9 +49,6 @@ class Agreement:
     sign: Estimate
     resolved: float
     bias: Estimate
-    unexplained: float
-    count: int
-    slope: Estimate
 
 
 @dataclass(frozen=True)
@@ -79,45 +68,16 @@ def compare_credit(
 
     Raises `ConfigError` for credit of another shape than the truth's, or not finite.
     """
-    return credit_report(credit_sums(credit, truth), truth.steps, draws, seed)
-
-
-def credit_sums(credit: Tensor, truth: TrueAdvantages) -> Float[Tensor, "group step 9"]:
-    """The sums over members from which `credit_report` computes all statistics. Raises
-    `ConfigError` as `compare_credit` does.
-    """
     shape, wanted = tuple(credit.shape), tuple(truth.values.shape)
     allowed = f"[prompt, member, decision] = {wanted}, as the true advantages"
     require(shape == wanted, "credit of shape", shape, allowed)
     bad = int((~torch.isfinite(credit)).sum())
     require(bad == 0, "credit: values that are not finite", bad, "none")
     weights = None if truth.weights is None else truth.weights.double()
-    return _sums(credit.double(), truth.values.double(), truth.errors.double(), weights)
-
-
-def credit_report(
-    sums: Float[Tensor, "group step 9"], steps: Sequence[int], draws: int = 1000, seed: int = 0
-) -> CreditReport:
-    """The agreement in `credit_sums`; intervals by bootstrap over groups."""
+    sums = _sums(credit.double(), truth.values.double(), truth.errors.double(), weights)
     by_step = _resampled(sums, draws, seed)
-    per_step = tuple(_agreement(by_step[:, i : i + 1]) for i in range(len(steps)))
-    return CreditReport(_agreement(by_step), tuple(steps), per_step)
-
-
-def correlation_difference(
-    sums: Tensor, others: Tensor, draws: int = 1000, seed: int = 0
-) -> Estimate:
-    """The correlation in `sums` [group, step, 9] minus that in `others`, of the same groups, which
-    are drawn together.
-    """
-    require(
-        len(sums) == len(others),
-        "groups",
-        (len(sums), len(others)),
-        "equally many, the same for both rules",
-    )
-    one, other = (_corrected(_moments(_resampled(table, draws, seed))) for table in (sums, others))
-    return _measured(one - other)
+    per_step = tuple(_agreement(by_step[:, i : i + 1]) for i in range(len(truth.steps)))
+    return CreditReport(_agreement(by_step), truth.steps, per_step)
 
 
 def _resampled(sums: Tensor, draws: int, seed: int) -> Tensor:
@@ -183,11 +143,6 @@ def _corrected(m: _Moments) -> Tensor:
     return (_raw(m) / m.reliability.sqrt()).clamp(-1.0, 1.0)
 
 
-def correlation(sums: Float[Tensor, "*row 9"]) -> float:
-    """The corrected correlation in rows of `credit_sums`, which are added up."""
-    return float(_corrected(_moments(sums.reshape(1, -1, 9).double()))[0])
-
-
 def _agreement(sums: Tensor) -> Agreement:
     """Statistics of sums [draw, step, 9]; the first draw is the data itself, the others are
     bootstrap draws.
@@ -206,9 +161,6 @@ def _agreement(sums: Tensor) -> Agreement:
         sign=_measured(sign),
         resolved=float(resolved[0] / moments.count[0]),
         bias=_measured(bias),
-        unexplained=max(0.0, 1 - float(corrected[0]) ** 2),
-        count=round(float(moments.count[0])),
-        slope=_measured(moments.covariance / (moments.variance_t * moments.reliability)),
     )
 
 

@@ -152,12 +152,7 @@ def score_of(line: Mapping[str, Any], form: str = "soft") -> float:
     the trained form.
     """
     curve = column(line, form)
-    return min(over_training(curve), float(curve[-1]))
-
-
-def over_training(curve: Sequence[float]) -> float:
-    """The mean of a learning curve without the evaluation before training."""
-    return float(np.mean(curve[1:]))
+    return min(float(np.mean(curve[1:])), float(curve[-1]))  # without that before training
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ An outcome is the difference of two arms in mean held-out reward over training, 
 that both have spent, as a fraction of what can be gained in the task. It is averaged over the tasks
 of a world within each seed; the seed is the unit. What can be gained is the highest mean final
 reward of an arm minus the mean reward before training. The smallest difference that matters is
-`MARGIN` of it, in both directions. Holm's correction covers both p-values of all `QUESTIONS` of a
+`SMALLEST` of it, in both directions. Holm's correction covers both p-values of all `QUESTIONS` of a
 world (`flowrl_bench.judging`); all other outcomes are secondary.
 
 In the 2-D world every arm is tuned in every task, with 24 runs of 20 iterations. On images every
@@ -12,30 +12,24 @@ arm is tuned in the task compositional, with 12 runs of 12 iterations, and has t
 three tasks.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
 from flowrl_compare.statistics import Estimate, Values, collapsed, mean
 
 from flowrl_bench.evidence import column, mean_reward, reward_at_equal, spent
-from flowrl_bench.judging import FEWEST, Comparison, judge_family
+from flowrl_bench.judging import Comparison, judge_family
 from flowrl_bench.results_file import Lines
-from flowrl_bench.statistics import outside, wins
-from flowrl_bench.verdict_runs import FORM, MARGIN, ORACLE, UNIFORM
+from flowrl_bench.statistics import SMALLEST
+from flowrl_bench.verdict_runs import FORM, ORACLE, UNIFORM
 
-MEASURED_AT = {
-    "updates": "area",
-    "forwards": "reward at equal forwards",
-    "stated seconds": "reward at equal stated seconds",
-}
-"""Budgets at which arms are compared, and their measures in `flowrl_bench.evidence`; seconds are
-those of SD3.5-Medium (`flowrl_compare.costs`).
+PER_UPDATE, PER_EVALUATION, PER_SECOND = BUDGETS = ("updates", "forwards", "stated seconds")
+"""Budgets at which arms are compared (`flowrl_bench.evidence.spent`); seconds are those of
+SD3.5-Medium (`flowrl_compare.costs`).
 """
-PER_UPDATE, PER_EVALUATION, PER_SECOND = MEASURED_AT
-EXACT, POINTS = ORACLE, "turning points"
+POINTS = "turning points"
 
 
 @dataclass(frozen=True)
@@ -48,7 +42,7 @@ class Question:
 
 
 QUESTIONS = (
-    Question(EXACT, PER_UPDATE),
+    Question(ORACLE, PER_UPDATE),
     Question("stepwise gains", PER_UPDATE),
     Question(POINTS, PER_UPDATE),
     Question("calibrated values", PER_UPDATE),
@@ -154,20 +148,12 @@ class Verdicts:
 
     def _compare(self, question: Question) -> Comparison:
         values = self.differences(question.arm, question.than, question.budget)
-        estimate, out = mean(values), math.nan
-        if len(values) >= FEWEST:
-            out = outside(lambda null: mean(values, null), MARGIN)
-        else:
-            estimate = replace(estimate, p=math.nan)
-        won = wins(values, np.zeros_like(values))
-        label = f"{question.arm} minus {question.than}"
-        return Comparison(label, MEASURED_AT[question.budget], estimate, out, None, won)
+        return Comparison.of(values, SMALLEST)
 
     def arm(self, name: str, tasks: Sequence[str] = ()) -> Summary:
         """The numbers of an arm."""
         chosen = [lines for task, lines in self.pairs.items() if not tasks or task in tasks]
         curves = [[column(pair[name], FORM) for pair in lines] for lines in chosen]
-        over_training = mean_reward(FORM)
 
         def cost(budget: str) -> float:
             spending = (
@@ -177,10 +163,10 @@ class Verdicts:
             return fmean(a / b for a, b in zip(*spending, strict=True))
 
         return Summary(
-            mean=fmean(fmean(over_training(pair[name]) for pair in lines) for lines in chosen),
+            mean=fmean(fmean(mean_reward(pair[name], FORM) for pair in lines) for lines in chosen),
             final=fmean(fmean(run[-1] for run in runs) for runs in curves),
             collapses=sum(collapsed(run) for runs in curves for run in runs),
             runs=sum(map(len, curves)),
-            leads={budget: self.lead(name, UNIFORM, budget, tasks) for budget in MEASURED_AT},
+            leads={budget: self.lead(name, UNIFORM, budget, tasks) for budget in BUDGETS},
             costs={budget: cost(budget) for budget in (PER_EVALUATION, PER_SECOND)},
         )

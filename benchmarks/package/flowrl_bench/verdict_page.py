@@ -18,10 +18,9 @@ from flowrl_bench.judging import (
     WORSE,
     Comparison,
 )
-from flowrl_bench.page import dot_plot_axes
+from flowrl_bench.statistics import SMALLEST
 from flowrl_bench.verdict import (
     CONTROLS,
-    EXACT,
     PER_EVALUATION,
     PER_SECOND,
     PER_UPDATE,
@@ -29,14 +28,14 @@ from flowrl_bench.verdict import (
     Question,
     Verdicts,
 )
-from flowrl_bench.verdict_runs import CAMPAIGNS, MARGIN, UNIFORM, Study
+from flowrl_bench.verdict_runs import CAMPAIGNS, ORACLE, UNIFORM, Study
 
 NAMES = {
     UNIFORM: "Flow-GRPO",
     "uniform, 10 groups": "Flow-GRPO, 10 prompts",
     "uniform, 8 groups": "Flow-GRPO, 8 prompts",
     "uniform, 6 groups": "Flow-GRPO, 6 prompts",
-    EXACT: "exact values",
+    ORACLE: "exact values",
     "uniform, larger groups": "Flow-GRPO, more samples",
     "noise-weighted": "weights by noise",
     "stepwise gains": "Stepwise-Flow-GRPO",
@@ -73,7 +72,6 @@ SHADES = {
 }
 """Colours of verdicts; the others are `SOFT`."""
 PANELS = {"points": "synthetic", "images": "images"}
-MARKS = {"better": COLOURS["tp-grpo"], "worse": COLOURS["stepwise-flow-grpo"]}
 
 
 def named(arm: str) -> str:
@@ -83,10 +81,10 @@ def named(arm: str) -> str:
 
 def _draw(axes: Axes, verdicts: Verdicts, arms: Sequence[str], title: str) -> None:
     answers = {(q.arm, q.budget, q.than): c for q, c in verdicts.answers()}
-    axes.axvspan(-100 * MARGIN, 100 * MARGIN, color="#eef0f3", zorder=0)
+    axes.axvspan(-100 * SMALLEST, 100 * SMALLEST, color="#eef0f3", zorder=0)
     axes.axvline(0, color=INK, linewidth=1)
     for place, arm in enumerate(arms):
-        budget = PER_UPDATE if arm == EXACT else PER_SECOND
+        budget = PER_UPDATE if arm == ORACLE else PER_SECOND
         answer = answers.get((arm, budget, UNIFORM))
         shade, face = SOFT, "white"
         lead = verdicts.lead(arm, UNIFORM, budget) if arm in verdicts.arms else None
@@ -96,9 +94,14 @@ def _draw(axes: Axes, verdicts: Verdicts, arms: Sequence[str], title: str) -> No
             axes.text(0, place, " unknown", va="center", fontsize=8, color=SOFT)
             continue
         axes.plot([100 * lead.low, 100 * lead.high], [place, place], color=shade, linewidth=2)
-        marker = "D" if arm == EXACT else "o"
+        marker = "D" if arm == ORACLE else "o"
         axes.plot(100 * lead.value, place, marker, color=shade, markerfacecolor=face)
-    dot_plot_axes(axes, [named(arm) for arm in arms], title)
+    axes.set_yticks(range(len(arms)), [named(arm) for arm in arms])
+    axes.set_ylim(len(arms) - 0.4, -0.6)
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#e4e6ea", linewidth=0.8)
 
 
 def leads_figure(worlds: Mapping[str, Verdicts]) -> Figure:
@@ -109,7 +112,7 @@ def leads_figure(worlds: Mapping[str, Verdicts]) -> Figure:
     arms = [q.arm for q in QUESTIONS if q.budget == PER_SECOND and q.arm in first.arms]
     arms += [q.arm for q in CONTROLS if q.than == UNIFORM and q.arm in first.arms]
     arms.sort(key=lambda arm: -first.lead(arm, UNIFORM, PER_SECOND).value)
-    rows = [EXACT, *arms]
+    rows = [ORACLE, *arms]
     figure = Figure(figsize=(3.2 + 3.2 * len(worlds), 1.6 + 0.3 * len(rows)), layout="constrained")
     (panels,) = figure.subplots(1, len(worlds), squeeze=False, sharex=True, sharey=True)
     for axes, (name, verdicts) in zip(panels, worlds.items(), strict=True):
@@ -119,8 +122,8 @@ def leads_figure(worlds: Mapping[str, Verdicts]) -> Figure:
     figure.suptitle(f"Lead over Flow-GRPO at equal cost ({STATED_NAME}), %", fontsize=12)
     marks = [
         *(
-            Line2D([], [], color=shade, marker="o", linewidth=2, label=label)
-            for label, shade in MARKS.items()
+            Line2D([], [], color=SHADES[verdict], marker="o", linewidth=2, label=verdict)
+            for verdict in (BETTER, WORSE)
         ),
         Line2D([], [], color=INK, marker="o", linewidth=2, label="too small to matter"),
         Line2D([], [], color=SOFT, marker="o", linewidth=2, label="undecided"),
@@ -153,7 +156,7 @@ def _asked(question: Question, answer: Comparison) -> dict[str, str]:
         **_percent(lead),
         "p, difference": f"{p:.4f}",
         "p, margin": f"{outside:.4f}",
-        "seeds won": f"{answer.won or 0:.2f}",
+        "seeds won": f"{answer.won:.2f}",
         "verdict": answer.verdict if lead.p == lead.p else "no verdict: too few seeds",
     }
 

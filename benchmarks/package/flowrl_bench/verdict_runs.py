@@ -19,10 +19,9 @@ from flowrl_bench.arms import ARMS as METHOD_ARMS
 from flowrl_bench.arms import MOST_CLIP, POLICY, WORLDS, Arm, Knob
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Line
-from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import Lines, ResultsFile
-from flowrl_bench.suite import Suite
-from flowrl_bench.tune import SEEDS, Search, chosen, tune
+from flowrl_bench.suite import execute_study
+from flowrl_bench.tune import SEEDS, Search, chosen
 
 
 def exact(points: int = 29, reach: float = 4.0) -> str:
@@ -100,8 +99,6 @@ ONLY_IN_2D = (
 )
 FORM = "reward"
 """The column of the primary outcome: the trained form of the score."""
-MARGIN = 0.05
-"""The smallest effect of interest, as a fraction of what can be gained in a task."""
 UNIFORM, ORACLE = "uniform", "oracle"
 
 
@@ -114,7 +111,6 @@ class Task:
     `tuned_in` names the task of the searches, if not this one.
     """
 
-    label: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     world: str = "mixture"
     dimension: int = 2
@@ -180,21 +176,18 @@ class Task:
 
 
 POINTS: dict[str, Task] = {
-    "default": Task("default: 5 of 10 steps drawn, smooth reward"),
-    "noise-0.3": Task("noise of 0.3 on the score", {"reward_noise": 0.3}),
-    "strict": Task("strict reward", {"reward_form": "strict"}, oracle=exact(57, 5)),
-    "16-dimensions": Task("16 dimensions", {}, "points(dimension=16)", 16, SAMPLED),
+    "default": Task(),
+    "noise-0.3": Task({"reward_noise": 0.3}),
+    "strict": Task({"reward_form": "strict"}, oracle=exact(57, 5)),
+    "16-dimensions": Task({}, "points(dimension=16)", 16, SAMPLED),
 }
-"""In two dimensions: the default task, and three in which exact credit leads by twice the smallest
-difference that matters for different reasons: noise on the score, a reward of 0 or 1, more
-dimensions.
+"""In two dimensions: the default task, with 5 of 10 steps drawn and a smooth reward, and three in
+which exact credit leads by twice the smallest difference that matters for different reasons: noise
+on the score, a reward of 0 or 1, more dimensions.
 """
 IMAGES: dict[str, Task] = {
     task: Task(
-        f"images: {task}",
-        {
-            **dict(task=task, window="2:7", iterations=12, eval_steps=10, eval_solver="dpm++"),
-        },
+        dict(task=task, window="2:7", iterations=12, eval_steps=10, eval_solver="dpm++"),
         "shapes",
         oracle="",
         tuned_in="compositional",
@@ -259,43 +252,30 @@ class Study:
         by_search = {key: chosen(search, lines) for key, search in self.searches.items()}
         return {key: values for key, values in by_search.items() if values is not None}
 
-    def runs(self) -> Iterator[tuple[tuple[str, str, int], RunConfig]]:
-        """The runs on fresh seeds, by task, arm and seed, of finished searches."""
-        first = self.campaign.first_seed
-        for (name, arm), values in self.values().items():
-            world = self.tasks[name].world
+    def runs(self) -> Iterator[tuple[tuple[str, str, int], RunConfig | None]]:
+        """The runs on fresh seeds, by task, arm and seed; None while their search is unfinished."""
+        first, values = self.campaign.first_seed, self.values()
+        for name, arm in self.searches:
+            own, world = values.get((name, arm)), self.tasks[name].world
             for seed in range(first, first + self.campaign.seeds):
-                yield (name, arm, seed), self.arms[name][arm].run(world, values, seed=seed)
+                run = self.arms[name][arm].run(world, own, seed=seed) if own is not None else None
+                yield (name, arm, seed), run
 
     def execute(self, command: str, say: Any = print) -> bool:
         """Make what is missing: the searches, then the runs on fresh seeds; False if paused."""
         searches = list({search.arm.name: search for search in self.searches.values()}.values())
-        lines = self.tuning.unchecked()
-        missing = sum(search.budget - len(search.scores(lines)) for search in searches)
-        total, pace = sum(search.budget for search in searches), Pace(missing)
 
-        def searched(line: Mapping[str, Any], done: int) -> None:
-            values = ", ".join(f"{knob} {value:g}" for knob, value in line["values"].items())
-            place = f"search {done}/{total} {line['arm']}, {values}, seed {line['seed']}"
-            say(f"{place}: {line['score']:.3f}; {pace.finished()}", flush=True)
+        def runs() -> Iterator[tuple[str, RunConfig | None]]:
+            for (task, arm, _), run in self.runs():
+                yield f"{task}, {arm}", run
 
-        if missing and not tune(searches, self.tuning.path, command, self.workers, searched):
-            return False
-        names = {config_id(run): key for key, run in self.runs()}
-        runs = {config_id(run): run for _, run in self.runs()}
-        pace = Pace(len(runs.keys() - self.results.read().keys()))
-
-        def finished(done: int, count: int, line: Mapping[str, Any]) -> None:
-            task, arm, seed = names[line["id"]]
-            say(f"{done}/{count} {task}, {arm}, seed {seed}; {pace.finished()}", flush=True)
-
-        allowed = {**{line.get("id", ""): None for line in self.results.unchecked()}, **runs}
-        return Suite(runs, self.results, allowed, command).execute(self.workers, finished)
+        files = searches, self.tuning, runs, self.results
+        return execute_study(*files, command, self.workers, say)
 
     def pairs(self, any_code: bool = False) -> dict[str, list[Lines]]:
         """By task, the lines by arm of every seed that all arms have."""
         lines = self.results.read(any_code=any_code)
-        runs = {key: lines.get(config_id(run)) for key, run in self.runs()}
+        runs = {key: lines.get(config_id(run)) for key, run in self.runs() if run}
         return {name: list(_pairs(name, arms, runs)) for name, arms in self.arms.items()}
 
 

@@ -1,4 +1,4 @@
-"""Variants of the 2-D world: further coordinates without a reward, and modes within modes."""
+"""A variant of the 2-D world: further coordinates without a reward."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,43 +18,22 @@ from flowrl.policies import MixturePolicy
 from flowrl.training.presets import WORLD_DEFAULTS
 from flowrl.worlds import mixture
 
-CENTRES = GaussianMixture.ring(modes=4, radius=mixture.RADIUS).means
-"""The centres of the rings of the nested mixture [mode, 2]."""
-SCALE = 0.25
-"""The size of these rings, relative to the ring on which their centres are."""
 
-
-def data(dimension: int, nested: bool) -> GaussianMixture:
+def data(dimension: int) -> GaussianMixture:
     """The mixture of `Points`."""
     ring = mixture.ring()
-    if nested:
-        inner = (CENTRES[:, None] + SCALE * CENTRES).flatten(0, 1)
-        ring = GaussianMixture(inner, SCALE * ring.std, torch.full((len(inner),), 1 / len(inner)))
     return GaussianMixture(pad(ring.means, (0, dimension - 2)), ring.std, ring.weights)
 
 
 @dataclass(frozen=True)
 class PlaneReward:
-    """The 2-D world's reward of the first two coordinates; with `nested` the mean of two parts.
-
-    The first part is the 2-D world's reward. The second is the same reward at the size of a ring
-    and relative to the centre of the nearest one: closeness to the point of that ring in the
-    prompt's direction.
-    """
+    """The 2-D world's reward of the first two coordinates."""
 
     form: mixture.Form = "soft"
-    nested: bool = False
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Points [sample, dimension, 1, 1] and as many prompts -> [sample]."""
-        points, model = images[:, :2], mixture.DirectionReward(self.form)
-        coarse = model.score(points, prompts)
-        if not self.nested:
-            return coarse
-        centres = CENTRES.to(points.device)[:, :, None, None]
-        # every form falls with the distance, so the nearest ring has the largest score
-        fine = [model.score((points - centre) / SCALE, prompts) for centre in centres]
-        return (coarse + torch.stack(fine).amax(0)) / 2
+        return mixture.DirectionReward(self.form).score(images[:, :2], prompts)
 
 
 @dataclass(frozen=True)
@@ -72,23 +51,19 @@ class LogDensity:
 @checked_options
 @dataclass(frozen=True)
 class Points:
-    """The 2-D world with further coordinates, or with modes within modes.
+    """The 2-D world with further coordinates.
 
     The data are a Gaussian mixture in closed form. Its modes differ in the first two coordinates
     only, which the reward reads; the other coordinates are independent of them under the base flow.
 
     Args:
         dimension: number of coordinates, 2 or more.
-        nested: four rings of four narrow modes in place of eight modes, and a reward of two parts:
-            on which side of the plane the point is, which the flow decides early, and where on its
-            ring, which the flow decides late.
 
     Raises:
         ConfigError: an option is out of range.
     """
 
     dimension: Annotated[int, Ge(2), Le(1024)] = 2
-    nested: bool = False
 
     name = "points"
     tasks = mixture.TASKS
@@ -105,7 +80,7 @@ class Points:
     @property
     def qualities(self) -> Mapping[str, Callable[[], RewardModel]]:
         """The density of the data."""
-        return {"density": partial(LogDensity, data(self.dimension, self.nested))}
+        return {"density": partial(LogDensity, data(self.dimension))}
 
     def prompts(self, task: str, part: str) -> list[Prompt]:
         """Those of the 2-D world."""
@@ -117,9 +92,9 @@ class Points:
 
     def reward(self, form: Any) -> RewardModel:
         """Closeness to the direction's target in the first two coordinates."""
-        return PlaneReward(form, self.nested)
+        return PlaneReward(form)
 
     def policy(self, options: PolicyOptions) -> FlowPolicy:
         """The exact velocity plus a small network."""
-        modes = data(self.dimension, self.nested)
+        modes = data(self.dimension)
         return MixturePolicy(modes, mixture.angle_of, seed=options.seed, device=options.device)

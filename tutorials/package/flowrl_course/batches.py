@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from flowrl_bench.gradients import Setting
 from torch import Tensor
 
 from flowrl.core.experience import Decisions, Experience
@@ -21,11 +22,8 @@ from flowrl.rollout import (
     Rollout,
     Usage,
     initial_noise,
-    log_probs,
-    rollout,
     sample_images,
     score,
-    score_rollout,
 )
 
 STEPS = 10
@@ -69,20 +67,11 @@ def sample_groups(
     """`members` trajectories of `STEPS` steps for each prompt, and R_k at every decision that
     `probe` scores.
     """
-    generator = torch.Generator().manual_seed(seed)
-    groups, usage = Groups(len(prompts), members, shared_noise), Usage()
-    noise = groups.noise(policy.latent_shape, generator)
-    condition = policy.encode(prompts)
-    sampled = rollout(
-        policy, sampler, policy.schedule(STEPS), condition, noise, generator, groups, probe, usage
-    )
-    path, values = sampled.trajectories, score_rollout(policy, reward, sampled, prompts, usage)
-    decisions = Decisions.of(path.schedule, path.stds, path.tree, values.valid)
-    logs = log_probs(sampler, path)
-    record = Experience(
-        prompts, values.total, decisions, values.valid, values.parts, path, logs, condition
-    )
-    return Batch(policy, sampler, condition, sampled, record, usage)
+    setting, usage = Setting(policy, sampler, policy.schedule(STEPS), reward, prompts), Usage()
+    groups, generator = Groups(len(prompts), members, shared_noise), torch.Generator()
+    sampled = setting.rollout(groups, generator.manual_seed(seed), probe, usage)
+    record = setting.experience(sampled, usage)
+    return Batch(policy, sampler, policy.encode(prompts), sampled, record, usage)
 
 
 def credit_gradients(batch: Batch, rules: Sequence[CreditRule]) -> list[Tensor]:
