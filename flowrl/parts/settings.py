@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast, dataclass_transform, get_origin
+from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_origin
 
 import yaml
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from flowrl.core import options
@@ -260,7 +260,7 @@ class _Document:
             value = "" if value is None else node.value  # 0:9 and 12 are texts here
         if get_origin(info.annotation) is tuple and isinstance(value, str | list):
             value = (value,) if isinstance(value, str) else tuple(value)
-        if not options.allowed(value, info.annotation, info.metadata):
+        if not _fits(value, info.annotation, tuple(info.metadata)):
             problem = f"{name} = {value!r:.200} is not allowed; allowed: {allowed(owner, name)}"
             raise self.error(place, problem)
         return value
@@ -282,6 +282,17 @@ class _Document:
             return ConfigError(f"config: {message}")
         line = self._entry(place)[0]
         return ConfigError(f"config: {self.path}{f', line {line}' if line else ''}: {message}")
+
+
+def _fits(value: Any, kind: Any, bounds: tuple[Any, ...]) -> bool:
+    """Whether pydantic accepts a value of a setting with this annotation."""
+    hint: Any = Annotated[kind, *bounds] if bounds else kind  # pyright: ignore
+    rules = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+    try:
+        TypeAdapter(hint, config=rules).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def settings_text(values: Mapping[str, Any], comment: str = "") -> str:

@@ -63,14 +63,15 @@ def load_reward(reward: object) -> None:
     """
     load = getattr(reward, "load", None)
     if callable(load):
-        try:
-            with part_call(f"{type(reward).__name__}.load"):
+        name = type(reward).__name__
+        with part_call(f"{name}.load"):
+            try:
                 load()
-        except FlowrlError:
-            raise
-        except (Exception, SystemExit) as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise ConfigError(f"reward: {type(reward).__name__}.load() failed: {reason}") from error
+            except FlowrlError:
+                raise
+            except (Exception, SystemExit) as error:
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise ConfigError(f"reward: {name}.load() failed: {reason}") from error
     for item in fields(reward) if is_dataclass(reward) else ():
         value = getattr(reward, item.name)
         for part in value.values() if isinstance(value, Mapping) else (value,):

@@ -7,7 +7,7 @@ import torch
 from flowrl_testing import reward_contract
 from seeded import rand
 
-from flowrl.core.errors import ArgumentError, ConfigError, RewardContractError, RewardError
+from flowrl.core.errors import ConfigError, RewardContractError, RewardError
 from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
 from flowrl.rewards import (
@@ -42,7 +42,7 @@ def test_jpeg_size_is_that_of_the_file():
     assert (JPEGIncompressibility(50).score(images, TWO) < sizes).all()
     with pytest.raises(ConfigError, match=r"quality = 100 .* in \[1, 95\]"):
         build("reward", "jpeg-compressibility(quality=100)")
-    with pytest.raises(ArgumentError, match=r"images = torch.float32 \[4, 5, 3, 8, 8\]"):
+    with pytest.raises(RewardError, match=r"scores images but got videos \[4, 5, 3, 8, 8\]"):
         JPEGIncompressibility().score(*videos())
 
 

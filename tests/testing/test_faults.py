@@ -294,8 +294,8 @@ class FaultyReward(WithoutParts):
 REWARDS = {
     "gives_one_number_per_image": [
         WithoutParts(lambda s, images: s[:, None]),
-        WithoutParts(lambda s, images: s + 0 * images.mul_(0.5).sum()),
     ],
+    "is_pure": [WithoutParts(lambda s, images: s + 0 * images.mul_(0.5).sum())],
     "treats_samples_separately": [
         WithoutParts(lambda s, images: s.sort().values),
         WithoutParts(lambda s, images: s - s.mean()),
@@ -645,14 +645,16 @@ def costs(call):
 PROBES = {
     "is_a_probe": ["tweedie"],
     "estimates_final_latents": [
-        estimator(lambda x, run: x + run.trajectories.states.add_(1).sum()),
         estimator(lambda x, run: x / 0),
     ],
     "fills_what_it_says": [
         faulty_probe(rewards=half),
         faulty_probe(fills=lambda self, steps: range(2)),
     ],
-    "leaves_the_rollout_alone": [faulty_probe(estimate=changes_weights)],
+    "leaves_the_rollout_alone": [
+        faulty_probe(estimate=changes_weights),
+        estimator(lambda x, run: x + run.trajectories.states.add_(1).sum()),
+    ],
     "is_deterministic": [estimator(lambda x, run: x + 0.1 * torch.randn_like(x))],
     "does_not_depend_on_chunks": [estimator(own_noise), estimator(lambda x, run: x - x.mean(0))],
     "costs_what_it_declares": [costs(lambda rows: Call(10)), costs(lambda rows: Call(rows, 0.5))],
