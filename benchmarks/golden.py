@@ -42,7 +42,7 @@ POINTS = "--preset tiny --world mixture --ema-decay 0.8 --minibatches 2 --checkp
 IMAGES = "--preset tiny --world shapes --ema-decay 0.8 --minibatches 2 --checkpoint-every 2"
 MODEL = (
     "--preset tiny --world model --prompts ../prompts.txt --reward jpeg-compressibility"
-    " --resolution 16 --max-sequence-length 24 --lora-rank 2 --num-steps 4"
+    " --resolution 16 --max-sequence-length 24 --num-steps 4"
 )
 VARIANTS = {
     "clipped-kl": "--kl-weight 0.05 --micro-batch 3",
@@ -75,11 +75,14 @@ VARIANTS = {
     "text": "--world shapes --task text --reward-form graded --diversity pixels",
 }
 MODELS = {
-    "sd3": "--model ../sd3 --kl-weight 0.05 --micro-batch 3",
+    "sd3": "--model ../sd3 --lora-rank 2 --kl-weight 0.05 --micro-batch 3",
     "sd3-full": "--model ../sd3 --tuning full --learning-rate 0.001 --max-batch 3",
-    "sd3-guided": "--model ../sd3 --method tp-grpo --guidance-scale 2",
-    "sd3-nft": "--model ../sd3 --method diffusion-nft --guidance-scale 2 --train-guidance-scale 1",
-    "flux": "--model ../flux --method stepwise-flow-grpo --kl-weight 0.05 --decode-batch 2",
+    "sd3-guided": "--model ../sd3 --lora-rank 2 --method tp-grpo --guidance-scale 2",
+    "sd3-nft": (
+        "--model ../sd3 --lora-rank 2 --method diffusion-nft --guidance-scale 2"
+        " --train-guidance-scale 1"
+    ),
+    "flux": "--model ../flux --lora-rank 2 --method stepwise-flow-grpo --kl-weight 0.05 --decode-batch 2",
 }
 OWN = {"fdfo": " --minibatches 1"}
 """Options of a method whose bound is too tight for several updates in two dimensions."""
@@ -132,13 +135,19 @@ def environment(tree: Path) -> dict[str, str]:
     return variables
 
 
+def words_of(case: str) -> list[str]:
+    """The options of a case, each once."""
+    given = {text.split()[0]: text for text in re.split(r" (?=--)", CASES[case])}
+    return " ".join(given.values()).split()
+
+
 def execute(cases: list[str]) -> None:
     """In the process of one side, whose folder is the current one: run the commands of the cases."""
     from flowrl.cli.main import main as flowrl
 
     for case in cases:
         try:
-            status = flowrl(["train", *CASES[case].split(), "--out", case])
+            status = flowrl(["train", *words_of(case), "--out", case])
         except SystemExit as error:
             status = error.code
         except Exception:
