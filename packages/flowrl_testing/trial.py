@@ -131,8 +131,8 @@ def reward_trial(
     """A function that tries a reward of the user on its first batch of images; None if the reward
     is built in.
 
-    It scores two samples again in swapped order (of a reward that compares samples, two groups with
-    their members in reverse).
+    It scores the negatives of two samples, to see that they keep their values, then the samples in
+    swapped order (of a reward that compares samples, two groups with their members in reverse).
 
     Args:
         config: the run.
@@ -141,9 +141,9 @@ def reward_trial(
         heldout: the held-out reward's spec; empty for the training reward.
 
     Returns:
-        A function of images, prompts and scores. It raises `ConfigError` if the new scores differ
-        by more than `SHARE` of the batch's standard deviation, and scores of the same samples in
-        the same order do not.
+        A function of images, prompts and scores. It raises `ConfigError` if images change, or
+        if the new scores differ by more than `SHARE` of the batch's standard deviation, and scores of the
+        same samples in the same order do not.
     """
     setting, spec = "heldout_rewards" if heldout else "reward", heldout or config.environment.reward
     if not any(own_parts({setting: spec})):
@@ -167,7 +167,15 @@ def reward_trial(
             again = score(reward, images[rows], chosen).total.cpu()
             return (again - expected).abs().nan_to_num(torch.inf)
 
+        others = 1 - images[rows]  # those of the batch may have been changed already
+        kept = others.clone()
         with torch.random.fork_rng(devices=[]):
+            score(reward, others, chosen)
+            if not torch.equal(others, kept):
+                raise ConfigError(
+                    f"{name} failed the trial at its first scores: it changed its images in place;"
+                    f" work on a copy (tensor.clone()). {GO_ON}"
+                )
             finite = scores[scores.isfinite()]
             limit = max(SHARE * float(finite.std(unbiased=False)), 1e-3 * float(finite.abs().max()))
             gap = float(gaps(scores[rows]).max())

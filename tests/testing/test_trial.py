@@ -68,6 +68,10 @@ class Noisy(Fine):
     def score(self, images, prompts):
         return super().score(images, prompts) + torch.randn(len(images))
 
+class Darkens(Fine):
+    def score(self, images, prompts):
+        return super().score(images.mul_(0.5), prompts)
+
 class Ranks:
     evaluation = Fine()
 
@@ -90,6 +94,7 @@ FAULTS = [
     ("reward", "Centred", "Centred.*depends on the batch.*expected: the same within"),
     ("reward", "clipped(reward={}, low=-9, high=9)", "Centred.*depends on the batch"),
     ("reward", "Sorted", "Sorted.*depends on the batch"),
+    ("reward", "Darkens", "Darkens.*changed its images in place"),
     ("reward", "Leaking", "Leaking.*depends on the batch.*check_group_reward"),
 ]
 NESTED = {"gdpo": "Upside", "stepwise-gain": "Careless", "clipped": "Centred"}
