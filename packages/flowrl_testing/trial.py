@@ -142,8 +142,8 @@ def reward_trial(
 
     Returns:
         A function of images, prompts and scores. It raises `ConfigError` if images change, or
-        if the new scores differ by more than `SHARE` of the batch's standard deviation, and scores of the
-        same samples in the same order do not.
+        if the new scores differ by more than `SHARE` of the batch's standard deviation, and scores
+        of the same samples in the same order do not.
     """
     setting, spec = "heldout_rewards" if heldout else "reward", heldout or config.environment.reward
     if not any(own_parts({setting: spec})):
