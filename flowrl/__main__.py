@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-LONG = ["train"], ["compare"], ["bench"]
+LONG = {"train", "compare", "sweep", "bench"}
 """Commands without the checks of shapes (`flowrl.core.checks`), which cost up to two thirds of an
 iteration in 2-D.
 """
@@ -16,7 +16,7 @@ def entry() -> None:
     """Run the command line and exit. Ctrl-C is one line and exit code 130 from here on; all else is
     imported below.
     """
-    if sys.argv[1:2] in LONG:
+    if {*sys.argv[1:2]} & LONG:
         os.environ.setdefault("FLOWRL_TYPECHECK", "0")
     try:
         from flowrl.signals import ignore_stops, leave, watch_output

@@ -1,18 +1,10 @@
-"""What lessons say about their measurements is in the stored outputs, and in the formulas behind
-them.
-"""
+"""What lessons say about their measurements is in the stored outputs."""
 
-import math
 import re
 
 import nbformat
 import pytest
-import torch
 from loading import ROOT
-
-from flowrl.flow import uniform_schedule
-from flowrl.samplers import FlowSDE, Windowed
-from flowrl.worlds.mixture import WIDTH, ring
 
 NUMBER = r"([-+]?\d+\.?\d*)"
 
@@ -99,36 +91,3 @@ def test_the_stored_outputs_agree_with_the_text(lesson, lines, holds, statement)
     (source,) = (ROOT / "tutorials/source").glob(f"{lesson}_*.py")
     assert statement in source.read_text()
     assert holds(*(printed(lesson, line, 10) for line in lines))
-
-
-def test_both_targets_have_one_covariance_at_the_noise_level_of_the_reverse_process():
-    """Lesson 13: the covariance of the reward with the target of a transition is
-    -a^2/(1 + a^2/2) t/(1 - t) grad V*, with that of the finished sample
-    -t/(1 - t) grad E[R | x_t]; the two agree for a = sqrt 2.
-    """
-    data, centre, time = ring(), torch.tensor([2.0, 0.0]), 0.7
-    state, times = torch.tensor([[0.35, 0.85]]), torch.tensor([time])
-    good = data.tilted(centre, WIDTH)
-    leaf = state.clone().requires_grad_()
-    ratio = (good.log_marginal(leaf, times) - data.log_marginal(leaf, times)).exp()
-    expected = data.expected_bump(centre, WIDTH) * ratio
-    (gradient,) = torch.autograd.grad(expected.sum(), leaf)
-    finished = (expected * (good.velocity(state, times) - data.velocity(state, times))).detach()[0]
-    torch.testing.assert_close(finished, -time / (1 - time) * gradient[0], rtol=1e-3, atol=1e-3)
-
-    def transition(level, steps=70, count=40_000):
-        generator, grid = torch.Generator().manual_seed(0), uniform_schedule(steps)
-        sampler, x = Windowed(FlowSDE(level), range(steps - 1)), state.repeat(count, 1)
-        first = torch.zeros_like(x)
-        for step in range(round(0.3 * steps), steps):
-            velocity = data.velocity(x, grid.times[step].expand(count))
-            gaussian = sampler.transition(x, velocity, grid, torch.full((count,), step))
-            noise = torch.randn(count, 2, generator=generator)
-            x = gaussian.mean + gaussian.std[:, None] * noise
-            if step == round(0.3 * steps):
-                first = -gaussian.std[:, None] * noise * steps / (1 + level**2 / 2)
-        reward = torch.exp(-(x - centre).square().sum(-1) / (2 * WIDTH**2))
-        return ((reward - reward.mean())[:, None] * first).mean(0)
-
-    assert float((transition(math.sqrt(2)) - finished).norm()) < 0.06  # four standard errors
-    assert float((transition(0.7) - finished).norm()) > 0.12
