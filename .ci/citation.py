@@ -1,5 +1,5 @@
 """Write the references of CITATION.cff: the papers that the documentation of the methods names,
-with the titles and authors of packages/flowrl_compare/references.bib.
+with the titles and authors of flowrl/compare/references.bib.
 
     python .ci/citation.py
 """
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from flowrl_compare.paper import ARXIV, bibliography
 
+from flowrl.compare.paper import ARXIV, bibliography
 from flowrl.methods import METHODS
 
 CITATION = Path(__file__).parents[1] / "CITATION.cff"

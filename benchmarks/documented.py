@@ -18,11 +18,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flowrl_compare.command import Compare
-from flowrl_compare.report import result_blocks
-from flowrl_compare.results import ArmSummary, load_comparison, summarise
-
-from flowrl.training.presets import of_method
+from flowrl.compare.command import Compare
+from flowrl.compare.report import result_blocks
+from flowrl.compare.results import ArmSummary, load_comparison, summarise
+from flowrl.run.presets import of_method
 
 DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = re.compile(

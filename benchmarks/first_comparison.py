@@ -5,7 +5,7 @@
 Runs `flowrl compare --world mixture` with its default (tuned) settings, 15 seeds and the arm with
 exact values; it can be stopped and called again. Writes final rewards and mean rewards over training
 by world, arm and seed to benchmarks/results/first-comparison.json, and the curves of exact values to
-packages/flowrl_compare/bounds.json. The rewards on images there are of an earlier study (`claims` in
+flowrl/compare/bounds.json. The rewards on images there are of an earlier study (`claims` in
 docs/studies.md), and stay. tests/bench/test_second_analysis.py: no lead that seeds 0, 1 and 2
 decide has the opposite sign of one that all seeds decide.
 """
@@ -16,12 +16,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from flowrl_compare.bounds import bound_of, ship
-from flowrl_compare.results import load_comparison, without_groups
-
 from flowrl.cli.main import main as flowrl
-from flowrl.io import write_json
-from flowrl.reading import read_json
+from flowrl.compare.bounds import bound_of, ship
+from flowrl.compare.results import load_comparison
+from flowrl.run.io import write_json
+from flowrl.run.reading import read_json
+from flowrl.run.records import without_groups
 
 ROOT = Path(__file__).parent / "results"
 SEEDS = range(15)

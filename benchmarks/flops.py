@@ -1,4 +1,4 @@
-"""Counts the FLOPs behind `flowrl_compare.costs`: forward, backward, decoding and scoring.
+"""Counts the FLOPs behind `flowrl.run.costs`: forward, backward, decoding and scoring.
 
     python benchmarks/flops.py
 
@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from flowrl.io import write_json
-from flowrl.policies import ARCHITECTURES, ModelOptions
-from flowrl.policies.memory import count, counts_key
-from flowrl.training.build import make_trainer, make_world, model_options
-from flowrl.training.config import preset
-from flowrl.training.presets import shipped
+from flowrl.policies import ModelOptions
+from flowrl.run.build import make_trainer, make_world, model_options
+from flowrl.run.config import preset
+from flowrl.run.io import write_json
+from flowrl.run.models.memory import ARCHITECTURES, count, counts_key
+from flowrl.run.presets import shipped
 
 COUNTS = Path(__file__).parents[1] / "flowrl" / "data" / "counts.json"
 RESULTS = Path(__file__).parent / "results" / "flops.json"
@@ -113,7 +113,7 @@ def ocr_seconds() -> float:
     from PIL import Image, ImageDraw
 
     from flowrl import Prompt
-    from flowrl.parts.registry import build
+    from flowrl.run.parts.registry import build
 
     picture = Image.new("RGB", (512, 512), (40, 120, 90))
     ImageDraw.Draw(picture).text((60, 200), "OPEN ALL DAY", font_size=60, fill="white")

@@ -13,8 +13,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from flowrl_compare.results import Comparison, load_comparison
-from flowrl_compare.style import COLOURS, INK, PALE, SOFT, clean, save
 from flowrl_course.batches import sample_groups
 from flowrl_course.figures import pixels
 from matplotlib.figure import Figure
@@ -22,9 +20,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flowrl import world
+from flowrl.compare.results import Comparison, load_comparison
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, credit_of
 from flowrl.probes import Substeps
-from flowrl.reading import read_json
+from flowrl.run.reading import read_json
+from flowrl.run.report.style import COLOURS, INK, PALE, SOFT, clean, save
 from flowrl.samplers import FlowSDE, Windowed
 from flowrl.worlds import PolicyOptions
 

@@ -35,17 +35,17 @@ from typing import Any
 
 import diffusers
 import torch
-from flowrl_bench.page import Table
 from full_size_model import write_pipeline
 from safetensors.torch import load_file
 
-from flowrl.io import write_json
-from flowrl.policies import Memory
+from flowrl.bench.page import Table
 from flowrl.policies.families import family_of
 from flowrl.rollout import EVALUATION_SEED
-from flowrl.training.config import RunConfig, load_config
-from flowrl.training.plan import memory, memory_text, plan, plan_text
-from flowrl.workers import usable_cores
+from flowrl.run.config import RunConfig, load_config
+from flowrl.run.io import write_json
+from flowrl.run.models.memory import Memory
+from flowrl.run.plan import memory, memory_text, plan, plan_text
+from flowrl.run.workers import usable_cores
 
 HERE = Path(__file__).parent
 METHODS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flowrl_testing.tiny import tiny_flux, tiny_sd3
 from gpu_cases import random_pipeline
 from torch import Tensor, nn
 
-from flowrl.policies import ARCHITECTURES, Architecture
+from flowrl.run.models.memory import ARCHITECTURES, Architecture
+from flowrl.testing.tiny import tiny_flux, tiny_sd3
 
 CLIP_TOKENS, T5_WIDTH = 77, 4096
 

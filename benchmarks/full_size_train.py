@@ -24,9 +24,9 @@ import torch
 
 from flowrl.cli import main as cli
 from flowrl.cli import progress
-from flowrl.policies import StorageCounter
-from flowrl.training.config import RunConfig
-from flowrl.training.evaluation import write_trajectory
+from flowrl.run.config import RunConfig
+from flowrl.run.evaluation import write_trajectory
+from flowrl.run.models.memory import StorageCounter
 
 
 @dataclass

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flowrl_testing.tiny import tiny_flux, tiny_sd3
 from safetensors.torch import load_file
 from torch import Tensor
 
 from flowrl.methods import METHODS
+from flowrl.testing.tiny import tiny_flux, tiny_sd3
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (".", "packages", "tutorials/package", "benchmarks/package")

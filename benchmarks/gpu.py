@@ -36,9 +36,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flowrl_bench.digest import code_digest
-from flowrl_bench.page import Table
-from flowrl_bench.results_file import ResultsFile
 from gpu_cases import METHODS, MODELS, Case, RandomEmbeddings, Setting, cases, parse_changes
 from gpu_compute import (
     LARGE,
@@ -51,12 +48,15 @@ from gpu_compute import (
 )
 
 from flowrl import Prompt, preset
-from flowrl.parts.plugins import versions
+from flowrl.bench.digest import code_digest
+from flowrl.bench.page import Table
+from flowrl.bench.results_file import ResultsFile
 from flowrl.policies import DTYPES, ModelOptions, PipelinePolicy
 from flowrl.rewards import FunctionReward
-from flowrl.training.build import build_trainer, make_method
-from flowrl.training.config import RunConfig
-from flowrl.workers import usable_cores
+from flowrl.run.build import build_trainer, make_method
+from flowrl.run.config import RunConfig
+from flowrl.run.parts.plugins import versions
+from flowrl.run.workers import usable_cores
 
 BRIGHTNESS = FunctionReward(lambda images, prompts: images.mean((1, 2, 3)))
 

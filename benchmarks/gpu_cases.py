@@ -10,10 +10,11 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from flowrl_testing import tiny
 from torch import Tensor
 
-from flowrl.policies import ARCHITECTURES, SD3, Architecture, Family, Flux
+from flowrl.policies import SD3, Family, Flux
+from flowrl.run.models.memory import ARCHITECTURES, Architecture
+from flowrl.testing import tiny
 
 DECODER = ARCHITECTURES["flux.1-dev"].decoder
 """The image decoder of SD3, SD3.5 and FLUX.1, an `AutoencoderKL`."""

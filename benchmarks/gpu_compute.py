@@ -13,7 +13,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 from flowrl.policies import LORA_TARGETS, Adapters, Family, PipelinePolicy
-from flowrl.training.memory import peak_memory, reset_peak_memory
+from flowrl.run.sizes import peak_memory, reset_peak_memory
 
 
 @dataclass(frozen=True)

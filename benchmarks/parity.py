@@ -50,7 +50,7 @@ from transformers.utils import logging as transformers_logging
 from flowrl.core.experience import Decisions
 from flowrl.credit import TurningPoint, process_rewards
 from flowrl.flow import log_prob, log_prob_without_constants
-from flowrl.parts.registry import build
+from flowrl.run.parts.registry import build
 
 DATA = Path(__file__).parents[1] / "tests" / "golden_iteration"
 FOLDERS = DATA, DATA.parent / "golden_forward"

@@ -24,11 +24,11 @@ from flowrl.core.forward import ForwardBatch
 from flowrl.core.types import Schedule, Trajectories, unit_means
 from flowrl.flow import LogitNormalTimes, StratifiedTimes, UniformTimes
 from flowrl.losses import AWM, DGPO, DiffusionNFT
-from flowrl.parts.settings import flat
 from flowrl.policies import PipelinePolicy
+from flowrl.run.build import make_method
+from flowrl.run.config import RunConfig
+from flowrl.run.parts.settings import flat
 from flowrl.samplers import multistep
-from flowrl.training.build import make_method
-from flowrl.training.config import RunConfig
 
 Loss = DiffusionNFT | AWM | DGPO
 BEGAN = 99

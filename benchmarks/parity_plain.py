@@ -22,8 +22,8 @@ from parity_replay import ForwardTrainer, ReplayTrainer, peft_name, recorded_tra
 from torch import Tensor, nn
 
 from flowrl.core.types import Condition, Schedule
-from flowrl.training.build import make_method
-from flowrl.training.config import RunConfig
+from flowrl.run.build import make_method
+from flowrl.run.config import RunConfig
 
 PROMPTS, MEMBERS, STEPS, DRAWS, SIZE, HIDDEN = 2, 40, 4, 3, 6, 8
 RATE, BETAS, DECAY, NOISE, CLIP, BETA, BOUND = 1e-2, (0.9, 0.999), 0.1, 0.7, 5e-3, 0.5, 3.0

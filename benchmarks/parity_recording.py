@@ -15,9 +15,10 @@ from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import (
     StableDiffusion3Pipeline,
 )
-from flowrl_testing.tiny import tiny_sd3
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from flowrl.testing.tiny import tiny_sd3
 
 FACTOR = 8
 """Pixels per latent element."""

@@ -33,9 +33,9 @@ from flowrl.rollout import Groups
 from flowrl.rollout.batches import ForwardBatches, LossBatches, MicroBatch, Rows
 from flowrl.rollout.collector import Collected
 from flowrl.rollout.metrics import LossMetrics
-from flowrl.training.build import build_trainer, make_method, make_policy, make_world
-from flowrl.training.checkpoint import restore_trainer, trainer_state
-from flowrl.training.config import RunConfig
+from flowrl.run.build import build_trainer, make_method, make_policy, make_world
+from flowrl.run.checkpoint import restore_trainer, trainer_state
+from flowrl.run.config import RunConfig
 
 
 @dataclass(frozen=True)

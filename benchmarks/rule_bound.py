@@ -3,18 +3,18 @@
     python benchmarks/rule_bound.py --out runs/rule-bound
 
 Runs the arm "true advantages" at its tuned settings; it can be stopped and called again. Writes the
-curves to packages/flowrl_compare/bounds.json.
+curves to flowrl/compare/bounds.json.
 """
 
 import argparse
 from pathlib import Path
 
-from flowrl_bench.digest import config_id
-from flowrl_bench.results_file import ResultsFile
-from flowrl_bench.rule_headroom import bound_among
-from flowrl_bench.rule_plan import FULL
-from flowrl_bench.suite import Suite
-from flowrl_compare.bounds import ship
+from flowrl.bench.digest import config_id
+from flowrl.bench.results_file import ResultsFile
+from flowrl.bench.rule_headroom import bound_among
+from flowrl.bench.rule_plan import FULL
+from flowrl.bench.suite import Suite
+from flowrl.compare.bounds import ship
 
 COMMAND = "python benchmarks/rule_bound.py"
 

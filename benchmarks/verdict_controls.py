@@ -21,9 +21,9 @@ import csv
 from collections import defaultdict
 from pathlib import Path
 
-from flowrl_bench.results_file import ResultsFile
-from flowrl_bench.statistics import Curve, mean_until
-from flowrl_compare.statistics import mean
+from flowrl.bench.results_file import ResultsFile
+from flowrl.bench.statistics import Curve, mean_until
+from flowrl.run.statistics import mean
 
 RESULTS = Path(__file__).parent / "results"
 GAINED = {"compositional": 0.139, "text": 0.210, "preference": 0.202}

@@ -15,7 +15,7 @@ from reference_pages import write_reference  # noqa: E402
 from sphinx.ext import napoleon  # noqa: E402
 
 from flowrl import __version__  # noqa: E402
-from flowrl.parts.coverage import LEGEND, coverage  # noqa: E402
+from flowrl.run.parts.coverage import LEGEND, coverage  # noqa: E402
 
 project = "flowrl"
 author = "the flowrl developers"
@@ -42,7 +42,7 @@ autodoc_preserve_defaults = True
 
 html_theme = "furo"
 html_title = "flowrl"
-html_static_path = ["_static", "../benchmarks/package/flowrl_bench/templates/sort.js"]
+html_static_path = ["_static", "../flowrl/bench/templates/sort.js"]
 templates_path = ["_templates"]
 # Lessons from number 5 on had the number before; their old addresses lead to the new ones.
 MOVED = {

@@ -15,8 +15,8 @@ from types import ModuleType
 
 import flowrl
 from flowrl.cli.main import COMMANDS, load_command, overview, plugins, run_command
-from flowrl.parts.settings import allowed, fields_of, groups_of
-from flowrl.training.config import RunConfig
+from flowrl.run.config import RunConfig
+from flowrl.run.parts.settings import allowed, fields_of, groups_of
 
 PAGES = {
     "core": "Values, protocols and errors",
@@ -42,9 +42,9 @@ PAGES = {
     "workers": "Jobs in worker processes",
     "signals": "Ctrl-C, SIGTERM and closed pipes",
     "serving": "Reward server and its client",
-    "flowrl_testing": "Contract tests, tiny pipelines",
-    "flowrl_rewards": "Reward networks: GenEval, OCR, PickScore, HPS, CLIP",
-    "flowrl_compare": "Comparisons, evaluations, figures and reports",
+    "flowrl.testing": "Contract tests, tiny pipelines",
+    "flowrl.rewards": "Reward networks: GenEval, OCR, PickScore, HPS, CLIP",
+    "flowrl.compare": "Comparisons, evaluations, figures and reports",
 }
 """A page of the reference per package or module of flowrl, or satellite, and its title."""
 NOT_PYTHON = {"data"}

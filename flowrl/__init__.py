@@ -13,20 +13,20 @@ __version__ = "0.1.0"
 _HOMES = {
     "Method": "flowrl.methods",
     "METHODS": "flowrl.methods",
-    "RunConfig": "flowrl.training.config",
+    "RunConfig": "flowrl.run.config",
     "Trainer": "flowrl.trainer",
     "Updates": "flowrl.trainer",
-    "Run": "flowrl.training.run",
-    "evaluate": "flowrl.training.evaluation",
-    "make_method": "flowrl.training.build",
-    "make_policy": "flowrl.training.build",
-    "make_reward": "flowrl.training.build",
-    "make_trainer": "flowrl.training.build",
-    "make_world": "flowrl.training.build",
-    "world": "flowrl.worlds.base",
+    "Run": "flowrl.run.job",
+    "evaluate": "flowrl.run.evaluation",
+    "make_method": "flowrl.run.build",
+    "make_policy": "flowrl.run.build",
+    "make_reward": "flowrl.run.build",
+    "make_trainer": "flowrl.run.build",
+    "make_world": "flowrl.run.build",
+    "world": "flowrl.worlds.built_in",
     "World": "flowrl.core.protocols",
     "PolicyOptions": "flowrl.core.protocols",
-    "preset": "flowrl.training.config",
+    "preset": "flowrl.run.config",
     "Prompt": "flowrl.core.types",
     "Schedule": "flowrl.core.types",
 }
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
     from flowrl.core.protocols import PolicyOptions, World
     from flowrl.core.types import Prompt, Schedule
     from flowrl.methods import METHODS, Method
-    from flowrl.trainer import Trainer, Updates
-    from flowrl.training.build import (
+    from flowrl.run.build import (
         make_method,
         make_policy,
         make_reward,
         make_trainer,
         make_world,
     )
-    from flowrl.training.config import RunConfig, preset
-    from flowrl.training.evaluation import evaluate
-    from flowrl.training.run import Run
-    from flowrl.worlds.base import world
+    from flowrl.run.config import RunConfig, preset
+    from flowrl.run.evaluation import evaluate
+    from flowrl.run.job import Run
+    from flowrl.run.worlds import world
+    from flowrl.trainer import Trainer, Updates
 
 __all__ = [
     "METHODS",

@@ -19,7 +19,7 @@ def entry() -> None:
     if {*sys.argv[1:2]} & LONG:
         os.environ.setdefault("FLOWRL_TYPECHECK", "0")
     try:
-        from flowrl.signals import ignore_stops, leave, watch_output
+        from flowrl.run.signals import ignore_stops, leave, watch_output
 
         # later collections ignore what is imported so far
         gc.freeze()

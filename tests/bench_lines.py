@@ -3,10 +3,11 @@ measured ones.
 """
 
 import numpy as np
-from flowrl_bench.arms import ARMS
-from flowrl_bench.evidence import Evidence
-from flowrl_bench.measurements import CURVE
-from flowrl_bench.results_file import make_line
+
+from flowrl.bench.arms import ARMS
+from flowrl.bench.evidence import Evidence
+from flowrl.bench.measurements import CURVE
+from flowrl.bench.results_file import make_line
 
 
 def fake_line(rewards, nfe=100.0, seconds=1.0):

@@ -1,9 +1,9 @@
 """A 2-D setting whose values have a closed form: one mode, so that the velocity is affine."""
 
 import torch
-from flowrl_bench.gradients import Setting
 from rollouts import AllButLast
 
+from flowrl.bench.gradients import Setting
 from flowrl.core.types import Prompt
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture

@@ -62,7 +62,8 @@ def hangup():
 @pytest.fixture(scope="session")
 def shapes_policy():
     """The shipped base model with a fresh adapter."""
-    from flowrl.worlds.base import PolicyOptions, world
+    from flowrl.run.worlds import world
+    from flowrl.worlds.built_in import PolicyOptions
 
     return world("shapes").policy(PolicyOptions(lora_rank=4))
 
@@ -70,6 +71,7 @@ def shapes_policy():
 @pytest.fixture
 def mixture_policy():
     """The 2-D policy at its exact start."""
-    from flowrl.worlds.base import PolicyOptions, world
+    from flowrl.run.worlds import world
+    from flowrl.worlds.built_in import PolicyOptions
 
     return world("mixture").policy(PolicyOptions())

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from flowrl_testing.tiny import TINY, TINY_VIDEO, tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 from seeded import randn, seeded
 
 from flowrl.core.types import Prompt
 from flowrl.policies import SD3, Flux, ModelOptions, PipelinePolicy, QwenImage, Wan
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Usage, solve
-from flowrl.training.build import build_trainer, make_method
-from flowrl.training.config import preset
+from flowrl.run.build import build_trainer, make_method
+from flowrl.run.config import preset
+from flowrl.testing.tiny import TINY, TINY_VIDEO, tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 
 TEXTS = ["three red circles", "a dog"]
 PROMPTS = [Prompt(text) for text in TEXTS]

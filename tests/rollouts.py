@@ -13,9 +13,9 @@ from flowrl.flow import uniform_schedule
 from flowrl.probes import NoProbe
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, rollout, score_rollout, transition_weights
+from flowrl.run.worlds import world
 from flowrl.samplers import FlowSDE, Windowed
 from flowrl.trainer import Trainer
-from flowrl.worlds.base import world
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,21 @@ import socket
 from pathlib import Path
 
 import torch
-from flowrl_testing.tiny import tiny_sd3
 
 import flowrl
 from flowrl.cli.main import main
-from flowrl.distributed import Distributed
-from flowrl.trainer import Trainer
-from flowrl.training.build import (
+from flowrl.run.build import (
     build_trainer,
     make_method,
     make_reward,
     make_world,
     policy_options,
 )
-from flowrl.training.config import preset
-from flowrl.training.presets import METHOD_SETTINGS
+from flowrl.run.config import preset
+from flowrl.run.distributed import Distributed
+from flowrl.run.presets import METHOD_SETTINGS
+from flowrl.testing.tiny import tiny_sd3
+from flowrl.trainer import Trainer
 
 TINY_RUN = preset("tiny").apply(world="mixture")
 SMALL = TINY_RUN.replace(

@@ -9,21 +9,29 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from flowrl_bench.explain import EXAMPLE, read_rewards
-from flowrl_compare.results import load_run
-from flowrl_testing.tiny import tiny_sd3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 from server_requests import damaged
 
+from flowrl.bench.explain import EXAMPLE, read_rewards
 from flowrl.core.errors import CheckpointError, ConfigError, FlowrlError
-from flowrl.parts.prompts import read_prompts
-from flowrl.reading import DEPTH, NODES, load_document, parse_json, read_json, read_tensors, reading
-from flowrl.training.build import check, load_trained, make_policy
-from flowrl.training.checkpoint import load_checkpoint
-from flowrl.training.config import RunConfig, load_config, preset
-from flowrl.training.run import Run
+from flowrl.run.build import check, load_trained, make_policy
+from flowrl.run.checkpoint import load_checkpoint
+from flowrl.run.config import RunConfig, load_config, preset
+from flowrl.run.job import Run
+from flowrl.run.parts.prompts import read_prompts
+from flowrl.run.reading import (
+    DEPTH,
+    NODES,
+    load_document,
+    parse_json,
+    read_json,
+    read_tensors,
+    reading,
+)
+from flowrl.run.records import load_run
+from flowrl.testing.tiny import tiny_sd3
 
 SETTINGS = {
     **{"world": "mixture", "task": "direction", "iterations": 2, "groups": 2, "group_size": 3},
@@ -190,10 +198,10 @@ def test_a_torn_last_line_is_ignored_and_another_bad_line_is_refused(run, tmp_pa
 
 
 def test_a_pipeline_with_missing_weights_is_refused(tmp_path):
-    from flowrl_testing.tiny import TINY
     from safetensors.torch import load_file, save_file
 
-    from flowrl.policies import load_policy
+    from flowrl.run.models.load import load_policy
+    from flowrl.testing.tiny import TINY
 
     tiny_sd3().save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors"

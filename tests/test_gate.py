@@ -9,23 +9,23 @@ from typing import Protocol
 
 import pytest
 import torch
-from flowrl_compare.comparison import CompareConfig
-from flowrl_testing.tiny import tiny_sd3_policy
 from pydantic import BaseModel
 from small_run import MIXTURE, TINY_RUN, error_of, flowrl_, model_files, words
 
-import flowrl.training.watch as watch
+import flowrl.run.watch as watch
+from flowrl.compare.comparison import CompareConfig
 from flowrl.core.calls import part_call, state_of
 from flowrl.core.errors import ConfigError, PartError
 from flowrl.core.types import Prompt
-from flowrl.io import folder_lock, write_file, write_json
-from flowrl.parts.registry import check_part
 from flowrl.probes import Completion, NoProbe
-from flowrl.reading import read_bytes
-from flowrl.training.build import unread
-from flowrl.training.config import preset
-from flowrl.training.run import Run
-from flowrl.training.watch import watched_calls
+from flowrl.run.build import unread
+from flowrl.run.config import preset
+from flowrl.run.io import folder_lock, write_file, write_json
+from flowrl.run.job import Run
+from flowrl.run.parts.registry import check_part
+from flowrl.run.reading import read_bytes
+from flowrl.run.watch import watched_calls
+from flowrl.testing.tiny import tiny_sd3_policy
 
 ROOT = Path(__file__).parent.parent
 WRONG = object()

@@ -6,8 +6,8 @@ import sys
 WITHOUT = """
 import sys
 for name in (
-    "flowrl.training", "flowrl.worlds", "flowrl.serving", "flowrl.cli", "flowrl.parts", "flowrl.io",
-    "flowrl.reading", "flowrl.distributed", "flowrl_compare", "flowrl_testing", "tyro", "pydantic",
+    "flowrl.run", "flowrl.worlds", "flowrl.serving", "flowrl.cli", "flowrl.run.parts", "flowrl.run.io",
+    "flowrl.run.reading", "flowrl.run.distributed", "flowrl.compare", "flowrl.testing", "tyro", "pydantic",
 ):
     sys.modules[name] = None  # an import of it fails
 """

@@ -9,13 +9,13 @@ import sys
 from contextlib import suppress
 
 import pytest
-from flowrl_compare.arms import method_arms
-from flowrl_compare.comparison import CompareConfig, compare
 from small_run import MIXTURE, TINY_RUN, error_of, flowrl_
 
+from flowrl.compare.arms import method_arms
+from flowrl.compare.comparison import CompareConfig, compare
 from flowrl.core.errors import ConfigError, PartError
-from flowrl.io import file_lock, new_folder, require_new_file, write_json
-from flowrl.training.run import Run
+from flowrl.run.io import file_lock, new_folder, require_new_file, write_json
+from flowrl.run.job import Run
 
 EVALUATE = "evaluate --weights run --limit 1 --num-steps 2"
 REWARD = """
@@ -155,7 +155,7 @@ def test_a_new_folder_is_removed_with_its_new_content_alone(tmp_path):
 
 DIES = """
 import os, pathlib, sys
-from flowrl.io import file_lock
+from flowrl.run.io import file_lock
 
 lock = file_lock(pathlib.Path(sys.argv[1]), "x")
 lock.__enter__()

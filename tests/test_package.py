@@ -11,10 +11,10 @@ from importlib import import_module
 
 import pytest
 import yaml
-from flowrl_compare.paper import bibliography
 from loading import ROOT, load
 
 import flowrl
+from flowrl.compare.paper import bibliography
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -101,7 +101,7 @@ SATELLITES = (
     "flowrl/serving",
     "benchmarks/package",
     "tutorials/package",
-    "packages/flowrl_rewards",
+    "flowrl/rewards",
 )
 
 

@@ -12,18 +12,18 @@ import threading
 import time
 import tomllib
 from functools import partial
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import psutil
 import pytest
-from flowrl_compare.arms import method_arms
-from flowrl_compare.comparison import CompareConfig
 from loading import ROOT
 from small_run import MIXTURE, TINY_RUN, rows_of
 
 from flowrl.cli.main import main
-from flowrl.signals import (
+from flowrl.compare.arms import method_arms
+from flowrl.compare.comparison import CompareConfig
+from flowrl.run.checkpoint import Checkpoints
+from flowrl.run.signals import (
     APART,
     STOPPING,
     ignore_stops,
@@ -31,7 +31,6 @@ from flowrl.signals import (
     on_stop,
     same_handlers,
 )
-from flowrl.training.checkpoint import Checkpoints
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="needs signals"),
@@ -92,7 +91,7 @@ def outcomes(*commands, **settings):
 
 @pytest.mark.parametrize("start", [CONSOLE, AS_MODULE], ids=["console script", "python -m"])
 def test_an_interrupt_while_flowrl_imports_is_one_line(start):
-    modules = ("flowrl.signals", "flowrl.cli.main", "pydantic", "tyro", "flowrl.cli.lookup")
+    modules = ("flowrl.run.signals", "flowrl.cli.main", "pydantic", "tyro", "flowrl.cli.lookup")
     scripts = [["-c", INTERRUPT.format(name) + start] for name in modules]
     for name, outcome in zip(modules, outcomes(*scripts), strict=True):
         assert outcome == ("", "flowrl: interrupted\n", 130), name
@@ -115,7 +114,7 @@ def test_a_command_that_is_complete_ends_with_its_own_exit_code():
 
 
 def test_a_run_under_nohup_is_not_stopped_by_a_closed_terminal():
-    stops = "from flowrl.signals import on_stop\nwith on_stop(print):\n"
+    stops = "from flowrl.run.signals import on_stop\nwith on_stop(print):\n"
     code = f"import os\n{UNDER_NOHUP}\n{stops}    os.kill(os.getpid(), signal.SIGHUP)"
     assert outcomes(["-c", code]) == [("", "", 0)]
 
@@ -185,11 +184,11 @@ def test_a_comparison_pauses_until_its_last_line_and_is_then_complete(
     (tmp_path / "config.json").write_text("{}")
     compared = CompareConfig(CONFIG, method_arms(("flow-grpo",)), (0,))
     # the report first: its module imports the other names
-    monkeypatch.setattr("flowrl_compare.report.write_report", lambda folder: folder / "report.html")
-    monkeypatch.setattr("flowrl_compare.comparison.load_compare", lambda path, trust: compared)
-    monkeypatch.setattr("flowrl_compare.comparison.compare", lambda *_, **__: text != "Paused")
-    monkeypatch.setattr("flowrl_compare.results.load_comparison", lambda folder: None)
-    monkeypatch.setattr("flowrl_compare.results.summarise", lambda comparison: [])
+    monkeypatch.setattr("flowrl.compare.report.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("flowrl.compare.comparison.load_compare", lambda path, trust: compared)
+    monkeypatch.setattr("flowrl.compare.comparison.compare", lambda *_, **__: text != "Paused")
+    monkeypatch.setattr("flowrl.compare.results.load_comparison", lambda folder: None)
+    monkeypatch.setattr("flowrl.compare.results.summarise", lambda comparison: [])
     code, lines = shown_with(text, number, "compare", "--resume", str(tmp_path))
     if text == "Finished":
         assert code == 0 and lines[-1].startswith("Finished in ")
@@ -213,10 +212,9 @@ def test_a_comparison_that_is_stopped_before_its_first_run_does_not_say_how_to_r
 def test_a_training_pauses_until_its_last_iteration_and_then_ends_as_usual(
     text, number, tmp_path, monkeypatch, shown_with
 ):
-    finished = SimpleNamespace(load=lambda: lambda folder: ["Proxy"])
-    monkeypatch.setattr("flowrl.cli.train.entry_points", lambda group: [finished])
+    monkeypatch.setattr("flowrl.run.report.card.finish_run", lambda folder: ["Proxy"])
     if text == "Paused":
-        monkeypatch.setattr("flowrl.training.run.Run.execute", lambda *_: False)
+        monkeypatch.setattr("flowrl.run.job.Run.execute", lambda *_: False)
     out = tmp_path / "out"
     code, lines = shown_with(text, number, "train", *OPTIONS, "--out", str(out))
     if text in ("iteration   1", "Paused"):

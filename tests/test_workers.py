@@ -10,8 +10,9 @@ import pytest
 import worker_jobs
 
 from flowrl.core.errors import ConfigError
-from flowrl.io import folder_lock
-from flowrl.workers import MOST_WORKERS, run_jobs, usable_cores, worker_count
+from flowrl.run.io import folder_lock
+from flowrl.run.jobs import run_jobs
+from flowrl.run.workers import MOST_WORKERS, usable_cores, worker_count
 
 
 def test_results_and_messages_arrive_and_workers_have_one_thread():

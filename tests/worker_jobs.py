@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from flowrl.core.errors import ConfigError
-from flowrl.io import folder_lock
-from flowrl.workers import run_jobs
+from flowrl.run.io import folder_lock
+from flowrl.run.jobs import run_jobs
 
 
 def describe(worker, argument):

@@ -26,7 +26,7 @@ from torch import Generator
 
 from flowrl import world
 from flowrl.core.types import Prompt
-from flowrl.parts.registry import build
+from flowrl.run.parts.registry import build
 from flowrl.worlds import PolicyOptions
 
 

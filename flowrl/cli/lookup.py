@@ -19,10 +19,11 @@ from annotated_types import Ge, Le
 from flowrl.cli.terminal import fitted, printable
 from flowrl.core.errors import ConfigError, FlowrlError, require
 from flowrl.core.options import Seed
-from flowrl.parts.coverage import LEGEND, coverage
-from flowrl.parts.plugins import PACKAGES, versions
-from flowrl.parts.prompts import GENERATORS, read_prompts, write_prompts
-from flowrl.parts.registry import (
+from flowrl.run.config import RunConfig, preset
+from flowrl.run.parts.coverage import LEGEND, coverage
+from flowrl.run.parts.plugins import PACKAGES, versions
+from flowrl.run.parts.prompts import GENERATORS, read_prompts, write_prompts
+from flowrl.run.parts.registry import (
     KINDS,
     available,
     documentation_of,
@@ -30,9 +31,8 @@ from flowrl.parts.registry import (
     shadowed,
     summary_of,
 )
-from flowrl.parts.settings import grouped, settings_text, unknown
-from flowrl.training.config import RunConfig, preset
-from flowrl.training.presets import (
+from flowrl.run.parts.settings import grouped, settings_text, unknown
+from flowrl.run.presets import (
     PRESETS,
     Combined,
     Piece,
@@ -42,7 +42,7 @@ from flowrl.training.presets import (
     published_values,
     shipped,
 )
-from flowrl.workers import usable_cores
+from flowrl.run.workers import usable_cores
 
 OPTIONS = {"features": "diversity", "probe": "credit", "times": "loss", "observer": "observe"}
 """Kinds of parts whose option of `flowrl train` has another name; a probe and training times are

@@ -6,19 +6,19 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.metadata import entry_points
 from itertools import pairwise
+from pkgutil import resolve_name
 from typing import Any
 
 from flowrl import __version__
 from flowrl.cli.terminal import fitted
 from flowrl.core.errors import FULL, ConfigError, FlowrlError, part_errors, require
 from flowrl.core.options import check_ranges
-from flowrl.parts.plugins import plugin
-from flowrl.parts.settings import unknown
-from flowrl.parts.sources import summary
-from flowrl.signals import READER_ENDED, reader_ended, same_handlers
+from flowrl.run.parts.plugins import plugin
+from flowrl.run.parts.settings import unknown
+from flowrl.run.parts.sources import summary
+from flowrl.run.signals import READER_ENDED, reader_ended, same_handlers
 
 COMMANDS = {
     "train": "flowrl.cli.train:Train",
@@ -26,6 +26,14 @@ COMMANDS = {
     "presets": "flowrl.cli.lookup:Presets",
     "prompts": "flowrl.cli.lookup:Prompts",
     "env": "flowrl.cli.lookup:Env",
+    "evaluate": "flowrl.cli.evaluate:Evaluate",
+    "sample": "flowrl.cli.evaluate:Sample",
+    "pretrain": "flowrl.cli.pretrain:Pretrain",
+    "serve-reward": "flowrl.serving.command:ServeReward",
+    "compare": "flowrl.compare.command:Compare",
+    "sweep": "flowrl.compare.command:Sweep",
+    "bench": "flowrl.bench.command:Bench",
+    "explain": "flowrl.bench.explain_command:Explain",
 }
 """Built-in commands and the import paths of their classes."""
 DESCRIPTION = """\
@@ -58,16 +66,16 @@ def load_command(name: str) -> Any:
     """The class of a command. Raises `ConfigError` for an unknown one, a name of two packages, or a
     failed import.
     """
-    if name in COMMANDS:
-        module, _, attribute = COMMANDS[name].partition(":")
-        return getattr(import_module(module), attribute)
-    point = plugin("flowrl.commands", name, "command")
-    if point is None:
-        raise ConfigError(unknown(name, [*COMMANDS, *plugins()], "command"))
+    place = COMMANDS.get(name)
+    if place is None:
+        point = plugin("flowrl.commands", name, "command")
+        if point is None:
+            raise ConfigError(unknown(name, [*COMMANDS, *plugins()], "command"))
+        place = point.value
     try:
-        return point.load()
+        return resolve_name(place)
     except ImportError as error:
-        raise ConfigError(f"command {name}: {point.value} cannot be imported: {error}") from error
+        raise ConfigError(f"command {name}: {place} cannot be imported: {error}") from error
 
 
 def run_command(arguments: Sequence[str]) -> int:

@@ -22,9 +22,9 @@ import tyro
 
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import split
-from flowrl.parts.settings import fields_of, flat, groups_of
-from flowrl.training.config import RunConfig, preset
-from flowrl.training.presets import combine, is_of_task, require_method
+from flowrl.run.config import RunConfig, preset
+from flowrl.run.parts.settings import fields_of, flat, groups_of
+from flowrl.run.presets import combine, is_of_task, require_method
 
 Base = tyro.conf.Suppress[tyro.conf.Fixed[RunConfig]]
 """The settings that the options of a command start from: no option."""

@@ -6,10 +6,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowrl.reading import read_text
+from flowrl.run.reading import read_text
 
 if TYPE_CHECKING:
-    from flowrl.training.config import RunConfig
+    from flowrl.run.config import RunConfig
 
 
 def clock(seconds: float | None) -> str:
@@ -35,7 +35,7 @@ def train_line(out: Path, config: "RunConfig") -> Callable[[dict[str, Any]], Non
     """Progress of a single run: lines while prompts are embedded, then one per iteration, with its
     evaluation if there is one.
     """
-    from flowrl.training.results import decimals, short
+    from flowrl.run.results import decimals, short
 
     read, evaluations = 0, list[dict[str, Any]]()
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -30,24 +29,20 @@ from flowrl.cli.options import (
 from flowrl.cli.terminal import fitted
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Count
-from flowrl.parts.registry import shadowed
-from flowrl.parts.trust import own_text, trust_option
-from flowrl.reading import read_text
-from flowrl.signals import APART, ignore_stops, on_repeated_stop, on_stop
-from flowrl.training.config import RunConfig, load_config
-from flowrl.training.presets import tuned_text
-from flowrl.workers import launch_rank
+from flowrl.run.config import RunConfig, load_config
+from flowrl.run.parts.registry import shadowed
+from flowrl.run.parts.trust import own_text, trust_option
+from flowrl.run.presets import tuned_text
+from flowrl.run.reading import read_text
+from flowrl.run.signals import APART, ignore_stops, on_repeated_stop, on_stop
+from flowrl.run.workers import launch_rank
 
 if TYPE_CHECKING:
-    from flowrl.distributed import Distributed
-    from flowrl.training.run import Run
+    from flowrl.run.distributed import Distributed
+    from flowrl.run.job import Run
 
 
 FROM = "With --resume: the checkpoint to continue from, such as 000010; later ones are deleted."
-FINISHED = "flowrl.finished"
-"""Entry points of installed packages: functions of the folder of a finished run that write further
-files, such as the model's card, and return lines to print.
-"""
 PLANNED = ("trust", "trial", "plan", "card", "processes", "launch")
 READ = {
     "resume": ("start", "changed_code", "changed_prompts", *PLANNED),
@@ -64,7 +59,7 @@ TrainOptions = options_class("TrainOptions")
 @contextmanager
 def asked_to_stop(runs: Sequence["Run"] = ()) -> Iterator[threading.Event]:
     """An event that Ctrl-C, SIGTERM and SIGHUP set instead of ending the process
-    (`flowrl.signals.on_stop`).
+    (`flowrl.run.signals.on_stop`).
 
     The last complete iteration of `runs` is saved at once, in case that the process is killed. A
     second signal, at least `APART` seconds later, ends the process without the current iteration.
@@ -111,7 +106,7 @@ def asked_to_stop(runs: Sequence["Run"] = ()) -> Iterator[threading.Event]:
 def _left(run: "Run") -> str:
     """What to print when a second signal ends `run`."""
     from flowrl.core.calls import calls_in_progress
-    from flowrl.training.checkpoint import Checkpoints, to_resume
+    from flowrl.run.checkpoint import Checkpoints, to_resume
 
     calls = calls_in_progress()
     call = calls[-1][0] if calls else run.distributed.calls_of_others()
@@ -124,7 +119,7 @@ def _left(run: "Run") -> str:
 @contextmanager
 def _resume_hint(out: Path, distributed: "Distributed") -> Iterator[None]:
     """If an error (in a reward, on the disk) ends a long run, print how to resume it."""
-    from flowrl.training.checkpoint import Checkpoints, to_resume
+    from flowrl.run.checkpoint import Checkpoints, to_resume
 
     try:
         yield
@@ -224,8 +219,8 @@ class Train:
         """The settings of the run to resume or repeat, or else the preset's with the given ones on
         top.
         """
-        from flowrl.training.build import NAMED, require_read
-        from flowrl.training.memory import profile_of
+        from flowrl.run.build import NAMED, require_read
+        from flowrl.run.sizes import profile_of
 
         if self.resume or self.config:
             mode = "resume" if self.resume else "config"
@@ -242,8 +237,8 @@ class Train:
 
     def main(self) -> int:
         """Train, printing every evaluation."""
-        from flowrl.training.build import check
-        from flowrl.training.plan import card_of, memory_text, plan, plan_text, sized, times_text
+        from flowrl.run.build import check
+        from flowrl.run.plan import card_of, memory_text, plan, plan_text, sized, times_text
 
         require(not self.start or bool(self.resume), "from", self.start, "only with --resume")
         allowed = "only with --plan; `accelerate launch` sets it in training"
@@ -271,7 +266,7 @@ class Train:
         """The planned seconds of an iteration beside the measured ones, on a known card."""
         import torch
 
-        from flowrl.training.plan import named_card, planned_and_measured
+        from flowrl.run.plan import named_card, planned_and_measured
 
         device = torch.device(config.policy.device)
         card = named_card(torch.cuda.get_device_name(device)) if device.type == "cuda" else ""
@@ -281,7 +276,7 @@ class Train:
 
     def _start(self) -> tuple[RunConfig, Path]:
         """The settings, checked, and the run's folder."""
-        from flowrl.training.build import check
+        from flowrl.run.build import check
 
         config = self.configuration()
         check(config)
@@ -301,12 +296,13 @@ class Train:
         from torch.distributed.elastic.multiprocessing.errors import record
 
         from flowrl.cli.progress import train_line
-        from flowrl.distributed import Distributed
-        from flowrl.io import disk_errors
         from flowrl.policies import device_of
-        from flowrl.training.build import method_text
-        from flowrl.training.checkpoint import to_resume
-        from flowrl.training.run import Run
+        from flowrl.run.build import method_text
+        from flowrl.run.checkpoint import to_resume
+        from flowrl.run.distributed import Distributed
+        from flowrl.run.io import disk_errors
+        from flowrl.run.job import Run
+        from flowrl.run.report.card import finish_run
 
         runs = list[Run]()
         with asked_to_stop(runs) as asked:
@@ -346,9 +342,8 @@ class Train:
             if finished and distributed.is_main:
                 with suppress(ConfigError):  # a probe of the user's may have no plan
                     self._say_times(run.config, out, size, say)
-                finish = [point.load() for point in sorted(entry_points(group=FINISHED))]
                 with disk_errors(out, partial(to_resume, out)):
-                    for line in (line for work in finish for line in work(out)):
+                    for line in finish_run(out):
                         say(line)
             ignore_stops()
             if not finished:

@@ -10,14 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-OWN_PACKAGES = (
-    "flowrl",
-    "flowrl_bench",
-    "flowrl_compare",
-    "flowrl_course",
-    "flowrl_rewards",
-    "flowrl_testing",
-)
+OWN_PACKAGES = ("flowrl", "flowrl_course")
 """The packages of this distribution."""
 
 

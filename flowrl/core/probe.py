@@ -238,7 +238,7 @@ class Probe:
     Trajectories, the rewards of finished images and the evaluations of the update are computed
     without it, and are bit for bit the same with any probe. (Nodes in `ahead` are the exception:
     they make the rollout's calls larger, which may change the last bits.)
-    `flowrl_testing.check_probe` checks this contract. Options are the fields of a data class.
+    `flowrl.testing.check_probe` checks this contract. Options are the fields of a data class.
     """
 
     @property

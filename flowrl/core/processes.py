@@ -42,7 +42,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Processes:
-    """A single process, for which every method returns immediately. `flowrl.distributed` has
+    """A single process, for which every method returns immediately. `flowrl.run.distributed` has
     several; every one of them runs the same program with the same random numbers.
 
     Args:

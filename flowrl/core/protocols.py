@@ -1,5 +1,5 @@
 """The interfaces between packages, as protocols. Their docstrings are the contract, which
-`flowrl_testing` checks.
+`flowrl.testing` checks.
 
 The protocols of forward-process losses are defined in `flowrl.core.forward`, next to their batches,
 and exported here.

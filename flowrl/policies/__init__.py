@@ -20,16 +20,7 @@ if TYPE_CHECKING:
         resolution_shift,
         unpacked,
     )
-    from flowrl.policies.load import load_policy
     from flowrl.policies.lora import LORA_TARGETS, Adapters
-    from flowrl.policies.memory import (
-        ARCHITECTURES,
-        Architecture,
-        Memory,
-        StorageCounter,
-        architecture_of,
-        count_memory,
-    )
     from flowrl.policies.mixture import MixturePolicy
     from flowrl.policies.pipeline import (
         DTYPES,
@@ -55,16 +46,7 @@ _HOMES = {
         "resolution_shift",
         "unpacked",
     ),
-    "load": ("load_policy",),
     "lora": ("LORA_TARGETS", "Adapters"),
-    "memory": (
-        "ARCHITECTURES",
-        "Architecture",
-        "Memory",
-        "StorageCounter",
-        "architecture_of",
-        "count_memory",
-    ),
     "mixture": ("MixturePolicy",),
     "pipeline": (
         "DTYPES",
@@ -77,32 +59,25 @@ _HOMES = {
 }
 
 __all__ = [
-    "ARCHITECTURES",
     "DTYPES",
     "LORA_TARGETS",
     "SD3",
     "Adapters",
-    "Architecture",
     "Family",
     "Flux",
-    "Memory",
     "MixturePolicy",
     "ModelOptions",
     "PipelinePolicy",
     "QwenImage",
     "SmallSD3",
     "SmallSD3Policy",
-    "StorageCounter",
     "Wan",
-    "architecture_of",
     "compile_blocks",
-    "count_memory",
     "decode_scaled",
     "device_of",
     "family_of",
     "has_compiled_blocks",
     "linear_guidance",
-    "load_policy",
     "packed_shape",
     "resolution_shift",
     "unpacked",

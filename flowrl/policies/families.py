@@ -16,8 +16,8 @@ from torch import Tensor
 
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import checked_options
-from flowrl.parts.plugins import plugin
 from flowrl.policies.lora import LORA_TARGETS
+from flowrl.run.parts.plugins import plugin
 
 Shape = tuple[int, ...]
 Embeddings = Mapping[str, Tensor]

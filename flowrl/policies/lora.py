@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.core.errors import CheckpointError, require
-from flowrl.distributed import full, is_sharded_network
-from flowrl.reading import reading
+from flowrl.run.distributed import full, is_sharded_network
+from flowrl.run.reading import reading
 
 LORA_TARGETS = (
     *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),

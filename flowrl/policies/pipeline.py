@@ -20,14 +20,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flowrl.core.errors import require
 from flowrl.core.options import Count, Whole
 from flowrl.core.types import Condition, Prompt, Schedule
-from flowrl.distributed import Distributed, full_tensors, is_sharded_network
-from flowrl.parts.settings import settings_group
 from flowrl.policies.device import device_of
-from flowrl.policies.embedded import EmbeddingsFolder
 from flowrl.policies.families import Family, linear_guidance, shape_of, size_of
 from flowrl.policies.lora import Adapters, load_frozen_adapters
-from flowrl.policies.prompt_cache import PromptCache
 from flowrl.policies.prompt_length import cut_prompts, quiet
+from flowrl.run.distributed import Distributed, full_tensors, is_sharded_network
+from flowrl.run.models.embedded import EmbeddingsFolder
+from flowrl.run.models.prompt_cache import PromptCache
+from flowrl.run.parts.settings import settings_group
 
 _LOG = logging.getLogger(__name__)
 EMBEDDED_TOGETHER = 8
@@ -115,8 +115,8 @@ class ModelOptions:
     """
     load_to: Literal["device", "cpu", "meta"] = "device"
     """Where the transformer's weights are loaded. Those that will be sharded over the processes
-    (`flowrl.distributed.shard`): cpu in the main process, and meta, without reading them, in all
-    others.
+    (`flowrl.run.distributed.shard`): cpu in the main process, and meta, without reading them, in
+    all others.
     """
     decode_batch: Count = 8
     """Latents per call of the image decoder."""

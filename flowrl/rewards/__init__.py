@@ -1,6 +1,6 @@
 """Rewards that need no network, wrappers around rewards, and feature spaces for diversity.
 
-Rewards by networks (CLIP, GenEval, OCR) are in the package `flowrl_rewards`.
+Rewards by networks (CLIP, GenEval, OCR) are in the package `flowrl.rewards`.
 """
 
 from flowrl.rewards.combine import (

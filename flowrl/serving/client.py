@@ -20,9 +20,9 @@ from torch import Tensor
 from flowrl.core.errors import RewardError
 from flowrl.core.options import Count, NonNegative, Positive, Whole, checked_options
 from flowrl.core.types import Prompt
-from flowrl.distributed import processes_here
 from flowrl.rewards.combine import weighted_total
 from flowrl.rewards.contract import ComponentScores
+from flowrl.run.distributed import processes_here
 from flowrl.serving.connections import (
     Answer,
     Connections,

@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le
 
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Count
-from flowrl.reading import read_text, reading
+from flowrl.run.reading import read_text, reading
 from flowrl.serving.server_settings import TOKEN_VARIABLE
 
 
@@ -68,9 +68,9 @@ class ServeReward:
             raise ConfigError(
                 f"serve-reward needs the extra 'server' ({error}): pip install -e '.[server]'"
             ) from error
-        from flowrl.parts.registry import build
         from flowrl.rewards import require_single
         from flowrl.rewards.contract import load_reward
+        from flowrl.run.parts.registry import build
 
         limits = ServerLimits(
             body_bytes=self.max_body * 2**20,

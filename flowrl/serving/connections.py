@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.core.errors import ConfigError, RewardError, require
-from flowrl.reading import read_text, reading
+from flowrl.run.reading import read_text, reading
 from flowrl.serving.wire_format import TransientError
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from flowrl.core.errors import FlowrlError, RewardContractError, RewardError
 from flowrl.core.types import Prompt
-from flowrl.reading import parse_json
 from flowrl.rewards.contract import ComponentScores, check_scores
 from flowrl.rewards.images import to_bytes, to_pillow
+from flowrl.run.reading import parse_json
 
 __all__ = [
     "API_VERSION",

@@ -3,8 +3,9 @@ diffusers model.
 """
 
 from flowrl.core.protocols import PolicyOptions, World
+from flowrl.run.worlds import ModelWorld, world
 from flowrl.worlds import mixture
-from flowrl.worlds.base import MixtureWorld, ModelWorld, ShapesWorld, world
+from flowrl.worlds.built_in import MixtureWorld, ShapesWorld
 
 __all__ = [
     "MixtureWorld",

@@ -7,7 +7,7 @@ Its images are points: [sample, 2, 1, 1], not restricted to [0, 1].
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -57,6 +57,15 @@ def target(prompt: Prompt) -> tuple[float, float]:
     """The point on the circle in a prompt's direction."""
     angle = math.radians(angle_of(prompt.text))
     return RADIUS * math.cos(angle), RADIUS * math.sin(angle)
+
+
+def targets(texts: Iterable[str]) -> dict[str, tuple[float, float]]:
+    """The `target` of every text that is a direction, by text; those of other worlds have none."""
+    points = dict[str, tuple[float, float]]()
+    for text in texts:
+        with suppress(ConfigError):
+            points[text] = target(Prompt(text))
+    return points
 
 
 @checked_options

@@ -11,25 +11,25 @@ import math
 import pytest
 import torch
 from closed_form import PROMPTS, exact_values, gaussian_setting
-from flowrl_bench.continuations import continuation_rewards
-from flowrl_bench.exact import Exact, ValueGrid, exact_advantages
-from flowrl_bench.gradients import Setting
-from flowrl_bench.true_advantage import (
+from rollouts import AllButLast
+from seeded import randn, seeded
+
+from flowrl.bench.continuations import continuation_rewards
+from flowrl.bench.exact import Exact, ValueGrid, exact_advantages
+from flowrl.bench.gradients import Setting
+from flowrl.bench.true_advantage import (
     LEAST_RELIABILITY,
     Look,
     TrueAdvantages,
     compare_credit,
     true_advantages,
 )
-from rollouts import AllButLast
-from seeded import randn, seeded
-
 from flowrl.core.errors import ConfigError
 from flowrl.probes import Branch, Comb, NoProbe, Shape
 from flowrl.rollout import Usage
+from flowrl.run.build import make_trainer, make_world
+from flowrl.run.config import preset
 from flowrl.samplers import CPS, DDIMSDE, DanceSDE, FlowSDE, Windowed
-from flowrl.training.build import make_trainer, make_world
-from flowrl.training.config import preset
 from flowrl.worlds.mixture import DirectionReward
 
 SAMPLERS = {

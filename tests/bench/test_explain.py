@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
-from flowrl_bench.explain import explain, parse_rewards
 from small_run import error_of, flowrl_
 
+from flowrl.bench.explain import explain, parse_rewards
 from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Decisions
 from flowrl.credit import StepwiseGain, TurningPoint

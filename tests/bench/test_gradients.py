@@ -7,7 +7,11 @@ directions, |z| < 5 in each. A correct estimator fails that for 4e-6 of all seed
 
 import pytest
 import torch
-from flowrl_bench.gradients import (
+from rollouts import AllButLast
+from seeded import seeded
+from torch.testing import assert_close
+
+from flowrl.bench.gradients import (
     RawCredit,
     Setting,
     alignment,
@@ -15,17 +19,14 @@ from flowrl_bench.gradients import (
     pathwise_gradients,
     policy_gradients,
 )
-from rollouts import AllButLast
-from seeded import seeded
-from torch.testing import assert_close
-
 from flowrl.credit import Uniform
 from flowrl.flow import DrawnSteps
 from flowrl.losses import AWM, DGPO
 from flowrl.probes import Completion
 from flowrl.rollout import Usage
+from flowrl.run.worlds import world
 from flowrl.samplers import FlowSDE, Multistep
-from flowrl.worlds.base import PolicyOptions, world
+from flowrl.worlds.built_in import PolicyOptions
 
 LIMIT = 5.0
 

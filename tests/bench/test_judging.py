@@ -7,30 +7,30 @@ import math
 import numpy as np
 import pytest
 from bench_lines import FAST, SLOW, fake_evidence, small_run
-from flowrl_bench.evidence import spent
-from flowrl_bench.judging import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.bench.evidence import spent
+from flowrl.bench.judging import (
     BETTER,
     FEWEST,
     UNDECIDED,
     Compare,
     judge_family,
 )
-from flowrl_bench.measurements import CURVE, measure
-from flowrl_bench.statistics import (
+from flowrl.bench.measurements import CURVE, measure
+from flowrl.bench.statistics import (
     Curve,
     detectable,
     holm,
     mean_until,
     outside,
 )
-from flowrl_compare.costs import RATE
-from flowrl_compare.costs import SD35_MEDIUM as SD35
-from flowrl_compare.statistics import first_reached, mean
-from hypothesis import given
-from hypothesis import strategies as st
-
 from flowrl.core.errors import ConfigError
-from flowrl.training.plan import CLIP_H
+from flowrl.run.costs import RATE
+from flowrl.run.costs import SD35_MEDIUM as SD35
+from flowrl.run.plan import CLIP_H
+from flowrl.run.statistics import first_reached, mean
 
 LEAD = Compare("fast", "slow")
 

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 from bench_lines import small_line, small_run
-from flowrl_bench import results_file
-from flowrl_bench.digest import code_digest, config_id, golden_run, rules_digest, same_golden
-from flowrl_bench.results_file import (
+from loading import ROOT
+
+from flowrl.bench import results_file
+from flowrl.bench.digest import code_digest, config_id, golden_run, rules_digest, same_golden
+from flowrl.bench.results_file import (
     ResultsFile,
     make_line,
     require_unchanged,
     stamp,
 )
-from loading import ROOT
-
 from flowrl.core.errors import ConfigError
 from flowrl.methods import METHODS
-from flowrl.training.config import RunConfig
+from flowrl.run.config import RunConfig
 
 RESULTS = ROOT / "benchmarks" / "results"
 

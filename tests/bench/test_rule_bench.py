@@ -11,24 +11,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench_lines import SMALL, fake_line, here, rule_file
-from flowrl_bench import rule_plan, tune
-from flowrl_bench.arms import ARMS, SHORT, own_arm, tuned
-from flowrl_bench.evidence import Evidence
-from flowrl_bench.judging import ALIKE, BETTER, UNDECIDED, WORSE
-from flowrl_bench.measurements import CURVE, measure
-from flowrl_bench.results_file import make_line
-from flowrl_bench.rule_bench import Bench, bench_rule, own_name
-from flowrl_bench.rule_headroom import CANNOT, TELLS, UNCLEAR
-from flowrl_bench.rule_page import World, judged, sentence
-from flowrl_bench.rule_plan import FULL, QUICK, Part
-from flowrl_bench.suite import Suite
-from flowrl_compare import bounds
-from flowrl_compare.bounds import Bound
 from loading import ROOT, load
 
+from flowrl.bench import rule_plan, tune
+from flowrl.bench.arms import ARMS, SHORT, own_arm, tuned
+from flowrl.bench.evidence import Evidence
+from flowrl.bench.judging import ALIKE, BETTER, UNDECIDED, WORSE
+from flowrl.bench.measurements import CURVE, measure
+from flowrl.bench.results_file import make_line
+from flowrl.bench.rule_bench import Bench, bench_rule, own_name
+from flowrl.bench.rule_headroom import CANNOT, TELLS, UNCLEAR
+from flowrl.bench.rule_page import World, judged, sentence
+from flowrl.bench.rule_plan import FULL, QUICK, Part
+from flowrl.bench.suite import Suite
+from flowrl.compare import bounds
+from flowrl.compare.bounds import Bound
 from flowrl.core.errors import ConfigError
 from flowrl.credit import StepwiseGain
-from flowrl.parts.registry import build
+from flowrl.run.parts.registry import build
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ class TestFolder:
         monkeypatch.setitem(SHORT, "mixture", TINY)
         monkeypatch.setattr(tune, "run_jobs", here)
         monkeypatch.setattr(
-            "flowrl_bench.results_file.golden_run", lambda: (1.0,) * 3
+            "flowrl.bench.results_file.golden_run", lambda: (1.0,) * 3
         )  # else seconds
         self.made = []
         self.most = 1000

@@ -5,15 +5,6 @@ import re
 
 import pytest
 import torch
-from flowrl_bench.rules import (
-    EvenGain,
-    Pruned,
-    RandomCredit,
-    TurningPointVariant,
-    clear_swings,
-    random_steps,
-)
-from flowrl_testing import credit_contract
 from hypothesis import given
 from hypothesis import strategies as st
 from loading import ROOT
@@ -21,6 +12,14 @@ from published_trees import credit, published
 from seeded import rand, randn, seeded
 from small_run import TINY_RUN
 
+from flowrl.bench.rules import (
+    EvenGain,
+    Pruned,
+    RandomCredit,
+    TurningPointVariant,
+    clear_swings,
+    random_steps,
+)
 from flowrl.core.experience import Decisions
 from flowrl.core.protocols import Stateful
 from flowrl.credit import (
@@ -33,7 +32,8 @@ from flowrl.credit import (
     turning_points,
 )
 from flowrl.probes import Branch
-from flowrl.training.build import make_method
+from flowrl.run.build import make_method
+from flowrl.testing import credit_contract
 
 PER_PROMPT = TurningPoint(balance_scope="prompt")
 test_variants = [

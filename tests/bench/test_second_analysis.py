@@ -12,11 +12,12 @@ from itertools import combinations
 import numpy as np
 import pytest
 import verdict_controls
-from flowrl_bench.verdict_page import named
-from flowrl_bench.verdict_runs import CAMPAIGNS, Study
-from flowrl_compare.statistics import mean
 from loading import ROOT
 from scipy import stats
+
+from flowrl.bench.verdict_page import named
+from flowrl.bench.verdict_runs import CAMPAIGNS, Study
+from flowrl.run.statistics import mean
 
 RESULTS, PAGE = ROOT / "benchmarks/results", ROOT / "docs/verdict.md"
 FORWARD, GRADIENT = 2_442_642_604_032, 5_259_447_582_720
@@ -58,7 +59,7 @@ def world(request):
     with lzma.open(f"{path}.xz", "rt") as file:
         lines = {line["id"]: line for line in map(json.loads, file)}
     study, runs = Study(CAMPAIGNS[request.param], path), {}
-    from flowrl_bench.digest import config_id
+    from flowrl.bench.digest import config_id
 
     for (task, arm, seed), run in study.runs():
         line = lines[config_id(run)]

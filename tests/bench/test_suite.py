@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 from bench_lines import small_run
-from flowrl_bench.digest import config_id
-from flowrl_bench.evidence import column
-from flowrl_bench.measurements import measure, reproducible
-from flowrl_bench.results_file import ResultsFile, make_line
-from flowrl_bench.rules import RandomCredit
-from flowrl_bench.suite import Pace, Suite, redo
-from flowrl_testing import credit_contract
 
+from flowrl.bench.digest import config_id
+from flowrl.bench.evidence import column
+from flowrl.bench.measurements import measure, reproducible
+from flowrl.bench.results_file import ResultsFile, make_line
+from flowrl.bench.rules import RandomCredit
+from flowrl.bench.suite import Pace, Suite, redo
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, TrainingError
+from flowrl.testing import credit_contract
 from flowrl.trainer import Trainer
 
 MINE = "from flowrl.credit import Uniform\n\n\nclass Mine(Uniform):\n    pass\n"
@@ -94,7 +94,7 @@ def test_the_stored_command_repeats_the_line(tmp_path, capsys):
 
 def test_the_time_left_follows_the_pace(monkeypatch):
     clock = iter((100.0, 160.0, 280.0, 280.0, 340.0))
-    monkeypatch.setattr("flowrl_bench.suite.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("flowrl.bench.suite.time.monotonic", lambda: next(clock))
     pace = Pace(missing=4)
     for left in ("3 minutes", "3 minutes", "60 seconds", "0 seconds"):
         assert pace.finished() == f"about {left} left"

@@ -7,11 +7,14 @@ from operator import itemgetter
 
 import pytest
 from bench_lines import here
-from flowrl_bench import tune
-from flowrl_bench.arms import ARMS, Arm
-from flowrl_bench.measurements import CURVE
-from flowrl_bench.results_file import ResultsFile
-from flowrl_bench.tune import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.bench import tune
+from flowrl.bench.arms import ARMS, Arm
+from flowrl.bench.measurements import CURVE
+from flowrl.bench.results_file import ResultsFile
+from flowrl.bench.tune import (
     SEEDS,
     Search,
     best,
@@ -20,11 +23,8 @@ from flowrl_bench.tune import (
     proposals,
     score_of,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
 from flowrl.core.errors import TrainingError
-from flowrl.training.build import check
+from flowrl.run.build import check
 
 
 def run(score, knobs=3, budget=24):

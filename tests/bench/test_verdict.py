@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from bench_lines import fake_line
-from flowrl_bench import verdict_runs
-from flowrl_bench.judging import BETTER, FEWEST, UNDECIDED, WORSE
-from flowrl_bench.verdict import (
+
+from flowrl.bench import verdict_runs
+from flowrl.bench.judging import BETTER, FEWEST, UNDECIDED, WORSE
+from flowrl.bench.verdict import (
     ORACLE,
     PER_EVALUATION,
     PER_SECOND,
@@ -15,13 +16,12 @@ from flowrl_bench.verdict import (
     QUESTIONS,
     Verdicts,
 )
-from flowrl_bench.verdict_page import leads_figure
-from flowrl_bench.verdict_runs import CAMPAIGNS, SAMPLED, UNIFORM, Campaign, Study
-from flowrl_compare.bounds import CREDIT
-
+from flowrl.bench.verdict_page import leads_figure
+from flowrl.bench.verdict_runs import CAMPAIGNS, SAMPLED, UNIFORM, Campaign, Study
 from flowrl.cli.main import main
+from flowrl.compare.bounds import CREDIT
 from flowrl.core.experience import Decisions
-from flowrl.parts.registry import build
+from flowrl.run.parts.registry import build
 
 LINE = [i / 20 for i in range(11)]
 
@@ -126,7 +126,7 @@ def test_the_command_makes_runs_and_writes_tables(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(verdict_runs, "ARMS", {"random credit": verdict_runs.ARMS["random credit"]})
     campaigns = {"points": Campaign("2-D world", {"default": task}, 2, 2, iterations=2)}
     monkeypatch.setattr(verdict_runs, "CAMPAIGNS", campaigns)
-    monkeypatch.setattr("flowrl_bench.verdict_page.CAMPAIGNS", campaigns)
+    monkeypatch.setattr("flowrl.bench.verdict_page.CAMPAIGNS", campaigns)
     words = ["bench", "verdict", "--points", str(tmp_path / "points.jsonl"), "--images", "none"]
     words += ["--out", str(tmp_path / "out"), "--workers", "1"]
     assert main([*words, "--run", "points"]) == 0

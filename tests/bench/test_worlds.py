@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
-from flowrl_bench.pretraining import PretrainConfig, pretrain_to_file
-from flowrl_bench.worlds import Points, data
-from flowrl_testing import check_world
 from seeded import randn
 
+from flowrl.run.worlds import world
+from flowrl.testing import check_world
 from flowrl.worlds import mixture
-from flowrl.worlds.base import PolicyOptions, world
+from flowrl.worlds.built_in import PolicyOptions
+from flowrl.worlds.points import Points, data
+from flowrl.worlds.pretraining import PretrainConfig, pretrain_to_file
 
 
 @pytest.mark.parametrize("world", [Points(), Points(16)])

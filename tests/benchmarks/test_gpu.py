@@ -8,10 +8,10 @@ from dataclasses import replace
 import full_size
 import pytest
 import torch
-from flowrl_testing.tiny import CLIP_TOKENS, TINY, tiny_sd3_policy
 from gpu_compute import Meter, MeteredFamily, NetworkCost, network_cost, share_of_ceiling
 
 from flowrl.core.types import Prompt
+from flowrl.testing.tiny import CLIP_TOKENS, TINY, tiny_sd3_policy
 
 
 def cost_of(policy):

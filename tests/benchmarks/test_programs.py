@@ -25,8 +25,8 @@ from translation import (
 )
 
 from flowrl.methods import METHODS
+from flowrl.run.config import preset
 from flowrl.samplers import CPS, FlowSDE
-from flowrl.training.config import preset
 
 PROGRAMS = Path(__file__).parents[2] / "benchmarks"
 OURS = ("flowrl", *(path.stem for path in PROGRAMS.glob("*.py")))

@@ -14,8 +14,8 @@ from flowrl.cli.options import LONGEST_NAME, changes, options_with, run_name
 from flowrl.cli.progress import evaluations_left, train_line
 from flowrl.cli.train import TrainOptions
 from flowrl.methods import METHODS
-from flowrl.parts.coverage import coverage
-from flowrl.training.config import RunConfig
+from flowrl.run.config import RunConfig
+from flowrl.run.parts.coverage import coverage
 
 MODEL = "train --model m --prompts text[0:2] --reward jpeg-compressibility"
 

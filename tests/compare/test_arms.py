@@ -5,22 +5,22 @@ import json
 import re
 
 import pytest
-from flowrl_compare.arms import arm_run, credit_arms, load_arms, parse_arm, together
-from flowrl_compare.bounds import bound_settings, shipped_bound
-from flowrl_compare.comparison import CompareConfig, load_compare
-from flowrl_compare.conclusion import shows
-from flowrl_compare.progress import Display
-from flowrl_compare.report import table_text, write_report
-from flowrl_compare.results import load_comparison, summarise, summary_values
-from flowrl_compare.tuned import tuned_arms
 from rich.console import Console
 from small_run import MIXTURE, TINY_RUN, flowrl_, write_rows
 
+from flowrl.compare.arms import arm_run, credit_arms, load_arms, parse_arm, together
+from flowrl.compare.bounds import bound_settings, shipped_bound
+from flowrl.compare.comparison import CompareConfig, load_compare
+from flowrl.compare.conclusion import shows
+from flowrl.compare.progress import Display
+from flowrl.compare.report import table_text, write_report
+from flowrl.compare.results import load_comparison, summarise, summary_values
+from flowrl.compare.tuned import tuned_arms
 from flowrl.core.errors import ConfigError
-from flowrl.io import write_json
-from flowrl.training.config import preset
-from flowrl.training.plan import plan
-from flowrl.training.presets import tuned
+from flowrl.run.config import preset
+from flowrl.run.io import write_json
+from flowrl.run.plan import plan
+from flowrl.run.presets import tuned
 
 PARTS = """
 from flowrl.losses import PolicyGradientLoss
@@ -156,7 +156,7 @@ def test_equal_cost_scales_the_iterations():
 def test_the_command_orders_methods_arms_and_credit(tmp_path, monkeypatch):
     compared = []
     keep = lambda config, *_, **__: compared.append(config)  # noqa: E731
-    monkeypatch.setattr("flowrl_compare.comparison.compare", keep)
+    monkeypatch.setattr("flowrl.compare.comparison.compare", keep)
     (tmp_path / "arms.yaml").write_text("arms: {file: {kl_weight: 0.1}}")
 
     def arms_of(options=""):

@@ -5,13 +5,13 @@ import math
 
 import pytest
 import yaml
-from flowrl_compare.card import card_text, without_folders, write_card
 from small_run import write_rows
 
-from flowrl.io import write_json
-from flowrl.training.build import METHOD_FILE
-from flowrl.training.config import preset
-from flowrl.training.results import decimals
+from flowrl.run.build import METHOD_FILE
+from flowrl.run.config import preset
+from flowrl.run.io import write_json
+from flowrl.run.report.card import card_text, without_folders, write_card
+from flowrl.run.results import decimals
 
 SD3 = "stabilityai/stable-diffusion-3.5-medium"
 

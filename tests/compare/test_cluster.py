@@ -15,16 +15,17 @@ import pytest
 import worker_jobs
 from bench_lines import small_run
 from distributed import LocalCluster
-from flowrl_bench.digest import config_id
-from flowrl_bench.results_file import ResultsFile
-from flowrl_bench.suite import Suite
-from flowrl_compare import CompareConfig, cluster, compare
-from flowrl_compare.comparison import _run_job
 from small_run import TINY_RUN
 
+from flowrl.bench.digest import config_id
+from flowrl.bench.results_file import ResultsFile
+from flowrl.bench.suite import Suite
+from flowrl.compare import CompareConfig, cluster, compare
+from flowrl.compare.comparison import _run_job
 from flowrl.core.errors import ConfigError
-from flowrl.parts.plugins import versions
-from flowrl.workers import Worker, begin_worker, run_jobs
+from flowrl.run.jobs import run_jobs
+from flowrl.run.parts.plugins import versions
+from flowrl.run.workers import Worker, begin_worker
 
 
 @pytest.fixture(scope="module")

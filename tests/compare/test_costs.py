@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from flowrl_compare.costs import WORLDS, Prices, measured_prices, prices_of
 from torch.utils.flop_counter import FlopCounterMode
 
-from flowrl.training.build import make_trainer
-from flowrl.training.config import preset
+from flowrl.run.build import make_trainer
+from flowrl.run.config import preset
+from flowrl.run.costs import WORLDS, Prices, measured_prices, prices_of
 
 COUNTED = Path(__file__).parents[2] / "benchmarks/results/flops.json"
 COUNTS = {"nfe": 50, "probe_nfe": 20, "train_nfe": 30, "gradient_nfe": 10}

@@ -5,16 +5,16 @@ table.
 import io
 
 import pytest
-from flowrl_compare.arms import method_arms
-from flowrl_compare.comparison import CompareConfig
-from flowrl_compare.progress import Display
-from flowrl_compare.report import print_table
-from flowrl_compare.results import ArmSummary, Change, Mean
 from rich.console import Console
 from small_run import TINY_RUN, write_rows
 
 from flowrl.cli.progress import clock
-from flowrl.io import write_json
+from flowrl.compare.arms import method_arms
+from flowrl.compare.comparison import CompareConfig
+from flowrl.compare.progress import Display
+from flowrl.compare.report import print_table
+from flowrl.compare.results import ArmSummary, Change, Mean
+from flowrl.run.io import write_json
 
 ARMS = method_arms(("flow-grpo", "tp-grpo"))
 LONG = {"RelativeGain(temperature=0.25,window=all-but-last)": {"clip_range": 0.1}}

@@ -13,46 +13,41 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flowrl_compare.arms import method_arms
-from flowrl_compare.comparison import CompareConfig
-from flowrl_compare.conclusion import cannot_show, shows, untuned, verdict
-from flowrl_compare.figures import curves, image_grid, proxy_and_heldout, trajectory
-from flowrl_compare.pages import inline, markdown_code
-from flowrl_compare.paper import ARXIV, bibliography, references
-from flowrl_compare.report import (
-    collapse_text,
-    table_rows,
-    table_text,
-    write_evaluation,
-    write_report,
-)
-from flowrl_compare.results import (
-    Comparison,
-    Mean,
-    RunRecord,
-    collapsed,
-    load_comparison,
-    mean_curve,
-    run_folder,
-    summarise,
-)
-from flowrl_compare.style import PALE, colour, marker, save, spread_labels
-from flowrl_compare.tuned import tuned_arms
-from flowrl_compare.weight_comparison import (
-    SamplingSettings,
-    ScoredImages,
-    WeightComparison,
-    compare_scores,
-)
 from safetensors.torch import save_file
 from seeded import seeded
 from small_run import TINY_RUN, write_rows
 
+from flowrl.compare.arms import method_arms
+from flowrl.compare.comparison import CompareConfig
+from flowrl.compare.conclusion import cannot_show, shows, untuned, verdict
+from flowrl.compare.figures import curves, trajectory
+from flowrl.compare.paper import ARXIV, bibliography, references
+from flowrl.compare.report import collapse_text, table_rows, table_text, write_report
+from flowrl.compare.results import (
+    Comparison,
+    Mean,
+    collapsed,
+    load_comparison,
+    run_folder,
+    summarise,
+)
+from flowrl.compare.tuned import tuned_arms
 from flowrl.core.errors import ConfigError
-from flowrl.io import write_json
 from flowrl.methods import METHODS
-from flowrl.training.config import preset
-from flowrl.training.presets import MODEL_ONLY, method_overrides, tuned
+from flowrl.run.config import preset
+from flowrl.run.io import write_json
+from flowrl.run.presets import MODEL_ONLY, method_overrides, tuned
+from flowrl.run.records import RunRecord, mean_curve
+from flowrl.run.report.figures import image_grid, proxy_and_heldout
+from flowrl.run.report.pages import inline, markdown_code
+from flowrl.run.report.style import PALE, colour, marker, save, spread_labels
+from flowrl.run.report.weight_comparison import (
+    SamplingSettings,
+    ScoredImages,
+    WeightComparison,
+    compare_scores,
+    write_evaluation,
+)
 
 EVIL = '<script>alert("1")</script>'
 REMOTE = re.compile(r"""(src|href|url)\s*[=(]\s*["']?(http|//|file)""")

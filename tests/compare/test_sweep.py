@@ -5,13 +5,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from flowrl_compare.arms import grid_arms, parse_grid, parse_seeds, require_apart
-from flowrl_compare.results import Comparison, RunRecord, load_comparison
-from flowrl_compare.sweep import Sweep
 from small_run import flowrl_
 
+from flowrl.compare.arms import grid_arms, parse_grid, parse_seeds, require_apart
+from flowrl.compare.results import Comparison, load_comparison
+from flowrl.compare.sweep import Sweep
 from flowrl.core.errors import ConfigError
-from flowrl.training.config import load_config
+from flowrl.run.config import load_config
+from flowrl.run.records import RunRecord
 
 
 def test_grids_and_seeds_as_typed():

@@ -10,21 +10,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from flowrl_compare.evaluate import table
-from flowrl_compare.weight_comparison import SamplingSettings, compare_scores, sample_and_score
-from flowrl_testing.tiny import tiny_flux_policy, tiny_sd3
 from safetensors.torch import load_file, save_file
 from scipy import stats
 from seeded import seeded
 from small_run import TINY_MODEL, model_files, words
 from torch.testing import assert_close
 
+from flowrl.cli.evaluate import table
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
-from flowrl.io import write_json
 from flowrl.rewards.combine import FunctionReward
-from flowrl.training.config import load_config
-from flowrl.worlds.base import PolicyOptions, world
+from flowrl.run.config import load_config
+from flowrl.run.io import write_json
+from flowrl.run.report.weight_comparison import SamplingSettings, compare_scores, sample_and_score
+from flowrl.run.worlds import world
+from flowrl.testing.tiny import tiny_flux_policy, tiny_sd3
+from flowrl.worlds.built_in import PolicyOptions
 
 DARK = """
 class Dark:

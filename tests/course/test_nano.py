@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from flowrl_testing.tiny import TINY, tiny_sd3, tiny_sd3_policy
 from torch import Tensor
 
 from flowrl import preset
 from flowrl.core.types import Prompt
-from flowrl.parts.registry import build
-from flowrl.training.build import make_trainer
+from flowrl.run.build import make_trainer
+from flowrl.run.parts.registry import build
+from flowrl.testing.tiny import TINY, tiny_sd3, tiny_sd3_policy
 
 TUTORIALS = Path(__file__).parents[2] / "tutorials"
 METHODS = {"uniform": "flow-grpo", "stepwise": "stepwise-flow-grpo", "turning-point": "tp-grpo"}

@@ -22,8 +22,8 @@ from flowrl.credit import (
     turning_points,
 )
 from flowrl.flow import uniform_schedule
-from flowrl.parts.coverage import coverage
 from flowrl.probes import Completion, Tweedie
+from flowrl.run.parts.coverage import coverage
 from flowrl.samplers import FlowSDE, Windowed
 from flowrl.worlds.mixture import WIDTH, ring
 

@@ -13,9 +13,9 @@ from loading import ROOT, load
 
 from flowrl.cli.main import load_command, run_command
 from flowrl.core.errors import ConfigError
-from flowrl.parts.registry import build
-from flowrl.parts.settings import read_arms, read_settings
-from flowrl.training.config import RunConfig
+from flowrl.run.config import RunConfig
+from flowrl.run.parts.registry import build
+from flowrl.run.parts.settings import read_arms, read_settings
 
 MADE = {"_build", "course", "api", "studies.md"}
 """Folders of pages that are made, and the page about another commit."""

@@ -12,7 +12,17 @@ from types import ModuleType
 
 import pytest
 import torch
-from flowrl_testing import (
+from loading import ROOT
+from PIL import Image
+from small_run import TINY_RUN, rows_of
+
+from flowrl import preset
+from flowrl.cli.main import main
+from flowrl.core.types import Prompt
+from flowrl.run.build import make_trainer, model_options
+from flowrl.run.parts.registry import build
+from flowrl.run.plan import known_architecture
+from flowrl.testing import (
     check_credit,
     check_forward_loss,
     check_loss,
@@ -22,16 +32,6 @@ from flowrl_testing import (
     check_solver,
     check_world,
 )
-from loading import ROOT
-from PIL import Image
-from small_run import TINY_RUN, rows_of
-
-from flowrl import preset
-from flowrl.cli.main import main
-from flowrl.core.types import Prompt
-from flowrl.parts.registry import build
-from flowrl.training.build import make_trainer, model_options
-from flowrl.training.plan import known_architecture
 
 GUIDES = ROOT / "docs" / "guides"
 

@@ -7,8 +7,8 @@ from seeded import seeded
 from small_run import trainer_of
 
 from flowrl.core.types import Prompt
-from flowrl.training.build import build_trainer, make_method
-from flowrl.training.config import preset
+from flowrl.run.build import build_trainer, make_method
+from flowrl.run.config import preset
 
 PROMPTS = [Prompt(text) for text in ("three red circles", "a dog", "a small house")]
 SMALL = dict(

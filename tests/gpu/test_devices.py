@@ -22,10 +22,10 @@ from seeded import rand, seeded
 from tiny_rewards import tiny_clip
 
 from flowrl.core.types import copies_done, to_device, to_main_memory
-from flowrl.parts.registry import build
 from flowrl.policies import DTYPES
 from flowrl.rollout import Usage, initial_noise, sample_images
 from flowrl.rollout.batches import LossBatches
+from flowrl.run.parts.registry import build
 
 EVERYWHERE = ["mixture", "shapes", *MODELS]
 NOISE = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-2}

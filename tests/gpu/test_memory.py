@@ -7,11 +7,11 @@ import torch
 from device_cases import PROMPTS, REDNESS
 from gpu_cases import RandomEmbeddings, random_pipeline
 
-from flowrl.policies import ARCHITECTURES, ModelOptions, PipelinePolicy, count_memory
-from flowrl.policies.memory import StorageCounter
-from flowrl.training.build import build_trainer, make_method
-from flowrl.training.config import preset
-from flowrl.training.memory import velocities
+from flowrl.policies import ModelOptions, PipelinePolicy
+from flowrl.run.build import build_trainer, make_method
+from flowrl.run.config import preset
+from flowrl.run.models.memory import ARCHITECTURES, StorageCounter, count_memory
+from flowrl.run.sizes import velocities
 
 NARROW = {
     "sd3.5-medium": dict(

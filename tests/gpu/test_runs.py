@@ -13,9 +13,9 @@ from small_run import model_files, rows_of, words
 
 from flowrl.cli.main import main
 from flowrl.policies import DTYPES
-from flowrl.training.checkpoint import restore_trainer, trainer_state
-from flowrl.training.config import preset
-from flowrl.training.run import Run
+from flowrl.run.checkpoint import restore_trainer, trainer_state
+from flowrl.run.config import preset
+from flowrl.run.job import Run
 
 SIZES = dict(
     groups=2,

@@ -7,9 +7,9 @@ import pytest
 from loading import ROOT
 
 from flowrl.methods import METHODS
-from flowrl.parts.coverage import coverage
-from flowrl.training.config import RunConfig
-from flowrl.training.presets import combine
+from flowrl.run.config import RunConfig
+from flowrl.run.parts.coverage import coverage
+from flowrl.run.presets import combine
 
 CELLS = [f"{row.flowrl} {row.result}" for paper in coverage().values() for row in paper.rows]
 

@@ -225,7 +225,7 @@ def test_windows_end_where_they_should():
 
 
 def test_trajectories_that_cannot_fit_are_refused_with_their_size():
-    from flowrl.training.build import make_trainer
+    from flowrl.run.build import make_trainer
 
     config = TINY_RUN.replace(groups=10**6, group_size=10**4)
     with pytest.raises(

@@ -14,29 +14,29 @@ from typing import Any
 
 import pytest
 import torch
-from flowrl_bench.results_file import ResultsFile, make_line
-from flowrl_compare.comparison import CompareConfig, load_compare
-from flowrl_rewards import PickScore
-from flowrl_testing.tiny import TINY, tiny_sd3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_run import MIXTURE, TINY_RUN, error_of, flowrl_
 from tiny_rewards import tiny_clip
 
+from flowrl.bench.results_file import ResultsFile, make_line
+from flowrl.compare.comparison import CompareConfig, load_compare
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
-from flowrl.io import write_json
-from flowrl.parts import registry, trust
-from flowrl.parts.registry import KINDS, available, build, options_of
-from flowrl.parts.specs import NESTED
-from flowrl.parts.trust import PARTS, require_trust, trust_option, untrusted
-from flowrl.policies.load import load_policy
-from flowrl.training import build as training_build
-from flowrl.training.build import (
+from flowrl.rewards.clip import PickScore
+from flowrl.run import build as training_build
+from flowrl.run.build import (
     make_method,
 )
-from flowrl.training.config import RunConfig, load_config, preset
-from flowrl.training.run import Run
+from flowrl.run.config import RunConfig, load_config, preset
+from flowrl.run.io import write_json
+from flowrl.run.job import Run
+from flowrl.run.models.load import load_policy
+from flowrl.run.parts import registry, trust
+from flowrl.run.parts.registry import KINDS, available, build, options_of
+from flowrl.run.parts.specs import NESTED
+from flowrl.run.parts.trust import PARTS, require_trust, trust_option, untrusted
+from flowrl.testing.tiny import TINY, tiny_sd3
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ SPECS = {
         "flowrl.methods:named_method(name='x', credit='{folder}/evil.py:Evil')",
         "named_method",
     ),
-    "own class": ("flowrl.io:FileLock(lock_file='{folder}/canary')", "flowrl.io:FileLock"),
+    "own class": ("flowrl.run.io:FileLock(lock_file='{folder}/canary')", "flowrl.run.io:FileLock"),
     "own reward": ("win-rate(reward='flowrl.worlds.mixture:DirectionReward')", "DirectionReward"),
     "key of a dictionary": ("weighted-sum(models={{'{folder}/evil.py:Evil': 1}})", "evil.py:Evil"),
     "other option": ("ocr(confidence='{folder}/evil.pyc:Evil')", "evil.pyc:Evil"),
@@ -172,7 +172,7 @@ class Plugin:
 def test_parts_of_packages_that_may_connect_need_trust(setting, monkeypatch):
     """All of some kinds, and others that say so; their class is not called."""
     kind = PARTS[setting]
-    for connects, package in product((True, False), ("somebody", "flowrl_bench")):
+    for connects, package in product((True, False), ("somebody", "flowrl.bench")):
         plugin = Plugin(connects=connects)
         plugin.module = f"{package}.parts"
         monkeypatch.setattr(registry, "plugin", lambda *_, plugin=plugin: plugin)
@@ -233,7 +233,7 @@ def test_a_hostile_comparison_executes_nothing(finished, canary, tmp_path):
     [
         ("credit", "module", "evil_module:Evil"),
         ("loss", "own function", "flowrl.methods:named_method"),
-        ("diversity", "own class", "flowrl.io:FileLock"),
+        ("diversity", "own class", "flowrl.run.io:FileLock"),
     ],
 )
 def test_results_of_somebody_else_execute_nothing(setting, name, word, canary, tmp_path, capsys):
@@ -343,7 +343,7 @@ def test_kernels_from_the_hub_need_trust(backend):
         "functools:partial",
         "time:sleep(seconds=99)",
         "flowrl.cli.main:entry",
-        "flowrl.io:write_bytes(path='canary', data=b'')",
+        "flowrl.run.io:write_bytes(path='canary', data=b'')",
         "sys:exit",
         "sys:modules",
     ],

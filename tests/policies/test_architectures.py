@@ -10,17 +10,17 @@ from dataclasses import astuple, replace
 
 import pytest
 import torch
-from flowrl_testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 from small_run import TINY_MODEL
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
-from flowrl.io import cache_folder
-from flowrl.policies import ARCHITECTURES, Adapters, StorageCounter, architecture_of, memory
+from flowrl.policies import Adapters, memory
 from flowrl.rewards import FunctionReward
-from flowrl.training.build import build_trainer, make_method, model_options
-from flowrl.training.config import preset
-from flowrl.training.plan import (
+from flowrl.run.build import build_trainer, make_method, model_options
+from flowrl.run.config import preset
+from flowrl.run.io import cache_folder
+from flowrl.run.models.memory import ARCHITECTURES, StorageCounter, architecture_of
+from flowrl.run.plan import (
     CARDS,
     memory_text,
     named_card,
@@ -30,7 +30,8 @@ from flowrl.training.plan import (
     times,
     times_text,
 )
-from flowrl.training.plan import memory as count_plan
+from flowrl.run.plan import memory as count_plan
+from flowrl.testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_presets_fill_a_card_and_dispatch_few_operations():
 def test_images_are_decoded_in_batches_that_fit(monkeypatch):
     """8 images take 6.7 GB, 4 take 3.5; without text encoders, which would need 11."""
     known = replace(ARCHITECTURES["sd3.5-medium"], encoder_parameters=0)
-    monkeypatch.setattr("flowrl.training.plan.known_architecture", lambda config: known)
+    monkeypatch.setattr("flowrl.run.plan.known_architecture", lambda config: known)
     rows = {"micro_batch": 1, "max_batch": 1, "gradient_checkpointing": True}
     config = preset("sd3.5-medium,flow-grpo,ocr").apply(planned=True, **rows)
     for card, count in (("20GB", 8), ("12GB", 4), ("8GB", 1)):

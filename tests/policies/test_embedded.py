@@ -7,12 +7,13 @@ import shutil
 import pytest
 import torch
 from family_cases import CASES
-from flowrl_testing.tiny import TINY, tiny_flux, tiny_sd3
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
-from flowrl.policies import SD3, embedded, load_policy
+from flowrl.policies import SD3, embedded
 from flowrl.policies.families import Flux
+from flowrl.run.models.load import load_policy
+from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3
 
 
 @pytest.fixture(scope="module")

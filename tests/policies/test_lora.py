@@ -7,8 +7,8 @@ from family_cases import velocity as velocity_of
 from torch.testing import assert_close
 
 from flowrl.core.errors import CheckpointError
-from flowrl.training.build import model_options
-from flowrl.training.config import preset
+from flowrl.run.build import model_options
+from flowrl.run.config import preset
 
 FLUX = CASES["flux"]
 

@@ -18,24 +18,18 @@ from family_cases import (
     trainer_of,
     velocity,
 )
-from flowrl_testing import policy_contract
-from flowrl_testing.tiny import TINY, tiny_flux, tiny_sd3
 from seeded import seeded
 from torch.testing import assert_close
 
 from flowrl.core.errors import CheckpointError, ConfigError, DiskError
 from flowrl.core.types import Prompt
 from flowrl.methods import METHODS
-from flowrl.policies import (
-    LORA_TARGETS,
-    PipelinePolicy,
-    has_compiled_blocks,
-    load,
-    load_policy,
-    lora,
-)
-from flowrl.training.checkpoint import restore_trainer, trainer_state
-from flowrl.training.plan import plan
+from flowrl.policies import LORA_TARGETS, PipelinePolicy, has_compiled_blocks, load, lora
+from flowrl.run.checkpoint import restore_trainer, trainer_state
+from flowrl.run.models.load import load_policy
+from flowrl.run.plan import plan
+from flowrl.testing import policy_contract
+from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3
 
 test_qwen_image = policy_contract(
     lambda: CASES["qwen-image"].policy(guidance_scale=4.0, negative_prompt=" ")

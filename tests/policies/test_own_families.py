@@ -19,14 +19,15 @@ from family_cases import (
     trainer_of,
     velocity,
 )
-from flowrl_testing import policy_contract, tiny
-from flowrl_testing.tiny import TINY, tiny_flux, tiny_sd3, tiny_wan
 from loading import ROOT
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
-from flowrl.policies import Flux, load_policy
+from flowrl.policies import Flux
+from flowrl.run.models.load import load_policy
+from flowrl.testing import policy_contract, tiny
+from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3, tiny_wan
 
 SD3, FLUX, QWEN, WAN = CASES.values()
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from flowrl_testing import TINY, tiny_flux_policy, tiny_qwen_image_policy, tiny_sd3_policy
 from rollouts import PROMPTS, rolled
 from seeded import seeded
 from small_run import BASE, trainer_of
@@ -24,6 +23,7 @@ from flowrl.probes import (
 )
 from flowrl.rollout import Groups, rollout
 from flowrl.samplers import FlowSDE
+from flowrl.testing import TINY, tiny_flux_policy, tiny_qwen_image_policy, tiny_sd3_policy
 
 
 class Hidden(ValueProbe):

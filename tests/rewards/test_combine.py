@@ -4,15 +4,13 @@ evaluations, refusals.
 
 import pytest
 import torch
-from flowrl_bench.probes import SomeMembers
-from flowrl_compare.results import load_run
 from rollouts import DIRECTIONS, SQUARES, rolled
 from seeded import rand
 from small_run import TINY_RUN, words
 
+from flowrl.bench.probes import SomeMembers
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, RewardContractError, RewardError
-from flowrl.parts.registry import build
 from flowrl.probes import Branch, Continuation, NoProbe, Substeps
 from flowrl.rewards import (
     Clipped,
@@ -24,10 +22,12 @@ from flowrl.rewards import (
     win_rates,
 )
 from flowrl.rollout import Usage, score_rollout
+from flowrl.run.build import make_reward, make_world
+from flowrl.run.config import preset
+from flowrl.run.evaluation import make_heldout_metrics
+from flowrl.run.parts.registry import build
+from flowrl.run.records import load_run
 from flowrl.serving import ServerSettings, create_app
-from flowrl.training.build import make_reward, make_world
-from flowrl.training.config import preset
-from flowrl.training.evaluation import make_heldout_metrics
 
 NAN = float("nan")
 SIZE = FunctionReward(lambda images, prompts: images.flatten(1).mean(1))

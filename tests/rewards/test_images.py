@@ -4,12 +4,10 @@ import io
 
 import pytest
 import torch
-from flowrl_testing import reward_contract
 from seeded import rand
 
 from flowrl.core.errors import ConfigError, RewardContractError, RewardError
 from flowrl.core.types import Prompt
-from flowrl.parts.registry import build
 from flowrl.rewards import (
     FrameMean,
     FunctionReward,
@@ -19,6 +17,8 @@ from flowrl.rewards import (
     stills,
 )
 from flowrl.rewards.images import chosen_frames, to_bytes, to_pillow
+from flowrl.run.parts.registry import build
+from flowrl.testing import reward_contract
 
 TWO = [Prompt("a"), Prompt("b")]
 

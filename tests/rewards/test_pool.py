@@ -12,12 +12,12 @@ from worker_jobs import have_ended, runs
 
 from flowrl.core.errors import ConfigError, PartError, RewardError
 from flowrl.core.types import Prompt
-from flowrl.parts.registry import build
 from flowrl.rewards import Clipped, FunctionReward, GroupSum, JPEGIncompressibility, WinRate
 from flowrl.rewards.contract import load_reward, marks_invalid
-from flowrl.rewards.pool import pooled
-from flowrl.training.build import make_trainer
-from flowrl.training.config import preset
+from flowrl.run.build import make_trainer
+from flowrl.run.config import preset
+from flowrl.run.parts.registry import build
+from flowrl.run.reward_pool import pooled
 
 ON_CPU = """
 import os, signal
@@ -100,8 +100,8 @@ def test_a_pool_ends_with_its_killed_parent(tmp_path):
     program = f"""
 import torch
 from flowrl.core.types import Prompt
-from flowrl.parts.registry import build
-from flowrl.rewards.pool import pooled
+from flowrl.run.parts.registry import build
+from flowrl.run.reward_pool import pooled
 pool = pooled(build("reward", "{tmp_path}/mean.py:Mean"))
 print(int(pool.score(torch.zeros(1, 3, 2, 2), [Prompt("process")])), flush=True)
 input()

@@ -254,8 +254,8 @@ def prepared(root, made, change):
 
 def changed(path, values):
     """Set settings in the group that has them; in a YAML file of settings or arms."""
-    from flowrl.parts.settings import owners
-    from flowrl.training.config import RunConfig
+    from flowrl.run.config import RunConfig
+    from flowrl.run.parts.settings import owners
 
     (name, value), *_ = values.items()
     group = owners(RunConfig)[name]

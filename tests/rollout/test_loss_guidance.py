@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from family_cases import REDNESS
-from flowrl_testing.tiny import TINY, tiny_sd3_policy
 from rollouts import disturbed
 from seeded import randn
 from torch.testing import assert_close
@@ -22,9 +21,10 @@ from flowrl.losses import DiffusionNFT
 from flowrl.rollout import Groups
 from flowrl.rollout.batches import ForwardBatches
 from flowrl.rollout.rollout import Rollout
-from flowrl.training.build import build_trainer, make_method
-from flowrl.training.config import RunConfig
-from flowrl.training.plan import plan
+from flowrl.run.build import build_trainer, make_method
+from flowrl.run.config import RunConfig
+from flowrl.run.plan import plan
+from flowrl.testing.tiny import TINY, tiny_sd3_policy
 
 PROMPTS = [Prompt("three red circles"), Prompt("a dog")]
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flowrl_bench.probes import SomeMembers
-from flowrl_testing import TINY, tiny_sd3_policy
-from flowrl_testing.probe import small_policy
 from rollouts import PROMPTS, SDE, rolled, valued
 from seeded import rand
 from torch.testing import assert_close
 
+from flowrl.bench.probes import SomeMembers
 from flowrl.core.errors import ConfigError, ProbeError
 from flowrl.credit import gains
 from flowrl.probes import Completion, NetworkUse, NoProbe, Probe, Scored, Substeps
 from flowrl.samplers import FlowSDE, Windowed
+from flowrl.testing import TINY, tiny_sd3_policy
+from flowrl.testing.probe import small_policy
 
 
 @pytest.fixture

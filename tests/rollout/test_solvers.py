@@ -29,10 +29,10 @@ from flowrl.rollout import (
     sample_images,
     solve,
 )
+from flowrl.run.build import make_world
+from flowrl.run.worlds import world
 from flowrl.samplers import Multistep
 from flowrl.samplers.multistep import SASolver, sa_schedule
-from flowrl.training.build import make_world
-from flowrl.worlds.base import world
 
 MEAN, STD, ROWS = torch.tensor([0.7, -1.2]), 0.7, 100
 GAUSSIAN = GaussianMixture(MEAN[None], STD, torch.ones(1))

@@ -22,9 +22,9 @@ from flowrl.probes import Branch, Comb, NoProbe
 from flowrl.rewards import Clipped, FunctionReward, WeightedSum
 from flowrl.rewards.contract import marks_invalid
 from flowrl.rollout import score, transition_weights, usable
+from flowrl.run.build import make_reward, make_world, trial_stds
+from flowrl.run.evaluation import evaluate
 from flowrl.samplers import FixedWindow, FlowSDE
-from flowrl.training.build import make_reward, make_world, trial_stds
-from flowrl.training.evaluation import evaluate
 
 NAN = float("nan")
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from seeded import seeded
 
 from flowrl.core.errors import ConfigError
+from flowrl.run import build
 from flowrl.samplers import (
     FixedWindow,
     Multistep,
@@ -17,7 +18,6 @@ from flowrl.samplers import (
     trained_steps,
     windowed,
 )
-from flowrl.training import build
 
 
 def steps_of(window, count=10, iteration=0, seed=0):

@@ -15,7 +15,7 @@ from reward_serving import raw, scripted
 
 from flowrl.core.errors import RewardError
 from flowrl.core.types import Prompt
-from flowrl.parts.registry import build
+from flowrl.run.parts.registry import build
 from flowrl.serving.judge import Judge, parse_score
 
 

@@ -41,8 +41,8 @@ from server_requests import png
 
 from flowrl import Prompt
 from flowrl.core.errors import ConfigError, RewardError
-from flowrl.parts.registry import build
 from flowrl.rewards import WeightedSum
+from flowrl.run.parts.registry import build
 from flowrl.serving import Listener, ServerLimits, ServerSettings, serve
 from flowrl.serving.client import RemoteReward, RemoteSum
 from flowrl.serving.wire_format import (

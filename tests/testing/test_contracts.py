@@ -1,4 +1,4 @@
-"""Every built-in part, and parts as users write them, keep the promises of `flowrl_testing`."""
+"""Every built-in part, and parts as users write them, keep the promises of `flowrl.testing`."""
 
 import random
 import re
@@ -8,9 +8,22 @@ from types import MappingProxyType
 import pytest
 import torch
 from contract_parts import DIRECTIONS, Brightness, Own, dense, mixture_policy, tree_rule
-from flowrl_bench.pretrain_pairs import draw_layout, render
-from flowrl_bench.probes import SomeMembers
-from flowrl_testing import (
+from rollouts import AllButLast
+from seeded import rand
+from small_run import model_files
+
+from flowrl.bench.probes import SomeMembers
+from flowrl.core.errors import RewardError
+from flowrl.core.experience import Credit
+from flowrl.core.types import Prompt
+from flowrl.credit import Weighted, group_zscore, zscore
+from flowrl.losses import ClippedLoss, DiffusionNFT, Distillation, RewardAscent
+from flowrl.probes import Completion, LatentReward, NoProbe, Probe, Substeps
+from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
+from flowrl.run.parts.registry import KINDS, build
+from flowrl.run.worlds import ModelWorld
+from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE, Windowed
+from flowrl.testing import (
     TINY,
     check_credit,
     check_forward_loss,
@@ -26,21 +39,9 @@ from flowrl_testing import (
     tiny_flux_policy,
     tiny_sd3_policy,
 )
-from rollouts import AllButLast
-from seeded import rand
-from small_run import model_files
-
-from flowrl.core.errors import RewardError
-from flowrl.core.experience import Credit
-from flowrl.core.types import Prompt
-from flowrl.credit import Weighted, group_zscore, zscore
-from flowrl.losses import ClippedLoss, DiffusionNFT, Distillation, RewardAscent
-from flowrl.parts.registry import KINDS, build
-from flowrl.probes import Completion, LatentReward, NoProbe, Probe, Substeps
-from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
-from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE, Windowed
-from flowrl.worlds import MixtureWorld, ModelWorld, PolicyOptions, ShapesWorld
+from flowrl.worlds import MixtureWorld, PolicyOptions, ShapesWorld
 from flowrl.worlds.mixture import DirectionReward
+from flowrl.worlds.pretrain_pairs import draw_layout, render
 
 SHAPES = ["three red circles", "two blue squares", 'text "K72"']
 

@@ -1,4 +1,4 @@
-"""`flowrl_testing` finds what is broken: planted faults, each named by the promise that it breaks."""
+"""`flowrl.testing` finds what is broken: planted faults, each named by the promise that it breaks."""
 
 import copy
 import random
@@ -6,27 +6,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import flowrl_testing as testing
 import pytest
 import torch
 from contract_parts import DIRECTIONS, Brightness, Own, dense, mixture_policy, tree_rule
-from flowrl_testing import (
-    check_credit,
-    check_forward_loss,
-    check_group_reward,
-    check_loss,
-    check_policy,
-    check_probe,
-    check_reward,
-    check_sampler,
-    check_solver,
-    check_window,
-    check_world,
-    credit_contract,
-)
-from flowrl_testing.tiny import TINY, tiny_sd3
 from seeded import randn
 
+import flowrl.testing as testing
 from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.experience import Credit
 from flowrl.core.forward import WeightCopy
@@ -48,6 +33,21 @@ from flowrl.policies import SD3, PipelinePolicy
 from flowrl.probes import Branch, Call, Completion, Cost, NoProbe, Probe
 from flowrl.rewards import win_rates
 from flowrl.samplers import FlowSDE, Multistep, Windowed
+from flowrl.testing import (
+    check_credit,
+    check_forward_loss,
+    check_group_reward,
+    check_loss,
+    check_policy,
+    check_probe,
+    check_reward,
+    check_sampler,
+    check_solver,
+    check_window,
+    check_world,
+    credit_contract,
+)
+from flowrl.testing.tiny import TINY, tiny_sd3
 from flowrl.worlds import MixtureWorld
 from flowrl.worlds.mixture import DirectionReward
 

@@ -4,11 +4,11 @@ import re
 
 import pytest
 import torch
-from flowrl_testing.trial import SECONDS, try_parts
 from small_run import MIXTURE, TINY_RUN, error_of, flowrl_
 
 from flowrl.core.errors import ConfigError
-from flowrl.training.run import Run
+from flowrl.run.job import Run
+from flowrl.testing.trial import SECONDS, try_parts
 
 MINE = """
 import torch
@@ -177,7 +177,7 @@ def test_only_a_random_reward_is_a_warning_and_the_trial_changes_no_number(
 def test_only_users_parts_are_tried_and_each_once(mine, monkeypatch):
     tried = []
     monkeypatch.setattr(
-        "flowrl_testing.trial._try_part", lambda config, name, *rest: tried.append(name)
+        "flowrl.testing.trial._try_part", lambda config, name, *rest: tried.append(name)
     )
     rule = TINY.replace(credit=f"{mine}:Upside")
     built_in = TINY.replace(credit="gdpo(rule=stepwise-gain)", loss="gspo")

@@ -13,9 +13,10 @@ from small_run import error_of, flowrl_, model_files
 
 from flowrl import Run, preset
 from flowrl.losses import ClippedLoss
-from flowrl.training.build import make_world, run_method
-from flowrl.training.config import RunConfig
-from flowrl.worlds import World, world
+from flowrl.run.build import make_world, run_method
+from flowrl.run.config import RunConfig
+from flowrl.run.worlds import world
+from flowrl.worlds import World
 
 PAGE = Path(__file__).parents[2] / "docs/guides/world.md"
 (CODE,) = re.findall(r"```python\n(# my_world\.py\n.*?)```", PAGE.read_text(), re.DOTALL)

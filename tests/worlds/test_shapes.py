@@ -4,12 +4,13 @@ import random
 
 import pytest
 import torch
-from flowrl_bench.pretrain_pairs import draw_layout, render, requests_by_kind
 from seeded import seeded
 
 from flowrl.core.errors import CheckpointError, ConfigError, RewardError
 from flowrl.core.types import Prompt
-from flowrl.worlds.base import PolicyOptions, check_hash, weights_path, world
+from flowrl.run.worlds import check_hash, world
+from flowrl.worlds.built_in import PolicyOptions, weights_path
+from flowrl.worlds.pretrain_pairs import draw_layout, render, requests_by_kind
 from flowrl.worlds.render import split_cells
 from flowrl.worlds.scene import (
     CELLS,
@@ -146,7 +147,7 @@ def test_base_model_is_undecided_on_every_task(shapes_policy):
     """Strict success on held-out prompts by 20 ODE steps lies in 25%..65%, within the error of 256
     samples (2.6 std = 8%).
     """
-    from flowrl.training.evaluation import evaluate
+    from flowrl.run.evaluation import evaluate
 
     with shapes_policy.reference():
         for task in TASKS:

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 import yaml
-from flowrl_bench.judging import WORSE
-from flowrl_bench.rule_bench import Bench
-from flowrl_bench.rule_page import SHORT_WORDS, World, sentence
-from flowrl_bench.rule_plan import Part
-from flowrl_testing.credit import CreditContract
 
+from flowrl.bench.judging import WORSE
+from flowrl.bench.rule_bench import Bench
+from flowrl.bench.rule_page import SHORT_WORDS, World, sentence
+from flowrl.bench.rule_plan import Part
 from flowrl.core.errors import FlowrlError, require
 from flowrl.credit import Uniform, credit_of
-from flowrl.parts.registry import build
+from flowrl.run.parts.registry import build
+from flowrl.testing.credit import CreditContract
 
 VERDICTS = {"better": 1, "no difference": 0, "undecided": 0, "worse": -1}
 """Predictions, and the direction that each of them names; a difference too small to matter has

@@ -34,7 +34,7 @@ from flowrl.core.experience import Decisions
 from flowrl.probes import Completion
 from flowrl.rollout import Groups, rollout, score_rollout
 from flowrl.samplers import FlowSDE, Windowed
-from flowrl.training.build import make_trainer
+from flowrl.run.build import make_trainer
 from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_00 as lesson
 from flowrl_course.batches import ode_images
@@ -374,7 +374,7 @@ lesson.check_quiz(quiz)
 # | value table | rewards of the estimates before every decision, and of the finished image, [prompt, member, decision+1] | `rollout.score_rollout` |
 # | credit rule | value table to advantages [prompt, member, decision] | `credit.Uniform`, `StepwiseGain`, `TurningPoint` |
 # | settings | everything that a run depends on | `RunConfig`, `preset` |
-# | trainer | rollout, rewards, credit, update | `Trainer`, `training.build.make_trainer` |
+# | trainer | rollout, rewards, credit, update | `Trainer`, `run.build.make_trainer` |
 #
 # ## Further reading
 #

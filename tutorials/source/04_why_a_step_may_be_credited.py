@@ -36,8 +36,8 @@ from flowrl import Prompt
 from flowrl.credit import generalised_gains, process_rewards, reward_to_go, turning_points
 from flowrl.probes import NoProbe
 from flowrl.rollout import Groups
-from flowrl_bench.exact import Exact, exact_advantages
-from flowrl_bench.gradients import RawCredit, Setting, alignment, pathwise_gradients, policy_gradients
+from flowrl.bench.exact import Exact, exact_advantages
+from flowrl.bench.gradients import RawCredit, Setting, alignment, pathwise_gradients, policy_gradients
 from flowrl_course import lesson_04 as lesson
 from flowrl_course.chain import CALM, TARGET, Chain, reward, velocity, walk
 from flowrl_course.figures import ACCENT, DATA, INK, NOISE, OTHERS, clean, panels, plane
@@ -881,8 +881,8 @@ lesson.check_quiz(quiz)
 # | $z_j$ | state at node $j$ ($z_0$ is noise) | `Trajectories.nodes` |
 # | $D$, $k$, $\mathrm{std}_k$ | number of decisions, index of a decision, its standard deviation | `Decisions`, `samplers.transition_stds` |
 # | $\psi_k = \nabla_\theta\log\pi_\theta(z_{k+1}\mid z_k)$ | score of a decision | `losses.PolicyGradientLoss` |
-# | $\mathbb E[\psi_k f(z_0, \dots, z_k)] = 0$ | causality; any baseline $b(z_k)$ leaves the mean unchanged | `flowrl_bench.gradients.RawCredit` |
-# | $V^*_k$, $Q_k = V^*_{k+1}(z_{k+1})$ | value before and after the decision | the probe `flowrl_bench.exact.Exact` |
+# | $\mathbb E[\psi_k f(z_0, \dots, z_k)] = 0$ | causality; any baseline $b(z_k)$ leaves the mean unchanged | `flowrl.bench.gradients.RawCredit` |
+# | $V^*_k$, $Q_k = V^*_{k+1}(z_{k+1})$ | value before and after the decision | the probe `flowrl.bench.exact.Exact` |
 # | $A^*_k = V^*_{k+1}(z_{k+1}) - V^*_k(z_k)$ | gain; same expected gradient as $R$ | `credit.gains` |
 # | $R - V_k(z_k)$ | reward to go; unbiased for every $V_k$, unless later draws decide whether it is used | `credit.reward_to_go` |
 # | $A_k^\lambda$ | generalised advantage: gain at 0, reward to go at 1 | `credit.generalised_gains` |

@@ -34,8 +34,8 @@ from flowrl.credit import TurningPoint, Uniform, gains, reward_to_go
 from flowrl.probes import Completion
 from flowrl.samplers import FlowSDE, Windowed
 from flowrl.worlds import PolicyOptions
-from flowrl_bench.explain import explain
-from flowrl_bench.rules import TurningPointVariant
+from flowrl.bench.explain import explain
+from flowrl.bench.rules import TurningPointVariant
 from flowrl_course import lesson_07 as lesson
 from flowrl_course import recorded
 from flowrl_course.batches import STEPS, credit_gradients, ode_images, pairwise_cosines, sample_groups

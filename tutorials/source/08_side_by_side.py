@@ -36,8 +36,8 @@ import torch
 from flowrl import world
 from flowrl.flow import log_prob
 from flowrl.losses import ClippedLoss
-from flowrl_compare.style import spread_labels
-from flowrl_bench.rules import TurningPointVariant
+from flowrl.run.report.style import spread_labels
+from flowrl.bench.rules import TurningPointVariant
 from flowrl_course import lesson_08 as lesson
 from flowrl_course.figures import COLOURS, INK, NOISE, animation, clean, panels, plane, target
 from flowrl_course.runs import learn, start
@@ -796,7 +796,7 @@ lesson.check_quiz(quiz)
 # | question | tool | in `flowrl` |
 # |---|---|---|
 # | how precise is a number | $\bar R \pm q_{n-1}\, \mathrm{SD}/\sqrt n$ over seeds | `flowrl compare --seeds 0 1 2 3 4 5` |
-# | is a difference due to chance | exact permutation test; the method against itself | `training.results.load_comparison` returns the curves of all seeds |
+# | is a difference due to chance | exact permutation test; the method against itself | `run.results.load_comparison` returns the curves of all seeds |
 # | at what cost | iterations, NFE, NFE + 3 × pairs trained, seconds | `nfe_total`, `train_nfe_total`, `seconds_total` of every metrics line |
 # | rule or setting | equal tuning effort for all rules; report on other seeds | `--clip-range`, `--learning-rate`, `--loss`; the metric `clip_fraction` |
 # | which part of the rule | controls that keep all but one part | `--credit "turning-point-variant(where=random)"`, `where=none` |

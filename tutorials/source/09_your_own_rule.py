@@ -34,8 +34,8 @@ import torch
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, credit_of, gains, reward_to_go, zscore
 from flowrl.core.experience import Credit
 from flowrl.probes import Completion, NoProbe, Probe, Tweedie
-from flowrl.parts.registry import build
-from flowrl_testing import check_credit
+from flowrl.run.parts.registry import build
+from flowrl.testing import check_credit
 from flowrl_course import lesson_09 as lesson
 from flowrl_course.batches import sample_groups
 from flowrl_course.figures import SIGNED, clean, panels
@@ -123,7 +123,7 @@ class Draft:
 
 
 # %% [markdown]
-# The trainer, `flowrl compare` and the checkpoints rely on the promises in the protocol's docstring. `flowrl_testing` checks all of them on difficult tables: groups of equal values, a group of one, values of $10^6$, permuted members, invalid samples, transitions that were not drawn. Let us see what it says about the draft.
+# The trainer, `flowrl compare` and the checkpoints rely on the promises in the protocol's docstring. `flowrl.testing` checks all of them on difficult tables: groups of equal values, a group of one, values of $10^6$, permuted members, invalid samples, transitions that were not drawn. Let us see what it says about the draft.
 
 # %%
 print(*[line for line in str(check_credit(Draft())).splitlines() if "not tried, because" not in line], sep="\n")
@@ -183,7 +183,7 @@ print(findings.ok, f"{sum(finding.ok for finding in findings)} of {len(findings)
 # In a test file, two lines run the same suite with one pytest case per promise:
 #
 # ```python
-# from flowrl_testing import credit_contract
+# from flowrl.testing import credit_contract
 # test_estimate_gain = credit_contract(EstimateGain())
 # ```
 #
@@ -566,7 +566,7 @@ lesson.check_quiz(quiz)
 # | class | `probe`, `assign(values, decisions)`; `shared_noise`; `state_dict` for a memory | `protocols.CreditAssigner`, `Stateful` |
 # | mask | entries outside `decisions.mask` are left out of all statistics | `zscore(..., mask=decisions.mask)` |
 # | more than values | `credit(experience)` returns advantages and weights | `protocols.ExperienceCredit`, `experience.Experience`, `Credit` |
-# | contract | does the rule keep the promises on which the trainer relies? | `flowrl_testing.check_credit`, `credit_contract` |
+# | contract | does the rule keep the promises on which the trainer relies? | `flowrl.testing.check_credit`, `credit_contract` |
 # | file | a class in a file, with options in brackets | `flowrl compare --credit "my_rules.py:MyRule(clamp=2.0)"` |
 #
 # The rules of this lesson also run in the image world. We have not measured how well they train images.

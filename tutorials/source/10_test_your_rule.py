@@ -31,10 +31,10 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, gains, reward_to_go, zscore
-from flowrl_bench.gradients import Setting, alignment, pathwise_gradients, policy_gradients, update_evaluations
-from flowrl_compare.statistics import mean
-from flowrl_bench.statistics import detectable, holm
-from flowrl_bench.true_advantage import Look, compare_credit, true_advantages
+from flowrl.bench.gradients import Setting, alignment, pathwise_gradients, policy_gradients, update_evaluations
+from flowrl.run.statistics import mean
+from flowrl.bench.statistics import detectable, holm
+from flowrl.bench.true_advantage import Look, compare_credit, true_advantages
 from flowrl.flow import sample as draw_from
 from flowrl.core.experience import Credit
 from flowrl.probes import Completion, Probe, Tweedie
@@ -475,7 +475,7 @@ lesson.check_mean_reward(mean_reward)
 # **Why.** The mean of the evaluated rewards would give every evaluation the same weight, whatever it cost, and would depend on the spacing of the evaluations. Without the piece up to the budget, two rules with different costs per update would be compared over different budgets.
 
 # %% [markdown]
-# The measure gives one number per run. We subtract the numbers of two rules *seed by seed*, which gives one paired difference per seed. The mean of these differences has a t interval and a p-value for the null hypothesis of no difference (`flowrl_compare.statistics.mean`).
+# The measure gives one number per run. We subtract the numbers of two rules *seed by seed*, which gives one paired difference per seed. The mean of these differences has a t interval and a p-value for the null hypothesis of no difference (`flowrl.run.statistics.mean`).
 #
 # A p-value is the probability of a difference at least as large as the observed one if the true difference is 0. It does not say whether the difference matters, and a large p-value is not evidence of equality. The verdicts of `docs/guides/benchmarks.md` separate the two questions:
 #
@@ -689,7 +689,7 @@ def rate_of_better(judge, spread, seeds, effect, draws, generator):
 lesson.check_rate(rate_of_better)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** With `effect` 0 the fraction is the rate of false alarms in favour of the rule, at most 2.5% for a two-sided test at 5%. With a true effect it is the power. If a pilot gives the spread, both are known before the first run. `flowrl_bench.statistics.detectable` computes the smallest effect with a power of 80%.
+# **Why.** With `effect` 0 the fraction is the rate of false alarms in favour of the rule, at most 2.5% for a two-sided test at 5%. With a true effect it is the power. If a pilot gives the spread, both are known before the first run. `flowrl.bench.statistics.detectable` computes the smallest effect with a power of 80%.
 
 
 # %%
@@ -857,11 +857,11 @@ lesson.check_quiz(quiz)
 #
 # | question | tool | where |
 # |---|---|---|
-# | is the credit close to $A^*$? *For which policy?* | correlation, corrected for noise | `flowrl_bench.true_advantage` |
-# | is the gradient unbiased, and how noisy is it? | cosine, signal-to-noise ratio | `flowrl_bench.gradients` |
+# | is the credit close to $A^*$? *For which policy?* | correlation, corrected for noise | `flowrl.bench.true_advantage` |
+# | is the gradient unbiased, and how noisy is it? | cosine, signal-to-noise ratio | `flowrl.bench.gradients` |
 # | does the rule stay good? | the same diagnostics for a trained policy | `Look`, `true_advantages` |
 # | is it better than tuned baselines? | mean reward over training, paired seeds, Holm's correction, four verdicts | `flowrl bench rule`, `docs/guides/benchmarks.md` |
-# | how small a difference could have been found? | simulation, or the noncentral t distribution | `flowrl_bench.statistics.detectable` |
+# | how small a difference could have been found? | simulation, or the noncentral t distribution | `flowrl.bench.statistics.detectable` |
 #
 # ## Further reading
 #

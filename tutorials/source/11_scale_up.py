@@ -37,11 +37,13 @@ from flowrl import Prompt, Trainer, Updates
 from flowrl.flow import log_prob
 from flowrl.losses import ClippedLoss
 from flowrl.methods import flow_grpo, tp_grpo
-from flowrl.policies import ARCHITECTURES, LORA_TARGETS, ModelOptions, load_policy
+from flowrl.run.models.memory import ARCHITECTURES
+from flowrl.policies import LORA_TARGETS, ModelOptions
+from flowrl.run.models.load import load_policy
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, rollout, solve
 from flowrl.samplers import FlowSDE, Windowed
-from flowrl_testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
+from flowrl.testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 from flowrl_course import lesson_11 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, OTHERS, ImageRow, clean, panels, show_images
 
@@ -589,7 +591,7 @@ for size in (512, 1024):
 
 # %%
 from flowrl import preset
-from flowrl.training.plan import plan
+from flowrl.run.plan import plan
 from torch.utils.flop_counter import FlopCounterMode
 
 

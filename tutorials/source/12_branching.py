@@ -32,8 +32,8 @@ import torch
 from flowrl.credit import DepthRelative, SiblingRelative, StepwiseGain, Uniform, group_deviations
 from flowrl.probes import Branch, Comb
 from flowrl.rollout import Groups, Usage
-from flowrl_bench.gradients import RawCredit, Setting, alignment, assigned, pathwise_gradients, policy_gradients
-from flowrl_bench.true_advantage import compare_credit, true_advantages
+from flowrl.bench.gradients import RawCredit, Setting, alignment, assigned, pathwise_gradients, policy_gradients
+from flowrl.bench.true_advantage import compare_credit, true_advantages
 from flowrl_course import lesson_12 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, OTHERS, clean, panels, plane, target
 from flowrl_course.runs import learn, start

@@ -39,7 +39,7 @@ from flowrl.rollout import Groups
 from flowrl.rollout.batches import credited
 from flowrl.samplers import ODE, FlowSDE, Multistep, Windowed
 from flowrl.worlds.mixture import WIDTH, ring
-from flowrl_bench.gradients import Setting, alignment, forward_gradients, pathwise_gradients, policy_gradients
+from flowrl.bench.gradients import Setting, alignment, forward_gradients, pathwise_gradients, policy_gradients
 from flowrl_course import lesson_13 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, SIGNED, clean, panels, plane, target
 from flowrl_course.runs import learn, start

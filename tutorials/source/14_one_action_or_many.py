@@ -38,7 +38,7 @@ from flowrl.probes import Comb, NoProbe
 from flowrl.rollout import Groups, LossBatches
 from flowrl.samplers import ODE, FlowSDE, Windowed
 from flowrl.worlds.mixture import WIDTH, ring
-from flowrl_bench.gradients import Setting, flat
+from flowrl.bench.gradients import Setting, flat
 from flowrl_course import lesson_14 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, clean, panels, plane, target
 from flowrl_course.runs import learn, start

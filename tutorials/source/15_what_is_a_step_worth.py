@@ -34,10 +34,10 @@ import torch
 from flowrl.credit import CalibratedGain, StepwiseGain, Uniform, calibrated_gains, calibration
 from flowrl.probes import Critic, NoProbe, Tweedie
 from flowrl.rollout import Groups, predicted, score_rollout
-from flowrl_bench.exact import Exact, ValueGrid, exact_advantages
-from flowrl_bench.gradients import Setting, assigned
-from flowrl_bench.rules import EvenGain
-from flowrl_bench.true_advantage import compare_credit
+from flowrl.bench.exact import Exact, ValueGrid, exact_advantages
+from flowrl.bench.gradients import Setting, assigned
+from flowrl.bench.rules import EvenGain
+from flowrl.bench.true_advantage import compare_credit
 from flowrl_course import lesson_15 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, OTHERS, animation, clean, panels, plane, target
 from flowrl_course.runs import learn, start
@@ -159,7 +159,7 @@ def backward_step(value, means, std, draws, weights):
 lesson.check_backward(backward_step)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The value after the step depends on the draw, and the value before it is the average over the draws. $V^*_{j+1}$ at the mean place would be the value of a step without noise. It is higher near the target, because $V^*$ is curved there. `flowrl_bench.exact` does the same with a finer expectation, and follows deterministic steps without interpolation. The probe `Exact` uses it for the states of a rollout.
+# **Why.** The value after the step depends on the draw, and the value before it is the average over the draws. $V^*_{j+1}$ at the mean place would be the value of a step without noise. It is higher near the target, because $V^*$ is curved there. `flowrl.bench.exact` does the same with a finer expectation, and follows deterministic steps without interpolation. The probe `Exact` uses it for the states of a rollout.
 
 # %% [markdown]
 # Ten of your steps give the value of the noise. The next cell compares the table with that of the animation, and its mean over the noise of 2,000 trajectories with their mean reward.
@@ -805,7 +805,7 @@ lesson.check_quiz(quiz)
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
-# | $V^*_j(z)$ | expected reward from a state on; dynamic programming in two dimensions | the probe `flowrl_bench.exact.Exact`, `exact_advantages` |
+# | $V^*_j(z)$ | expected reward from a state on; dynamic programming in two dimensions | the probe `flowrl.bench.exact.Exact`, `exact_advantages` |
 # | $A^*_k = V^*_{k+1} - V^*_k$ | worth of a step; mean 0, variances add up to that of $R$ | `TrueAdvantages.values` |
 # | reward of $\hat x_0$; critic | values without network evaluations | the probes `Tweedie`, `Critic` |
 # | $V_{k+1} - V_k$ | raw gain; worse than $R$ if its error exceeds the other steps' luck | `credit.StepwiseGain` |

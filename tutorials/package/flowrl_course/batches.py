@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from flowrl_bench.gradients import Setting
 from torch import Tensor
 
+from flowrl.bench.gradients import Setting
 from flowrl.core.experience import Decisions, Experience
 from flowrl.core.protocols import CreditRule, FlowPolicy, RewardModel, Sampler
 from flowrl.core.types import Condition, Prompt

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from flowrl_bench.exact import ValueGrid
 from torch import Tensor
 
+from flowrl.bench.exact import ValueGrid
 from flowrl.flow import GaussianMixture, uniform_schedule
 from flowrl.samplers import FlowSDE, Windowed, transition_stds
 
@@ -40,7 +40,7 @@ class Chain:
 
     Args:
         steps: steps from noise to data; all but the last are decisions.
-        points: points per axis of the grid for exact values (`flowrl_bench.exact`).
+        points: points per axis of the grid for exact values (`flowrl.bench.exact`).
     """
 
     steps: int = 10

@@ -1,4 +1,4 @@
-"""Figures that several lessons use; colours are those of `flowrl_compare.style`."""
+"""Figures that several lessons use; colours are those of `flowrl.run.report.style`."""
 
 import math
 import tempfile
@@ -9,7 +9,6 @@ from textwrap import fill
 from typing import Any
 
 import matplotlib.pyplot as plt
-from flowrl_compare.style import COLOURS, INK, OTHERS, clean
 from matplotlib.animation import FuncAnimation, PillowWriter
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -17,6 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from flowrl import Prompt
+from flowrl.run.report.style import COLOURS, INK, OTHERS, clean
 
 NOISE = "#5B5B5B"
 """The colour of noise (t = 1)."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from flowrl_bench.statistics import detectable
 from torch import Tensor
 
+from flowrl.bench.statistics import detectable
 from flowrl_course import rule_checks as rules
 from flowrl_course.checking import answered, check, choice, close, expect, number, quiz, tensor
 from flowrl_course.rule_checks import centred, centred_by_step

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from flowrl_testing import check_credit
 from torch import Tensor
 
 from flowrl.core.experience import Decisions
 from flowrl.credit import reward_to_go, zscore
 from flowrl.probes import Probe, Substeps
+from flowrl.testing import check_credit
 from flowrl_course.checking import answered, close, expect, tensor
 
 COUNT = 6
@@ -92,7 +92,7 @@ def advantages_of(rule: Any, table: Tensor) -> Tensor:
 
 
 def check_contract(rule: Any, hints: Mapping[str, str], rounding: bool = False) -> None:
-    """Raise `Unsolved` for the first broken promise of `flowrl_testing`, with its hint if `hints`
+    """Raise `Unsolved` for the first broken promise of `flowrl.testing`, with its hint if `hints`
     has one.
 
     With `rounding`, a group of equal values may get advantages of up to 1e-2, which rounding of the

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowrl import RunConfig, Trainer, evaluate, preset
 from flowrl.core.protocols import CreditRule, FlowPolicy
-from flowrl.training.build import (
+from flowrl.run.build import (
     build_trainer,
     make_method,
     make_policy,
@@ -19,7 +19,7 @@ from flowrl.training.build import (
     make_trainer,
     make_world,
 )
-from flowrl.training.evaluation import Evaluation
+from flowrl.run.evaluation import Evaluation
 
 PLANE: dict[str, Any] = {
     "world": "mixture",

@@ -1,5 +1,0 @@
-"""The comparison of all methods, and the tools that it shares with `flowrl bench`: runs as lines of
-a file, searches for settings, and verdicts computed by rules written before the runs.
-"""
-
-from flowrl import __version__ as __version__

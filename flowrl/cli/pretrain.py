@@ -1,0 +1,66 @@
+"""`flowrl pretrain`: reproduces the shipped weights of the shapes world
+(`flowrl.worlds.pretraining`).
+"""
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
+from flowrl.cli.progress import clock
+from flowrl.core.errors import require
+from flowrl.core.options import Count, Seed
+from flowrl.run.io import require_new_file
+from flowrl.run.reading import read_bytes
+
+
+@dataclass(frozen=True)
+class Pretrain:
+    """Reproduce the built-in weights of the shapes world (about 50 minutes; one core is enough)."""
+
+    out: Path = Path("shapes.safetensors")
+    """Where to write the weights; a card with their hash is written next to them."""
+    updates: Count | None = None
+    """Optimiser steps of the base model [default: as for the shipped weights]."""
+    seed: Seed = 0
+    threads: Annotated[int, Ge(1), Le(1024)] = 1
+    """Number of threads. The last digits of the weights depend on it; the shipped weights were made
+    with one thread.
+    """
+
+    def main(self) -> int:
+        """Train the autoencoder and the base model; write weights and card."""
+        from flowrl.cli.options import typed_command
+        from flowrl.worlds.pretraining import PretrainConfig, pretrain_to_file
+
+        changes = {} if self.updates is None else {"updates": self.updates}
+        config = PretrainConfig(seed=self.seed, **changes)
+        require(not self.out.is_dir(), "out", str(self.out), "a file; this is a folder")
+        card = self.out.with_suffix(".json")
+        require_new_file(
+            self.out, lambda data: hashlib.sha256(data).hexdigest().encode() in read_bytes(card)
+        )
+        require_new_file(card, lambda data: b'"sha256"' in data)
+        pretrain_to_file(config, self.out, self.threads, _print_progress(), typed_command())
+        print(
+            f"Wrote {self.out} and {self.out.with_suffix('.json')}; use them with --base-weights"
+            f" {self.out}"
+        )
+        return 0
+
+
+def _print_progress() -> Callable[[str, int, int, float], None]:
+    """Print every report with the remaining time."""
+    started: dict[str, float] = {}
+
+    def show(phase: str, update: int, updates: int, loss: float) -> None:
+        began = started.setdefault(phase, time.monotonic())
+        left = (time.monotonic() - began) / update * (updates - update)
+        remaining = clock(left if update > 1 else None)
+        print(f"{phase}: {update}/{updates}  loss {loss:.4f}  time left {remaining}", flush=True)
+
+    return show

@@ -1,0 +1,571 @@
+"""The settings of a run: frozen groups of checked fields, presets, and their file form.
+`flowrl.run.build` uses them.
+"""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BeforeValidator, PlainValidator, model_validator
+
+from flowrl.core.errors import ConfigError, require
+from flowrl.core.options import Count, Seed, Share, Whole
+from flowrl.run.format import require_complete, require_format
+from flowrl.run.parts.settings import (
+    flat,
+    groups_of,
+    nested,
+    owners,
+    read_settings,
+    read_values,
+    replaced,
+    settings_group,
+)
+from flowrl.run.parts.trust import require_trust
+from flowrl.run.presets import (
+    MODEL_DEFAULTS,
+    MODEL_ONLY,
+    combine,
+    method_overrides,
+    world_defaults,
+)
+from flowrl.run.reading import load_document, reading
+
+if TYPE_CHECKING:
+    from flowrl.core.forward import Guidance
+
+Precision = Literal["float32", "bfloat16", "float16"]
+# settings are finite, so these need no upper limit
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Decay = Annotated[float, Ge(0), Lt(1)]
+Many = Annotated[int, Ge(1), Le(10**6)]
+Members = Annotated[int, Ge(2), Le(10**4)]
+Batch = Count | Literal["auto"]
+TEXTS = {"true": True, "false": False}
+Choice = Annotated[
+    bool | Literal["auto"],
+    BeforeValidator(lambda v: TEXTS.get(v, v) if isinstance(v, str) else v),
+]
+Switch = Annotated[
+    Literal["auto", "true", "false"],
+    BeforeValidator(lambda v: str(v).lower() if isinstance(v, bool) else v),
+]
+
+
+SIZES = ("micro_batch", "max_batch", "gradient_checkpointing", "decode_batch", "compile")
+"""Settings that may be auto. They change time and memory; results change only by rounding."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The settings of `SIZES` as numbers, and the network rows of a call."""
+
+    micro_batch: int
+    """(trajectory, step) pairs per backward pass."""
+    max_batch: int
+    """Latents per network call without gradients."""
+    gradient_checkpointing: bool
+    """Whether activations are recomputed in the backward pass."""
+    decode_batch: int
+    """Latents per call of the image decoder."""
+    compile: bool
+    """Whether the network's blocks are compiled."""
+    rows: int
+    """Rows of every network call of rollout, update and evaluation; 0: as many as there are."""
+
+
+def _world(value: Any) -> Any:
+    """A text, or a world as an object."""
+    if isinstance(value, str) and value:
+        return value
+    from flowrl.run.worlds import world
+
+    try:
+        return world(value)
+    except ConfigError as error:
+        raise ValueError(error) from error
+
+
+@settings_group
+class EnvironmentConfig:
+    """The task: prompts and a reward."""
+
+    world: Annotated[str, PlainValidator(_world)] = "shapes"
+    """shapes (text to image), mixture (two dimensions), a plug-in, path/to/file.py:Class, or model
+    (see `model`). In Python, also an object (`flowrl.core.protocols.World`).
+    """
+    task: str = "compositional"
+    """compositional, text or preference (shapes); direction (mixture); prompts (model)."""
+    reward_form: str = "soft"
+    """strict (0/1), graded (partial credit) or soft (continuous); reward (model)."""
+    reward: str = ""
+    """A reward that replaces the task's: NAME, NAME(option=value) or path/to/file.py:Class; `flowrl
+    parts` lists names.
+    """
+    reward_device: str = ""
+    """Device for the networks of `reward` and `heldout_rewards`, as in cuda:7; empty: the policy's.
+    """
+    reward_noise: NonNegative = 0.0
+    """Standard deviation of the noise added to every training score; not added in evaluation."""
+    reward_bias: float = 0.0
+    """Weight of the mean pixel value added to every training score; not added in evaluation."""
+    prompts: str = ""
+    """Training prompts for `model`: a text file with one prompt per line, a .jsonl file with
+    "prompt" and metadata, a slice of a generated list, as in compositional[0:500] (also text,
+    images), or a dataset: hf(name=NAME, split=..., column=...).
+    """
+    heldout_prompts: str = ""
+    """Evaluation prompts for `model`, in the same forms as `prompts`; default: the preset's, or
+    with other `prompts` than the preset's the training prompts.
+    """
+
+    @property
+    def world_name(self) -> str:
+        """The text in `world`, or the name of the object there, with the class of a user-defined
+        one.
+        """
+        if isinstance(self.world, str):
+            return self.world
+        world: Any = self.world
+        place = f"{type(world).__module__}.{type(world).__qualname__}"
+        return world.name + ("" if place.startswith("flowrl.") else f" [object of {place}]")
+
+    @property
+    def subject(self) -> str:
+        """World and task on one line; the folder of a world's file is left out."""
+        return f"{self.world_name.rpartition('/')[2]}/{self.task}"
+
+
+@settings_group
+class AlgorithmConfig:
+    """The method: sampling of trajectories, credit of steps, and loss."""
+
+    method: str = "flow-grpo"
+    """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, branch-grpo,
+    tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm, dgpo, v-grpo, epg, fdfo, rsm,
+    step-nft or value-grpo; with `credit`, any name to show in tables.
+    """
+    credit: str = ""
+    """A credit rule that replaces the method's: NAME, NAME(option=value) or path/to/file.py:Class.
+    """
+    sampler: str = ""
+    """Transition kernel; empty: the method's. flow-sde, dance-sde, cps, ddim-sde or, for
+    forward-process losses, ode or multistep; a plug-in; path/to/file.py:Class.
+    """
+    noise_level: NonNegative = 0.0
+    """Noise level of the kernel: a in flow-sde and ddim-sde, eta in dance-sde and cps; 0 = the
+    method's, or the kernel's default.
+    """
+    window: str = ""
+    """Stochastic steps; empty: the method's. A Python slice, as in 2:7 (steps 2 to 6), : (all) or
+    :-1 (all but the last); or random(size=3), random(size=3, high=5, geometric=0.5),
+    sliding(size=4, stride=1, every=25), a plug-in or path/to/file.py:Class.
+    """
+    trained_steps: str = ":"
+    """Stochastic steps that enter the loss: a Python slice of the steps, or random(fraction=0.6),
+    drawn every iteration.
+    """
+    initial_noise: Literal["auto", "shared", "independent"] = "auto"
+    """Initial noise within a group: auto (as the method requires), shared or independent."""
+    loss: str = ""
+    """Loss; empty: the method's. clipped, gspo, kl-penalty, grpo-guard, flow-dppo, rsm, step-nft,
+    distillation, policy-gradient or ascent, with options as in clipped(kl=without_delta); a plug-in
+    or a file; or diffusion-nft, awm or dgpo. Methods that use one of these three accept no policy
+    loss.
+    """
+    clip_range: NonNegative = 0.0
+    """Largest |ratio - 1|; transitions outside this range contribute no gradient (losses that
+    clip). 0 = the method's, scaled to the number of elements in the world's latents.
+    """
+    kl_weight: float = 0.0
+    """Weight of the KL to the reference in the loss (beta in the papers)."""
+    drop_zero_advantages: bool = False
+    """Exclude samples whose advantage is 0 at every trained step from the loss, its mean and the
+    KL.
+    """
+
+
+@settings_group
+class RolloutConfig:
+    """The number of trajectories per iteration, and their batches."""
+
+    groups: Many = 16
+    """Prompts (groups) per iteration."""
+    group_size: Members = 12
+    """Samples per prompt."""
+    num_steps: Many = 10
+    """Denoising steps during training."""
+    max_batch: Batch = 512
+    """Latents per network call without gradients; auto: each call of `model` has as many network
+    rows as a micro-batch.
+    """
+    chunk: Whole | Literal["auto"] = 0
+    """Groups that each process rolls out at a time; 0 = all; auto: if rewards overlap, the smallest
+    number that needs no additional network calls.
+    """
+    overlap_rewards: Switch = "auto"
+    """Score finished chunks during the rollout of the next one: true (needs a `chunk`), false, or
+    auto: with a chunk, if the policy is on a GPU or a server computes the reward. Rewards on the
+    CPU (ocr, jpeg) then run in separate processes.
+    """
+    offload: bool = False
+    """Store the trajectories in main memory between rollout and update."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RolloutConfig":
+        fits, need = self.chunk != 0 or self.overlap_rewards != "true", "with a `chunk` only"
+        require(fits, "overlap_rewards", self.overlap_rewards, need)
+        return self
+
+
+@settings_group
+class OptimConfig:
+    """The optimizer and the mini-batches of an iteration."""
+
+    optimizer: Literal["adamw", "adamw-8bit"] = "adamw"
+    """adamw, or adamw-8bit (needs bitsandbytes)."""
+    learning_rate: Positive = 4e-3
+    """Initial learning rate."""
+    final_learning_rate: Share = 1.0
+    """Final learning rate as a fraction of the initial one; the decay is linear."""
+    betas: tuple[Decay, Decay] = (0.9, 0.99)
+    """Decay rates of AdamW's two moments."""
+    weight_decay: NonNegative = 1e-4
+    """Weight decay of AdamW."""
+    max_grad_norm: Positive = 1.0
+    """Largest gradient norm; longer gradients are scaled down."""
+    minibatches: Count = 4
+    """Mini-batches (optimizer steps) per iteration; the trajectories are split between them."""
+    micro_batch: Batch = 256
+    """(trajectory, step) pairs per backward pass; auto: for `model`, as many network rows as
+    `max_batch`; if both are auto, measured at the start (`flowrl.run.sizes`).
+    """
+    ema_decay: Decay = 0.8
+    """Decay per optimizer step of the averaged weights that evaluation uses; 0 = no averaging."""
+    loss_scale: NonNegative = 65536.0
+    """Initial loss scale when `dtype` is float16, adapted during training; 0 = none."""
+
+
+@settings_group
+class PolicyConfig:
+    """The trained network."""
+
+    model: str = ""
+    """Train this model instead of a built-in one: the folder of a diffusers pipeline, or its name
+    on the Hub.
+    """
+    base_weights: str = ""
+    """Base weights for the world's policy instead of its own; `flowrl pretrain` makes them for
+    shapes.
+    """
+    reference: str = ""
+    """Folder of a finished run whose averaged weights replace the base model as the reference: the
+    teacher in distillation, or the reference of the KL penalty.
+    """
+    device: str = "cpu"
+    """cpu, cuda or cuda:NUMBER."""
+    dtype: Precision = "float32"
+    """Precision of the network: float32, bfloat16 or float16 (transition mathematics is always
+    float32).
+    """
+    tuning: Literal["lora", "full"] = "lora"
+    """Trained weights of `model`: lora or full."""
+    lora_rank: Annotated[int, Ge(1), Le(2**14)] = 8
+    """Rank of the LoRA."""
+    lora_alpha: Positive = 16.0
+    """Alpha of the LoRA: its matrix product is scaled by alpha / rank."""
+    lora_targets: tuple[str, ...] = ()
+    """Suffixes of the names of the layers of `model` that get a LoRA, as in attn.to_q; none: the
+    attention layers.
+    """
+    adapter: str = ""
+    """LoRA that `model` starts from (a file or folder that diffusers reads; `lora_rank` must equal
+    its rank).
+    """
+    frozen_adapters: str = ""
+    """LoRAs of `model` that are active but not trained: files or folders, as PATH or NAME=PATH,
+    separated by commas.
+    """
+    resolution: Annotated[int, Ge(1), Le(2**14)] = 512
+    """Height of the images or videos of `model` in pixels, and their width unless `width` is given.
+    """
+    width: Annotated[int, Ge(0), Le(2**14)] = 0
+    """Width in pixels; 0 = `resolution`."""
+    num_frames: Annotated[int, Ge(1), Le(2**12)] = 1
+    """Frames of the videos of `model`; 1 for images."""
+    guidance_scale: Annotated[float, Ge(1)] = 1.0
+    """Classifier-free guidance of `model` in sampling, training and evaluation; 1 = off."""
+    train_guidance_scale: NonNegative = 0.0
+    """Guidance of the velocities in a forward-process loss; 1 = off (conditional velocities); 0 =
+    `guidance_scale`.
+    """
+    reference_guidance_scale: NonNegative = 0.0
+    """Guidance of the base model's velocity in a forward-process loss; 0 = `train_guidance_scale`.
+    """
+    negative_prompt: str = ""
+    """Negative prompt for the guidance of `model`."""
+    guidance_gradient: Literal["both", "prompt"] = "both"
+    """Branches of the guidance that the gradient flows through: both, or prompt (not the branch of
+    the negative prompt).
+    """
+    max_sequence_length: Annotated[int, Ge(0), Le(512)] = 0
+    """Prompt length of the T5 encoder of `model`, or of its only encoder, in tokens; 0 = the
+    pipeline's default.
+    """
+    prompt_cache: Count = 2048
+    """Number of prompt embeddings of `model` kept in main memory; the others are read from disk."""
+    gradient_checkpointing: Choice = False
+    """Recompute activations of `model` in the backward pass: less memory, one more forward pass.
+    True, False or auto: whichever is measured to be faster.
+    """
+    attention_backend: str = ""
+    """Attention kernels of `model` by their name in diffusers, as in _native_cudnn or flash; empty:
+    diffusers' default.
+    """
+    decode_batch: Batch = 8
+    """Latents of `model` per call of its image decoder; auto: measured at the start."""
+    decode_tiling: bool = False
+    """Decode an image of `model` in overlapping tiles whose seams are blended: less memory,
+    slightly different images.
+    """
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    """Precision of the frozen weights of the linear layers of `model` under a LoRA: int8 (needs
+    torchao), nf4 (needs bitsandbytes and a GPU), or none: the precision in `dtype`.
+    """
+    decode_dtype: Precision = "float32"
+    """Precision of the image decoder of `model`."""
+    compile: Choice = False
+    """Compile the network's blocks with torch.compile: a minute or more at the start, faster calls
+    afterwards. True, False or auto: on a GPU, if compilation is measured to be faster and
+    velocities are the same with and without gradients.
+    """
+
+
+@settings_group
+class EvaluationConfig:
+    """Held-out evaluation: averaged weights, deterministic sampling, fixed noise."""
+
+    eval_every: Count = 6
+    """Iterations between evaluations; the first and last iterations are always evaluated."""
+    eval_samples: Many = 192
+    """Held-out samples per evaluation (prompts are repeated if there are fewer)."""
+    eval_steps: Many = 20
+    """Denoising steps during evaluation."""
+    eval_solver: Literal["euler", "heun", "dpm++", "unipc", "sa"] = "euler"
+    """euler, heun (two evaluations per step), dpm++, unipc or sa."""
+    heldout_rewards: tuple[str, ...] = ()
+    """Rewards that are evaluated but never trained on: names as for `reward`; also strict, graded,
+    soft, palette, balance and clarity (shapes), or strict, graded, soft and density (mixture).
+    """
+    diversity: str = ""
+    """Features that measure the diversity of one prompt's samples in evaluation: pixels, latents,
+    clip, or path/to/file.py:Class.
+    """
+    diversity_prompts: Many = 8
+    """Held-out prompts whose samples are compared for `diversity`."""
+    diversity_samples: Members = 8
+    """Samples for each of these prompts."""
+
+
+@settings_group
+class LoggingConfig:
+    """Trackers, checkpoints, observers and recorded data."""
+
+    tracker: Literal["auto", "none", "tensorboard", "wandb", "trackio"] = "auto"
+    """none, tensorboard, wandb or trackio; auto is tensorboard for `model` if it is installed, and
+    none otherwise.
+    """
+    checkpoint_every: Count = 10
+    """Iterations between checkpoints; one is always written at the end and on Ctrl-C."""
+    keep_checkpoints: Count = 1
+    """Number of newest checkpoints to keep; an older one is deleted when the newer is complete."""
+    observe: tuple[str, ...] = ()
+    """Observers, called after every iteration: stop-on-collapse(drop=0.3), budget(nfe=100000), a
+    plug-in or path/to/file.py:Class.
+    """
+    save_experience: Whole = 0
+    """Iterations between tables of prompts, rewards, advantages and weights per sample in the run's
+    folder experience/; 0 = no tables.
+    """
+    strict: bool = False
+    """End the run if an observer raises an exception, instead of printing a warning."""
+
+
+@settings_group
+class RunConfig:
+    """All settings of a training run. The defaults are the five-minute preset on the shapes world.
+
+    `RunConfig.of(groups=4, learning_rate=1e-3)` and `config.replace(seed=1)` name settings without
+    their groups. Raises `ConfigError` naming the setting, its value and what is allowed.
+    """
+
+    seed: Seed = 0
+    """Seed of the adapter's initial matrices, the order of the prompts and all noise."""
+    iterations: Count = 12
+    """Rollouts, each followed by its updates."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RunConfig":
+        is_model, world, chosen = bool(self.policy.model), self.environment.world, flat(self)
+        fits = (world == "model") == is_model
+        require(fits, "world", world, "model if `model` is given, and only then")
+        need = "left out " + ("with" if is_model else "without") + " a `model`"
+        for name in ("base_weights",) if is_model else MODEL_ONLY:
+            require(chosen[name] == DEFAULTS[name], name, chosen[name], need)
+        return self
+
+    @staticmethod
+    def of(**settings: Any) -> "RunConfig":
+        """The defaults with some settings changed, named without their groups."""
+        return replaced(RunConfig(), settings)
+
+    def replace(self, **settings: Any) -> "RunConfig":
+        """This run with some settings changed, named without their groups."""
+        return replaced(self, settings)
+
+    @staticmethod
+    def from_dict(values: Any, trust: bool = False, source: object = "config.json") -> "RunConfig":
+        """The inverse of `as_dict`. Raises `ConfigError`, which names the `source`, for unknown or
+        invalid settings, and without `trust` for those that need consent (`require_trust`).
+        """
+        require_format("config.json", values)
+        is_written = isinstance(values, dict) and "format" in values
+        if is_written:
+            values = {name: value for name, value in values.items() if name != "format"}
+        settings = read_values(values, RunConfig)
+        if is_written:
+            require_complete(str(source), settings, owners(RunConfig))
+        require_trust(settings, source, trust)
+        return RunConfig.of(**settings)
+
+    @property
+    def batches(self) -> Batches:
+        """The batch sizes as numbers. Until `make_trainer` has measured them, auto counts as the
+        CPU's default, of a model or of a built-in world.
+        """
+        from flowrl.core.forward import guidance_passes  # imports torch, which help does not need
+
+        chosen, usual = self.flat(), {**DEFAULTS, **(MODEL_DEFAULTS if self.policy.model else {})}
+        auto = [name for name in SIZES if chosen[name] == "auto"]
+        sizes: Any = {name: usual[name] if name in auto else chosen[name] for name in SIZES}
+        sampled, trained = guidance_passes(self.policy.guidance_scale), self.branches
+        rows = 0
+        if self.policy.model and "max_batch" in auto:
+            rows = sizes["micro_batch"] * trained
+        elif self.policy.model and "micro_batch" in auto:
+            rows = max(sizes["max_batch"] * sampled, trained)
+        if rows:
+            sizes |= {"micro_batch": rows // trained, "max_batch": max(1, rows // sampled)}
+        return Batches(**sizes, rows=rows)
+
+    def loss_guidance(self) -> "Guidance":
+        """The guidance of a forward-process loss. Raises `ConfigError` for a scale that is not
+        allowed.
+        """
+        from flowrl.core.forward import Guidance
+
+        return Guidance(self.policy.train_guidance_scale, self.policy.reference_guidance_scale)
+
+    @property
+    def branches(self) -> int:
+        """Network rows of a (trajectory, step) pair in a call with gradients: 2 if the gradient
+        flows through both branches of the guidance.
+        """
+        from flowrl.core.forward import guidance_passes
+
+        trained = guidance_passes(self.loss_guidance().scales(self.policy.guidance_scale)[0])
+        return trained if self.policy.guidance_gradient == "both" else 1
+
+    def flat(self) -> dict[str, Any]:
+        """All settings by their own names."""
+        return flat(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Groups of plain values, for JSON and YAML; a world that is an object is recorded by its
+        name and class.
+        """
+        values = nested(self)
+        values["environment"]["world"] = self.environment.world_name
+        return values
+
+
+DEFAULTS: dict[str, Any] = {
+    item.name: item.default
+    for group in groups_of(RunConfig).values()
+    for item in fields(cast(Any, group))
+}
+
+
+def load_config(
+    path: Path, trust: bool = False, planned: bool = False, **changes: Any
+) -> RunConfig:
+    """The run that the config.json or config.yaml at `path` describes, with `changes`; settings
+    that a file of the user leaves out have their defaults (`planned`: see `Preset.apply`). Raises
+    `ConfigError` if the file cannot be read, has a format and not all settings, or without `trust`
+    names what needs consent (`flowrl.run.parts.trust`) in a setting that is not changed.
+    """
+    values, _ = load_document(path)
+    require_format(path, values)
+    with reading(path):
+        settings = read_settings(path, RunConfig).settings
+        if "format" in values:
+            require_complete(path, settings, owners(RunConfig))
+        kept = {name: value for name, value in settings.items() if name not in changes}
+        require_trust(kept, path, trust)
+        return Preset(str(path), settings).apply(planned=planned, **changes)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named set of changes to the defaults."""
+
+    name: str
+    """Name of the preset."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Settings that differ from the defaults."""
+
+    def apply(self, *, planned: bool = False, published: bool = False, **changes: Any) -> RunConfig:
+        """The run with this preset's settings, then `changes`, on the defaults of the world or of
+        models. Without a device, a model trains on CUDA, or without CUDA in float32; `planned`
+        plans for CUDA. With `published`, the method has its published window and clip, unless
+        `changes` or a file sets them.
+        """
+        chosen = {**self.changes, **changes}
+        method = chosen.get("method", DEFAULTS["method"])
+        world = "model" if chosen.get("model") else chosen.get("world", DEFAULTS["world"])
+        base: dict[str, Any] = {}
+        if world == "model":
+            import torch
+
+            base = dict(MODEL_DEFAULTS)
+            if planned or torch.cuda.is_available():
+                base |= {"device": "cuda", "dtype": "bfloat16"}
+                if str(chosen.get("device", "cuda")).startswith("cuda"):
+                    base |= dict.fromkeys(SIZES, "auto")
+            elif "device" not in chosen and "dtype" not in changes:
+                chosen.pop("dtype", None)
+        # the world of a complete file is not built
+        if world != "model" and not chosen.keys() >= DEFAULTS.keys():
+            base = world_defaults(world)
+        overrides = method_overrides(self.name, world, method, published)
+        return RunConfig.of(**{**base, **chosen, **overrides, **changes})
+
+
+def preset(name: str, trust: bool = False) -> Preset:
+    """A preset by `name`, a .yaml file, or several of them separated by commas (see
+    `flowrl.run.presets`). Raises `ConfigError` for an unknown name, and for a file as
+    `load_config`.
+    """
+    combined = combine(name, RunConfig)
+    if any(piece.kind == "file" for piece in combined.pieces):
+        require_trust(combined.settings, name, trust)
+    return Preset(name, combined.settings)

@@ -1,0 +1,154 @@
+"""Costs of runs in forward equivalents: the formula by which runs are compared at equal cost."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from flowrl.core.forward import NetworkPrices
+from flowrl.run.plan import CLIP_H
+
+COUNTS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls")
+"""Counts of an iteration in metrics.jsonl: network evaluations of the rollout, those of them for
+probes, network evaluations of the update, those of them with a gradient, decoded latents and scored
+images.
+"""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The cost of a run by its parts, in forward equivalents."""
+
+    sampling: float
+    probes: float
+    update: float
+    decodes: float
+    rewards: float
+
+    @property
+    def total(self) -> float:
+        """The sum of the parts."""
+        return sum(vars(self).values())
+
+    def scaled(self, factor: float) -> "Parts":
+        """Every part times `factor`."""
+        return Parts(**{name: factor * value for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Prices(NetworkPrices):
+    """Costs of network evaluations, a decoded latent and a reward call, in forward passes of the
+    network for one latent.
+
+    Args:
+        source: where `decode` and `reward` come from.
+        decode: cost of a decoded latent.
+        reward: cost of a scored image.
+        seconds: seconds of a forward pass of a stated model; NaN if there is none.
+    """
+
+    source: str
+    decode: float = 0.0
+    reward: float = 0.0
+    seconds: float = math.nan
+
+    def parts(self, counts: Mapping[str, Any]) -> Parts:
+        """The cost of work with these `COUNTS`:
+
+        sampling + probes + update without gradients + `gradient` x update with gradients
+        + decodes x `decode` + reward calls x `reward`.
+
+        Records of older versions lack some counts. Their probes are part of sampling, every
+        evaluation of their update has a gradient, and every scored image was decoded.
+        """
+        nfe, train, calls = (counts.get(n, 0) for n in ("nfe", "train_nfe", "reward_calls"))
+        probes = counts.get("probe_nfe", 0)
+        return Parts(
+            sampling=self.passes * (nfe - probes),
+            probes=self.passes * probes,
+            update=self.update(train, counts.get("gradient_nfe", train)),
+            decodes=self.decode * counts.get("decodes", calls),
+            rewards=self.reward * calls,
+        )
+
+
+SHAPES = {"forward": 8_396_800, "decode": 3_178_496, "reward": 1_333_248}
+"""FLOPs of the shapes world for one image: its `SD3Transformer2DModel` with a merged LoRA, the cell
+decoder, and the verifier. Counted by ``python benchmarks/flops.py``, as all FLOPs here: of matrix
+products, convolutions and attention, where a multiplication and an addition count as two.
+"""
+WORLDS = {
+    "mixture": Prices("2-D world: points need no decoder, and their reward is a formula"),
+    "shapes": Prices(
+        "shapes world: counted FLOPs of the cell decoder and the verifier",
+        SHAPES["decode"] / SHAPES["forward"],
+        SHAPES["reward"] / SHAPES["forward"],
+    ),
+}
+"""Prices of the built-in worlds, without guidance."""
+SD35_MEDIUM = {
+    "forward": 2_442_642_604_032,
+    "gradient": 5_259_447_582_720,
+    "decode": 2_514_971_787_264,
+}
+"""FLOPs of SD3.5-Medium for a latent of 512 x 512 pixels: forward pass, forward with backward pass
+of a LoRA of rank 32 without gradient checkpointing, and its VAE's decoder.
+"""
+RATE = 200e12
+"""Assumed sustained FLOP/s of one NVIDIA H100 in bfloat16, a fifth of its peak without sparsity."""
+
+
+STATED = Prices(
+    "SD3.5-Medium at 512 x 512 pixels: counted FLOPs",
+    SD35_MEDIUM["decode"] / SD35_MEDIUM["forward"],
+    CLIP_H / SD35_MEDIUM["forward"],
+    gradient=SD35_MEDIUM["gradient"] / SD35_MEDIUM["forward"],
+    passes=2,
+    gradient_passes=2,
+    seconds=SD35_MEDIUM["forward"] / RATE,
+)
+"""The stated model of budgets in seconds: with classifier-free guidance in sampling and update,
+images scored by PickScore (CLIP-H), and seconds at `RATE`.
+"""
+STATED_NAME = "SD3.5-Medium"
+
+
+def prices_of(config: Mapping[str, Any], measured: Prices | None = None) -> Prices:
+    """The prices of a run.
+
+    Args:
+        config: its settings, as in config.json.
+        measured: prices of a decode and of a score outside the built-in worlds; default: 0.
+
+    Returns:
+        The prices.
+    """
+    world = config.get("environment", {}).get("world", "mixture")
+    base = WORLDS.get(world, measured or Prices("decodes and reward calls are not counted"))
+    return replace(base, **vars(NetworkPrices.of(config.get("policy", {}))))
+
+
+def measured_prices(rows: Iterable[Mapping[str, Any]], passes: float = 1.0) -> Prices | None:
+    """The price of decoding and scoring an image, from the seconds of the phases of `rows` of
+    metrics.jsonl; None if they lack seconds or counts.
+    """
+    rows = [row for row in rows if row["iteration"] > 0]
+    seconds = {
+        name: sum(row.get("phases", {}).get(name, 0.0) for row in rows)
+        for name in ("rollout", "reward")
+    }
+    nfe, calls = (sum(row.get(name, 0) for row in rows) for name in ("nfe", "reward_calls"))
+    if min(nfe, calls, *seconds.values()) <= 0:
+        return None
+    both = (seconds["reward"] / calls) / (seconds["rollout"] / (nfe * passes))
+    return Prices("decoding and scoring together, by seconds measured in these runs", reward=both)
+
+
+def cumulated(counts: Iterable[Mapping[str, Any]], prices: Prices) -> list[Parts]:
+    """The cost so far at every row of `counts`."""
+    sums, costs = dict.fromkeys((field.name for field in fields(Parts)), 0.0), list[Parts]()
+    for row in counts:
+        for name, value in vars(prices.parts(row)).items():
+            sums[name] += value
+        costs.append(Parts(**sums))
+    return costs

@@ -1,0 +1,573 @@
+"""One training run in a folder: metrics line by line, checkpoints, samples, and a recorded
+trajectory.
+"""
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor
+
+from flowrl.core.errors import CheckpointError, part_errors, require
+from flowrl.core.protocols import Observer, extras
+from flowrl.core.types import Prompt
+from flowrl.nonfinite import NonFiniteError
+from flowrl.rewards import evaluation_reward
+from flowrl.rewards.contract import load_reward
+from flowrl.run.build import (
+    METHOD_FILE,
+    make_reward,
+    make_trainer,
+    make_world,
+    method_parts,
+    prompts_to_embed,
+)
+from flowrl.run.checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    restore_trainer,
+    save_weights,
+    to_resume,
+    trainer_state,
+)
+from flowrl.run.config import SIZES, RunConfig, load_config
+from flowrl.run.distributed import Distributed, full_tensors
+from flowrl.run.evaluation import (
+    Evaluation,
+    evaluate,
+    make_heldout_metrics,
+    write_trajectory,
+)
+from flowrl.run.format import FORMAT
+from flowrl.run.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
+from flowrl.run.logging import TRACKER_FILE, Journal
+from flowrl.run.monitors import limits_of, notices
+from flowrl.run.observers import Observers
+from flowrl.run.parts.kinds import TRIAL
+from flowrl.run.parts.plugins import versions
+from flowrl.run.parts.settings import settings_text
+from flowrl.run.parts.trust import check_code, record_code
+from flowrl.run.reading import as_kind, read_bytes, read_json, read_tensors, reading
+from flowrl.run.results import MetricsRow, has_progress, holds
+from flowrl.run.sizes import find_sizes, out_of_memory
+from flowrl.run.started import (
+    changed_settings,
+    require_unchanged,
+    resumed_prompts,
+    store_prompts,
+)
+from flowrl.run.watch import watched_calls
+from flowrl.trainer import Trainer
+
+Row = dict[str, Any]
+TOTALS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls", "seconds")
+Report = Callable[[dict[str, Any]], None]
+"""Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes,
+with {"phase", "prompts"}, a line on the progress of embedding, with {"changed"}, what has changed
+since the run started, with {"note"}, another remark, and with {"warning"}, whose "kinds" are those
+of its lines (`flowrl.run.monitors.Notice`).
+"""
+
+
+def trial() -> Any:
+    """The module that tries the user's parts before a run."""
+    return import_module(TRIAL)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """How much of metrics.jsonl a checkpoint belongs to: the first `length` bytes, and their
+    hash.
+    """
+
+    length: int
+    sha256: str
+
+
+@dataclass
+class Run:
+    """A run in a folder.
+
+    The folder gets config.json (and .yaml), method.json, the prompts (`run.started`),
+    metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/ and, at the
+    end, samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a
+    diffusers pipeline also in lora/ or full/, in diffusers' format) and done.json. With
+    `save_experience` it also gets experience/ (`flowrl.run.observers.SaveExperience`). A run
+    that an observer stops ends in the same way; done.json and the last row then have the reason
+    ("stopped") and, if the run ends with the best checkpoint that the observer has named, its
+    iteration ("exported"). Every process executes the run; only the main process writes and
+    reports. If one process is asked to stop, all pause.
+
+    Args:
+        config: the settings.
+        folder: the run's folder.
+        report: called with the state of the run.
+        stop: whether the run should pause.
+        distributed: the processes.
+        changed_code: continue although the files of the run's own parts have changed since it was
+            started.
+        changed_prompts: continue although the training prompts have changed; evaluations keep the
+            run's held-out prompts.
+        observers: observers besides those of the setting `observe`; give them again when the run is
+            resumed.
+        trial: try the user's own parts before a new run, or with `changed_code`
+            (`flowrl.testing.trial`).
+        parts_tried: try only the reward, because the caller has tried the other parts.
+    """
+
+    config: RunConfig
+    folder: Path
+    report: Report = lambda state: None
+    stop: Callable[[], bool] = lambda: False
+    distributed: Distributed = Distributed()
+    changed_code: bool = False
+    changed_prompts: bool = False
+    observers: Sequence[Observer] = ()
+    trial: bool = True
+    parts_tried: bool = False
+
+    def __post_init__(self) -> None:
+        self._metrics = self.folder / "metrics.jsonl"
+        self._digest, self._length = hashlib.sha256(), 0
+        self._checkpoints = Checkpoints(self.folder, self.config.logging.keep_checkpoints)
+        self._last: Checkpoint | None = None
+        self._kept, self._saving = set[int](), threading.Lock()
+
+    def execute(self, resume: bool = False, start: str = "") -> bool:
+        """Train to the end; with `resume`, from the last checkpoint or from the checkpoint `start`,
+        whose successors are then deleted; a run that an observer stopped at `start` then continues.
+
+        Returns True when the run is finished or an observer has stopped it, False when `stop`
+        paused it. Raises a part's `FlowrlError`, `CheckpointError` for a damaged checkpoint,
+        `DiskError` for a full disk, and `NonFiniteError` for a loss that is not finite (its data
+        are then in failure/). If another process executes the run, a `ConfigError` names it.
+        """
+        full = disk_errors(self.folder, partial(to_resume, self.folder))
+        watched = watched_calls(self.distributed.publish)
+        with part_errors(), watched, full, out_of_memory(), ExitStack() as stack:
+            if self.distributed.in_main(lambda: self._enter(stack, resume, start)):
+                return True
+            self._open(resume, start)
+            while not self._ended:
+                with self._saved_after_failure():
+                    self._iterate()
+                    self._remember()
+                    paused = self.distributed.any(not self._ended and self.stop())
+                done = self._trainer.done
+                due = done % self.config.logging.checkpoint_every == 0 or done in self._kept
+                if paused or due or self._ended:
+                    self.save_last()
+                if paused:
+                    break
+            if self._ended:
+                self._finish()
+            self._journal.finish()
+            return self._ended
+
+    # ----- Start
+
+    def _enter(self, stack: ExitStack, resume: bool, start: str) -> bool:
+        """Try the user's parts and lock the folder. Returns whether the run has ended already."""
+        if self.trial and not self.parts_tried and (self.changed_code or not resume):
+            trial().try_parts([self.config], self._warn_of_trial)
+        lock = folder_lock(self.folder)
+        if not resume:
+            need = "a folder without a run; to continue a run, use --resume"
+            require(not has_progress(self.folder), "out", str(self.folder), need)
+            # a start that fails before its first iteration leaves no files, and may be repeated
+            made, kept = partial(holds, entry="algorithm"), partial(has_progress, self.folder)
+            lock = new_folder(self.folder, "run", made, kept)
+        stack.enter_context(lock)
+        path = self.folder / "done.json"
+        if not resume or start or not path.exists():
+            return False
+        ended = require_unchanged(self.folder, read_json(path, dict[str, Any]), self.config)
+        if ended:
+            self._tell({"note": ended})
+        return bool(ended)
+
+    def _open(self, resume: bool, start: str) -> None:
+        """Build the run, restore it if it is resumed, and evaluate the untrained model if it is
+        new.
+        """
+        if resume:
+            self.config = self.config.replace(**self.distributed.in_main(self._measured_sizes))
+            if changed := self.distributed.in_main(
+                lambda: changed_settings(self.folder, self.config)
+            ):
+                self._tell({"changed": f"changed settings: {changed}"})
+        self._observers = Observers(self.config, self.folder, self.observers, self.distributed)
+        self._world = make_world(self.config, self.distributed)
+        if resume:
+            self._compare_prompts()
+        self._heldout = make_heldout_metrics(self.config, self._world)
+        for part in (*self._heldout.rewards.values(), self._heldout.features):
+            load_reward(part)
+        is_main = self.distributed.is_main
+        self._inspects = self.trial and not resume and is_main
+        self._trainer = self._make_trainer()
+        if self._inspects:
+            tried = partial(trial().reward_trial, self.config, warn=self._warn_of_trial)
+            for spec, reward in self._heldout.rewards.items():
+                if (inspect := tried(reward, heldout=spec)) is not None:
+                    self._heldout.trials[spec] = inspect
+        self._rows = self._restore(start) if resume else []
+        self._embed_prompts()
+        sizes, text = find_sizes(self._trainer, self.config)
+        if sizes:
+            self.config = self.config.replace(**sizes)
+            self._trainer = self._make_trainer(self._trainer)
+            if resume:
+                self._rows = self._restore(start)
+        if text:
+            self._tell({"profile": text})
+        trainer = self._trainer
+        allowed = f"{trainer.done} or more, or an earlier checkpoint with --from"
+        fits = trainer.done <= self.config.iterations
+        require(fits, "iterations", self.config.iterations, allowed)
+        if self.config.batches.compile:
+            text = "compiling the network: its first calls take a minute or more"
+            self._tell({"note": f"{text} (--compile False: none)"})
+        # a run that an observer stopped has ended, unless it continues from a named checkpoint
+        self._stopped = self._rows[-1].get("stopped", "") if self._rows and not start else ""
+        self._evaluation: Evaluation | None = None
+        self._journal = Journal(self.config, self.folder, trainer.done, is_main)
+        if is_main:
+            self._write_settings()
+        if not self._rows:
+            self._write_untrained()
+        self._limits = limits_of(trainer, self.config)
+
+    def _make_trainer(self, first: Trainer | None = None) -> Trainer:
+        """The trainer, with the policy of the `first` one, on which sizes were measured."""
+        return make_trainer(
+            self.config,
+            self.distributed,
+            self._world,
+            first and first.policy,
+            recorded=self._observers.recorded,
+            on_phase=lambda phase: self._tell({"phase": phase}),
+            inspect=self._inspect if self._inspects else None,
+        )
+
+    def _inspect(self, images: Tensor, prompts: Sequence[Prompt], scores: Tensor) -> None:
+        """Try a reward of the user on its first batch."""
+        tried = trial().reward_trial(self.config, self._trainer.reward, warn=self._warn_of_trial)
+        if tried is not None:
+            tried(images, prompts, scores)
+
+    def _embed_prompts(self) -> None:
+        """Embed the held-out prompts and those of all coming iterations."""
+        if (embedding := extras(self._trainer.policy, "warm")) is not None:
+            given = self.config, self._world, self._trainer.prompts, self._trainer.done
+            embedding.warm(prompts_to_embed(*given), self.distributed, self._tell)
+
+    def _compare_prompts(self) -> None:
+        """Compare the world's prompts with those at the start of the run."""
+        given = self.folder, self._world, self.config, self.changed_prompts
+        config, text = self.distributed.in_main(lambda: resumed_prompts(*given))
+        if text:
+            self._tell({"changed": text})
+        if config != self.config:
+            self.config = self.config.replace(heldout_prompts=config.environment.heldout_prompts)
+            self._world = make_world(self.config, self.distributed)
+
+    def _measured_sizes(self) -> dict[str, Any]:
+        """The auto sizes in the config.json of a run that is resumed, so that it uses the same;
+        refuses changed code.
+        """
+        given, path = self.config.flat(), self.folder / "config.json"
+        check_code(self.folder, given, self.changed_code)
+        if not path.exists():
+            return {}
+        recorded = load_config(path, trust=True).flat()
+        return {name: recorded[name] for name in SIZES if given[name] == "auto"}
+
+    def _write_settings(self) -> None:
+        """code.json, config.json, and config.yaml for ``flowrl train --config``."""
+        record_code(self.folder, self.config.flat())
+        values = {"format": FORMAT, **self.config.as_dict()}
+        write_json(self.folder / "config.json", values)
+        packages = ", ".join(f"{name} {version}" for name, version in versions().items())
+        command = "flowrl train --config config.yaml --out NEW_FOLDER"
+        comment = f"All settings of this run; repeat it with: {command} ({packages})"
+        write_bytes(self.folder / "config.yaml", settings_text(values, comment).encode())
+        store_prompts(self.folder, self._world, self.config)
+        write_json(self.folder / METHOD_FILE, method_parts(self.config))
+
+    def _restore(self, start: str) -> list[Row]:
+        """Rows up to the last checkpoint (or `start`); later rows will be computed again. Without a
+        checkpoint the run starts anew.
+        """
+        trainer, checkpoint, rows = self._trainer, Checkpoint({}, {}), list[Row]()
+        name = start or self._checkpoints.newest
+        with reading(self._checkpoints.path(name), CheckpointError):
+            with self.distributed.shared_errors():
+                if self.distributed.is_main and name:
+                    checkpoint = self._checkpoints.load(name)
+                    rows = self._rows_until(checkpoint)
+            if self.distributed.any(bool(checkpoint.values)):
+                restore_trainer(trainer, checkpoint)
+
+        def rewind() -> list[Row]:
+            self._observers.restore(checkpoint.tensors, trainer.done)
+            for half in self.folder.glob("*.tmp"):  # of a killed process
+                half.unlink()
+            if start or trainer.done < self.config.iterations:  # the run has not ended
+                (self.folder / "done.json").unlink(missing_ok=True)
+            if start:
+                (self.folder / TRACKER_FILE).unlink(missing_ok=True)  # it cannot go back
+                self._checkpoints.forget_after(start)
+            if rows:  # a crash leaves metrics with later rows, or a line that is cut
+                lines = b"".join(map(_line, rows))
+                write_bytes(self._metrics, lines)
+                self._count(lines)
+            return rows
+
+        return self.distributed.in_main(rewind)
+
+    def _rows_until(self, checkpoint: Checkpoint) -> list[Row]:
+        """The rows at the time of `checkpoint`. Raises `CheckpointError` if metrics.jsonl has
+        others.
+        """
+        rows = checkpoint.values.get("rows")  # of an earlier version
+        if rows is None:
+            written = as_kind(checkpoint.values.get("metrics"), _Written)
+            lines = b""
+            with suppress(FileNotFoundError):
+                lines = read_bytes(self._metrics, None)[: written.length]
+            if hashlib.sha256(lines).hexdigest() != written.sha256:
+                raise CheckpointError(
+                    f"{self._metrics} is missing or was changed: resuming needs its first"
+                    f" {written.length} bytes as they were at this checkpoint; restore the file,"
+                    " or start a new run"
+                )
+            rows = [json.loads(line) for line in lines.splitlines()]
+        as_kind(rows, list[MetricsRow])
+        return rows
+
+    def _count(self, lines: bytes) -> None:
+        """Count `lines` of metrics.jsonl."""
+        self._digest.update(lines)
+        self._length += len(lines)
+
+    def _write_untrained(self) -> None:
+        """Row 0 and the samples of the untrained model."""
+        before = self._evaluate()
+        if self.distributed.is_main:
+            images = save({"images": before.images, "scores": before.image_scores})
+            write_bytes(self.folder / "before.safetensors", images)
+            write_bytes(self._metrics, b"")
+        totals = {f"{name}_total": 0 for name in TOTALS}
+        self._append({"iteration": 0, "evaluation": before.row, **totals})
+        self._tell({"heldout": before.row["reward"]})
+
+    # ----- Iterations
+
+    @property
+    def _ended(self) -> bool:
+        return self._trainer.done == self.config.iterations or bool(self._stopped)
+
+    def _iterate(self) -> None:
+        """One iteration, its evaluation if it has one, and what observers and monitors say; appends
+        the row.
+        """
+        trainer, rows = self._trainer, self._rows
+        try:
+            iteration = trainer.iteration()
+        except NonFiniteError as error:
+            write_json(self.folder / "failure" / "failure.json", error.values)
+            place = f"Prompts, rewards and advantages are in {self.folder / 'failure'}"
+            raise NonFiniteError(f"{error}. {place}", error.values) from error
+        row: Row = dict(iteration)
+        row |= {
+            f"{name}_total": rows[-1][f"{name}_total"] + row[name]
+            for name in TOTALS
+            if f"{name}_total" in rows[-1]  # a run that an older version began has fewer
+        }
+        last, every = self._ended, self.config.evaluation.eval_every
+        self._evaluation = None
+        row["evaluation"] = self._evaluate().row if last or trainer.done % every == 0 else None
+        entries = self._observers.observe(trainer, iteration, row, rows)
+        warnings = entries.pop("warnings")
+        if last and "exported" not in entries:
+            entries.pop("stopped", None)
+        row |= entries
+        if "stopped" in row:
+            self._stopped = row["stopped"]
+            row["evaluation"] = row["evaluation"] or self._evaluate().row
+            text = f"stopped after iteration {trainer.done} of {self.config.iterations} by"
+            text += f" {self._stopped}{self._exported_text(row)}"
+            warnings.append({"kind": "stopped", "text": text})
+        warnings = [*map(asdict, notices([*rows, row], self._limits)), *warnings]
+        if warnings:
+            row["warnings"] = warnings
+        self._append(row)
+        self._warn(warnings)
+        heldout = {"heldout": row["evaluation"]["reward"]} if row["evaluation"] else {}
+        state = {"iteration": trainer.done, "reward": row["reward_mean"], **heldout}
+        self._tell({**state, "nfe_total": row["nfe_total"]})
+
+    def _exported_text(self, row: Row) -> str:
+        """What the stopped run ends with, if not with its last iteration."""
+        if not (best := row.get("exported")):
+            return ""
+        path = self._checkpoints.path(f"{best:06d}")
+        if self.distributed.in_main(path.exists):
+            return f"; the weights and samples of the run are those of iteration {best}"
+        del row["exported"]
+        return f"; checkpoint {path} is missing, so the run ends with its last weights"
+
+    def _evaluate(self) -> Evaluation:
+        """The held-out evaluation of the averaged weights."""
+        self._tell({"phase": "evaluation"})
+        config, custom = self.config, None
+        environment, settings = config.environment, config.evaluation
+        if environment.reward and not config.policy.model:  # the only reward of a model's world
+            exact = config.replace(reward_noise=0.0, reward_bias=0.0)
+            custom = evaluation_reward(make_reward(exact))
+        with self._trainer.averaged():
+            self._evaluation = evaluate(
+                self._trainer.policy,
+                self._world,
+                environment.task,
+                environment.reward_form,
+                settings.eval_samples,
+                settings.eval_steps,
+                config.batches.max_batch,
+                reward=custom,
+                solver=settings.eval_solver,
+                heldout_metrics=self._heldout,
+                distributed=self.distributed,
+            )
+        return self._evaluation
+
+    def _append(self, row: Row) -> None:
+        self._rows.append(row)
+        if self.distributed.is_main:
+            line = _line(row)
+            with open(self._metrics, "ab") as file:
+                file.write(line)
+            self._count(line)
+        self._journal.row(row, self._evaluation)
+
+    def _tell(self, state: dict[str, Any]) -> None:
+        if self.distributed.is_main:
+            self.report(state)
+
+    def _warn(self, warnings: list[dict[str, str]]) -> None:
+        if warnings:
+            text = "\n".join(warning["text"] for warning in warnings)
+            self._tell({"warning": text, "kinds": [warning["kind"] for warning in warnings]})
+
+    def _warn_of_trial(self, text: str) -> None:
+        self._warn([{"kind": "trial", "text": text}])
+
+    def _remember(self) -> None:
+        """Copy the state after this iteration to main memory, for `save_last`."""
+        observed = self._observers.state() if self.distributed.is_main else {}
+        with self._saving:
+            self._last = None  # two copies need twice the memory
+            state = trainer_state(self._trainer)
+            metrics = asdict(_Written(self._length, self._digest.hexdigest()))
+            if self.distributed.is_main:
+                self._kept = _kept(self._rows)
+                tensors = {**state.tensors, **observed}
+                self._last = Checkpoint(tensors, {**state.values, "metrics": metrics})
+
+    def save_last(self) -> None:
+        """Write the checkpoint of the last complete iteration, after the rows, of which it has the
+        length and a hash, unless the disk has it. Another thread may call this while a part hangs.
+        """
+        with self._saving:
+            last, newest = self._last, self._checkpoints.newest
+            if last is not None and int(newest or 0) < last.values["done"]:
+                with open(self._metrics, "rb") as file:
+                    os.fsync(file.fileno())
+                self._checkpoints.save(last, last.values["done"], self._kept)
+
+    @contextmanager
+    def _saved_after_failure(self) -> Iterator[None]:
+        """After a failure, save the last complete iteration, so that no result is lost; in a run
+        of several processes the main one does, whichever failed.
+        """
+        try:
+            yield
+        except NonFiniteError:  # earlier checkpoints may be better to continue from
+            raise
+        except BaseException:
+            with suppress(OSError):  # the first error counts
+                self.save_last()
+            raise
+
+    # ----- End
+
+    def _finish(self) -> None:
+        """Write samples, weights, a trajectory, and last done.json."""
+        ended = dict(iterations=self._trainer.done)
+        if best := self._rows[-1].get("exported"):
+            ended["exported"] = best
+            self._restore_best(f"{best:06d}")
+        # none if the run was killed after its last checkpoint
+        after = self._evaluation or self._evaluate()
+        shapes = {"images": (None,) * 4, "scores": (None,)}
+        read = partial(read_tensors, self.folder / "before.safetensors", shapes)
+        before = self.distributed.in_main(read)
+        if self.distributed.is_main:
+            images = save({"before": before["images"], "after": after.images})
+            write_bytes(self.folder / "samples.safetensors", images)
+            samples = {
+                "prompts": [prompt.text for prompt in after.prompts],
+                "reward_before": before["scores"].tolist(),
+                "reward_after": after.image_scores.tolist(),
+            }
+            write_json(self.folder / "samples.json", samples)
+            self._export(self.folder)
+            stopped = {"stopped": self._stopped} if self._stopped else {}
+            write_json(self.folder / "done.json", {**ended, **stopped})
+        # the main process alone can neither call the network nor gather its weights
+        elif self.distributed.sharded:
+            with TemporaryDirectory() as scratch:
+                self._export(Path(scratch))
+
+    def _restore_best(self, name: str) -> None:
+        """Continue with the weights of checkpoint `name`, the best of a run that was stopped."""
+        with self.distributed.shared_errors():
+            checkpoint = Checkpoint({}, {})
+            if self.distributed.is_main:
+                checkpoint = self._checkpoints.load(name)
+        restore_trainer(self._trainer, checkpoint)
+        self._evaluation = None
+
+    def _export(self, folder: Path) -> None:
+        """Write the averaged weights, and a trajectory sampled with them."""
+        trainer = self._trainer
+        with trainer.averaged():
+            write_trajectory(folder, trainer, self._world, self.config.environment.task)
+            if (exported := extras(trainer.policy, "save")) is not None:
+                exported.save(folder / self.config.policy.tuning)
+        average = full_tensors(dict(zip(trainer.names, trainer.average, strict=True)))
+        if average:
+            save_weights(folder / "weights.safetensors", average)
+
+
+def _kept(rows: Sequence[Row]) -> set[int]:
+    """The iterations whose checkpoints an observer keeps."""
+    best: dict[str, int] = {}
+    for row in rows:
+        best |= row.get("best", {})
+    return {row["iteration"] for row in rows if "kept" in row} | {*best.values()}
+
+
+def _line(row: Row) -> bytes:
+    return (json.dumps(row) + "\n").encode()

@@ -1,0 +1,1 @@
+"""Models from folders: loading, stored embeddings, and memory."""

@@ -1,0 +1,235 @@
+"""Warnings about a failing run with advice, as pure functions of its metrics.
+
+The thresholds were set on healthy and deliberately broken runs of the built-in worlds
+(docs/guides/watching-a-run.md).
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl.core.protocols import ExperienceCredit, GroupReward, Stateful
+from flowrl.run.config import RunConfig
+from flowrl.run.results import decimals
+from flowrl.trainer import Trainer
+
+Row = Mapping[str, Any]
+
+EVERY = 20
+"""Iterations before a kind of warning is repeated."""
+WINDOW = 3
+"""Iterations over which noisy metrics are averaged."""
+HISTORY = 20
+"""Iterations before the window whose median is the usual value."""
+KL_LIMITS = {
+    "kl": (1.0, 2.0, "to the base model"),
+    "approx_kl": (0.1, 4.0, "to the policy that sampled"),
+}
+"""Of a KL per latent element: its level and its growth over the usual value, and what it is a KL
+to. At 1.0 the means differ by sqrt(2) standard deviations of the step's noise.
+"""
+SHARE = 0.9
+"""Largest fraction of the policy term's squared gradient in one step."""
+FALL = 0.5
+"""Largest lost fraction of a reward's gain."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A warning.
+
+    Args:
+        kind: a key of `CHECKS`, or the name of an observer.
+        text: what happened, and what to do.
+    """
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the warnings of a run depend on, besides its metrics.
+
+    Args:
+        clip: the loss's clip range for the ratio; None for a loss without one.
+        prompts: number of groups per iteration.
+        samples: held-out samples per evaluation.
+        zero_spread: largest fraction of groups with equal rewards.
+        compared: whether the training reward compares samples: its mean does not rise, and
+            evaluations have another scale.
+    """
+
+    clip: float | None = None
+    prompts: int = 1
+    samples: int = 192
+    zero_spread: float = 0.5
+    compared: bool = False
+
+
+def limits_of(trainer: Trainer, config: RunConfig) -> Limits:
+    """The limits of this run."""
+    rule = trainer.method.credit
+    # with a memory by prompt, groups of equal rewards may have credit, too
+    remembers = isinstance(rule, ExperienceCredit) and isinstance(rule, Stateful)
+    return Limits(
+        getattr(trainer.method.loss, "clip_range", None),
+        config.rollout.groups,
+        config.evaluation.eval_samples,
+        1.0 if remembers else Limits.zero_spread,
+        isinstance(trainer.reward, GroupReward),
+    )
+
+
+def notices(rows: Sequence[Row], limits: Limits) -> list[Notice]:
+    """Warnings after the last of `rows`.
+
+    A kind that is among the "warnings" of one of the `EVERY` - 1 rows before is not repeated. A
+    resumed run therefore gives the same warnings.
+
+    Args:
+        rows: one row per iteration; row 0, the untrained model, may be included.
+        limits: the limits of the run.
+
+    Returns:
+        The warnings.
+    """
+    now = rows[-1]["iteration"]
+    recent = {
+        warning["kind"]
+        for row in rows[:-1]
+        if now - row["iteration"] < EVERY
+        for warning in row.get("warnings", ())
+    }
+    texts = {kind: check(rows, limits) for kind, check in CHECKS.items() if kind not in recent}
+    return [Notice(kind, text) for kind, text in texts.items() if text]
+
+
+def _last(rows: Sequence[Row], name: str) -> list[Any]:
+    """The metric in the last `WINDOW` rows; empty as long as there are fewer with this metric."""
+    values = [row[name] for row in rows[-WINDOW:] if name in row]
+    return values if len(values) == WINDOW else []
+
+
+def zero_spread(rows: Sequence[Row], limits: Limits) -> str:
+    """Most groups had equal rewards, so their advantages are 0 and they do not train."""
+    share = statistics.fmean(_last(rows, "zero_spread_groups") or [0.0])
+    if share <= limits.zero_spread:
+        return ""
+    return (
+        f"{share:.0%} of the groups have equal rewards, so their advantages are 0. The prompts may"
+        " be solved already, or too hard. Use a finer reward (reward_form soft instead of strict),"
+        " other prompts, a larger group_size, or a larger noise_level"
+    )
+
+
+def ratio_noise(rows: Sequence[Row], limits: Limits) -> str:
+    """Rounding exceeds the clip: a ratio differs from 1 before the first optimizer step of an
+    iteration.
+
+    The reasons are half precision, another batch shape, or merged adapters. Tiny clips such as
+    TP-GRPO's 1e-5 (arXiv 2602.06422) and Flow-GRPO's 1e-4 (arXiv 2505.05470) are of this size.
+    """
+    noise = rows[-1].get("ratio_noise", 0.0)
+    if limits.clip is None or noise <= limits.clip:
+        return ""
+    return (
+        f"before any update the ratio, which should be 1, is off by up to {noise:.1e}, more"
+        f" than the clip of {limits.clip:.1e}, so rounding decides which pairs are clipped. Use"
+        " max_batch auto (calls of one shape), a finer dtype (docs/guides/tuning.md), or"
+        f" clip_range {3 * noise:.1e} or more"
+    )
+
+
+def step_share(rows: Sequence[Row], limits: Limits) -> str:
+    """One of several trained steps had most of the policy term's squared gradient."""
+    recent = _last(rows, "step_shares")
+    # without credit all shares are 0, and with one trained step there is nothing to compare
+    if not recent or any(sum(share > 0 for share in shares) < 2 for shares in recent):
+        return ""
+    means = [statistics.fmean(shares) for shares in zip(*recent, strict=True)]
+    step = max(range(len(means)), key=means.__getitem__)
+    if means[step] <= SHARE:
+        return ""
+    return (
+        f"step {step} (the first is 0) has {100 * means[step]:.4g}% of the policy term's squared"
+        f" gradient, so the other steps hardly train. Exclude it from trained_steps, or use loss"
+        " grpo-guard or, with cps, clipped(log_prob=released_cps), each with its own clip_range"
+        " (docs/guides/tuning.md)"
+    )
+
+
+def kl_runaway(rows: Sequence[Row], limits: Limits) -> str:
+    """The mean KL of the last `WINDOW` iterations is above a level and a multiple of the median of
+    the (up to `HISTORY`) iterations before.
+    """
+    for name, (level, growth, what) in KL_LIMITS.items():
+        values = [row[name] for row in rows if name in row]
+        recent, before = values[-WINDOW:], values[-WINDOW - HISTORY : -WINDOW]
+        if not before:
+            continue
+        mean, usual = statistics.fmean(recent), statistics.median(before)
+        if mean > level and mean > growth * usual:
+            return (
+                f"the KL {what} has grown to {mean:.2g} per latent element from {usual:.2g}. Look"
+                " at the samples; lower learning_rate or minibatches, or raise kl_weight"
+            )
+    return ""
+
+
+def heldout_errors(samples: int) -> float:
+    """The change of a held-out reward that chance explains, in standard deviations of a sample's
+    reward: 0.2, or 3 standard errors of `samples` if this is more.
+    """
+    return max(0.2, 3.0 / samples**0.5)
+
+
+def fallen(values: Sequence[float], share: float, noise: float) -> str:
+    """How the last of `values` has fallen from the best by more than this `share` of the gain since
+    the first, and by more than `noise`; "" if it has not.
+    """
+    first, best, last = (values[0], max(values), values[-1]) if values else (0.0,) * 3
+    if best - last <= max(share * (best - first), noise):
+        return ""
+    digits = decimals(best - last)
+    return f"{last:.{digits}f} from its best, {best:.{digits}f} (it began at {first:.{digits}f})"
+
+
+def collapse(rows: Sequence[Row], limits: Limits) -> str:
+    """The reward fell from its best by more than `FALL` of the gain, and by more than chance
+    explains.
+
+    Chance: for the held-out reward `heldout_errors`; for the training reward (means of `WINDOW`
+    iterations) 7 standard errors, as if all of the reward's variance were between prompts.
+    """
+    trained = [row for row in rows if "reward_mean" in row]
+    if limits.compared or not trained:
+        return ""
+    spread = statistics.median(row["reward_std"] for row in trained)
+    means = [
+        statistics.fmean(row["reward_mean"] for row in trained[i - WINDOW : i])
+        for i in range(WINDOW, len(trained) + 1)
+    ]
+    heldout = [row["evaluation"]["reward"] for row in rows if row.get("evaluation")]
+    for name, values, errors in (
+        ("held-out", heldout, heldout_errors(limits.samples)),
+        ("training", means, 7.0 / (WINDOW * limits.prompts) ** 0.5),
+    ):
+        if text := fallen(values, FALL, errors * spread):
+            return (
+                f"the {name} reward has fallen back to {text}. Stop, and resume from an earlier"
+                " checkpoint (keep_checkpoints above 1) with a lower learning_rate or clip_range,"
+                " fewer minibatches or a kl_weight"
+            )
+    return ""
+
+
+CHECKS: dict[str, Callable[[Sequence[Row], Limits], str]] = {
+    "zero-spread": zero_spread,
+    "ratio-noise": ratio_noise,
+    "step-share": step_share,
+    "kl": kl_runaway,
+    "collapse": collapse,
+}
+"""The text of each kind of warning, or "" if it does not apply."""

@@ -1,0 +1,277 @@
+"""Prompts: a prompt per line, JSON lines with metadata (such as GenEval's), a Hugging Face dataset
+or a generator's list; and the order in which training takes them.
+"""
+
+import copy
+import difflib
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from flowrl.core.errors import ConfigError, require
+from flowrl.core.prompt import Prompt
+from flowrl.rewards.geneval_requests import Clause, Request, request_of
+from flowrl.run.io import require_new_file, write_bytes
+from flowrl.run.parts.prompt_lists import compositional_prompts, image_prompts, text_prompts
+from flowrl.run.parts.specs import parse_spec
+from flowrl.run.reading import parse_json, read_input, read_text
+
+__all__ = [
+    "Clause",
+    "Request",
+    "compositional_prompts",
+    "image_prompts",
+    "prompts_digest",
+    "read_prompts",
+    "request_of",
+    "text_prompts",
+    "write_prompts",
+]
+
+SHOWN = 5
+"""How many lines a message lists."""
+GENERATORS: dict[str, Callable[..., list[Prompt]]] = {
+    "compositional": compositional_prompts,
+    "text": text_prompts,
+    "images": image_prompts,
+}
+DATASET_OPTIONS = ("name", "split", "column")
+DATASET_FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
+"""By suffix; other files are JSON."""
+JSON_LINES = (".jsonl", ".ndjson")
+NO_LINES = (".json", ".yaml", ".yml", ".csv", ".tsv", ".parquet", ".arrow", ".toml", ".xml")
+"""Suffixes of files that are not read line by line."""
+LINES = "a text file with one prompt per line, a .jsonl file with one object per line"
+ENTRIES = ("prompt", "text", "tag", "include", "exclude")
+"""Entries of a prompt that flowrl and its rewards read (`ocr`, `geneval`)."""
+TEXT_COLUMNS = ("prompt", "text", "caption")
+"""Unless a column is named, the first of these that a dataset has contains the prompts."""
+
+
+def read_prompts(source: Path | str) -> list[Prompt]:
+    """The prompts of a text file (one per line; lines that start with "# " are comments), of JSON
+    lines (.jsonl, .ndjson), of text on standard input (`-`), of a dataset, or of a generator.
+    Warnings name repeated prompts, which are drawn more often, and entries that flowrl does not
+    read. Blank lines are left out.
+
+    JSON lines are objects with an entry "prompt". Their other entries are the prompt's metadata; an
+    entry "include" among them must be a request in GenEval's form
+    (`flowrl.rewards.geneval_requests`).
+
+    A dataset is ``hf(name=..., split=..., column=...)``, `name` being a name on the Hub, a folder
+    (written by `save_to_disk`, or with data files) or a file. `split` defaults to train, or the
+    only split; `column` to the first of `TEXT_COLUMNS`. Its other columns become metadata if they
+    contain text, numbers, truth values, or lists and objects of these.
+
+    ``text[0:500]`` are the first 500 prompts of a generator's list, which is always the same (seed
+    0); ``text[500:600]`` are the next 100, all different, for example for evaluation.
+
+    Args:
+        source: the file, the dataset or the part of a generator's list.
+
+    Returns:
+        The prompts.
+
+    Raises:
+        ConfigError: the file cannot be read; the message names it and every bad line (the first
+            five). Or the dataset, the generator or its slice is not allowed.
+    """
+    generated = re.fullmatch(r"([\w-]+)\[(\d+):(\d+)\]", str(source))
+    if generated and not Path(source).exists():
+        name, start, end = generated[1], int(generated[2]), int(generated[3])
+        known = f"a file, or [START:END] with START below END of {', '.join(GENERATORS)}"
+        require(name in GENERATORS and start < end, "prompts", source, known)
+        return GENERATORS[name](end)[start:]
+    if str(source).startswith("hf("):
+        rows, unit, parse = list[Any](_dataset_prompts(str(source))), "row", copy.copy  # as it is
+    else:
+        suffix = Path(source).suffix.lower()
+        require(suffix not in NO_LINES, "prompts", str(source), f"{LINES}, or hf(name={source})")
+        text = read_input() if str(source) == "-" else read_text(Path(source))
+        text = text.removesuffix("\n")
+        rows, unit = list[Any](text.split("\n")), "line"  # splitlines would also cut at U+2028
+        parse = _from_json if suffix in JSON_LINES else _from_text
+    prompts, first = list[Prompt](), dict[str, int]()
+    repeated, faults = list[str](), list[str]()
+    for number, row in enumerate(rows, 1):
+        try:
+            prompt = parse(row)
+            if "include" in prompt.metadata:
+                request_of(prompt.metadata)
+        except ConfigError as error:
+            faults.append(f"{unit} {number} {error}")
+            continue
+        if prompt.text:
+            prompts.append(prompt)
+            key = json.dumps([prompt.text, dict(prompt.metadata)], sort_keys=True)
+            if first.setdefault(key, number) != number:
+                repeated.append(f"{unit} {number} repeats {unit} {first[key]}")
+    if faults:
+        raise ConfigError(f"prompts: {source}, {_listed(faults)}")
+    if not prompts:
+        raise ConfigError(f"prompts: {source} contains no prompt")
+    unread = {name for prompt in prompts for name in prompt.metadata} - {*ENTRIES}
+    for remark in filter(None, (_listed(repeated), _unread(sorted(unread)))):
+        warnings.warn(f"{source}: {remark}", stacklevel=2)
+    return prompts
+
+
+def _unread(names: Sequence[str]) -> str:
+    """A remark on entries that no reward of flowrl reads, with what they may be meant to be."""
+    hints = ((name, _meant(name)) for name in names)
+    texts = [f"{name!r:.60}" + f" (did you mean {hint!r}?)" * bool(hint) for name, hint in hints]
+    own = "only a reward of your own can read them"
+    return f"flowrl does not read the entries {_listed(texts, ', ')}: {own}" if texts else ""
+
+
+def _meant(name: str) -> str:
+    """The entry of `ENTRIES` that `name` resembles, or ""."""
+    return next(iter(difflib.get_close_matches(name, ENTRIES, 1, 0.75)), "")
+
+
+def _listed(texts: Sequence[str], between: str = "; ") -> str:
+    """The first `SHOWN` texts, and how many more there are."""
+    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return between.join(texts[:SHOWN]) + more
+
+
+def _from_text(line: str) -> Prompt:
+    """The prompt in a line; a comment is one without a text. Raises `ConfigError` for a line that
+    may be either, and for JSON.
+    """
+    text = line.strip()
+    if re.match(r"#+(?!\S)", text):
+        return Prompt("")
+    if text.startswith("#"):
+        example = json.dumps({"prompt": text[:40]}, ensure_ascii=False)
+        need = f'write "# " for a comment, or the line {example} in a .jsonl file for a prompt'
+        raise ConfigError(f'starts with "#": {need}')
+    if _is_json(text):
+        raise ConfigError("is JSON, which is read from a .jsonl file, one object per line")
+    return Prompt(text)
+
+
+def _is_json(text: str) -> bool:
+    """Whether a line of text is an object or a list in JSON."""
+    try:
+        return text.startswith(("{", "[")) and isinstance(parse_json(text), dict | list)
+    except ValueError:
+        return False
+
+
+def _from_json(line: str) -> Prompt:
+    """The prompt in a line of JSON."""
+    if not line.strip():
+        return Prompt("")
+    try:
+        values = parse_json(line, finite=True)
+        for name in values if "prompt" not in values else ():
+            if _meant(name) == "prompt":
+                raise ValueError(f"did you mean 'prompt' by {name!r}?")
+        text = values.pop("prompt")
+        if text.strip():
+            return Prompt(text, values)
+        raise ValueError("the prompt is empty")
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise ConfigError(f'is not a JSON object with an entry "prompt" ({error})') from error
+
+
+def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
+    """Write prompts with their metadata as JSON lines that `read_prompts` reads.
+
+    Args:
+        path: the file, which must be new or have the same content.
+        prompts: the prompts.
+
+    Raises:
+        ConfigError: the file cannot be written, or exists with different content.
+    """
+    lines = prompt_lines(prompts)
+    require_new_file(path, lambda data: data == lines, "file")
+    write_bytes(path, lines)
+
+
+def prompt_lines(prompts: Iterable[Prompt], default: Callable[[Any], Any] | None = None) -> bytes:
+    """Prompts with their metadata as JSON lines; `default` as in `json.dumps`."""
+    return "".join(
+        json.dumps({**prompt.metadata, "prompt": prompt.text}, ensure_ascii=False, default=default)
+        + "\n"
+        for prompt in prompts
+    ).encode()
+
+
+def _dataset_prompts(spec: str) -> list[Prompt]:
+    """The prompt in every row of ``hf(...)``; an empty cell is a prompt without a text."""
+    try:
+        datasets: Any = import_module("datasets")
+    except ImportError as error:
+        install = "install it with: pip install -e '.[datasets]'"
+        message = f"prompts: {spec} needs the package datasets; {install}"
+        raise ConfigError(message) from error
+    options = parse_spec(spec, "prompts").options
+    name, split, column = (str(options.get(key, "")) for key in DATASET_OPTIONS)
+    path = Path(name)
+    # datasets takes a bare name for a reader of the current folder's files; version 4.0 unpickles
+    # them for "pandas".
+    known = bool(name) and (path.exists() or "/" in name) and options.keys() <= {*DATASET_OPTIONS}
+    allowed = "hf(name=OWNER/NAME, split=SPLIT, column=COLUMN), or a path instead of OWNER/NAME"
+    require(known, "prompts", spec, allowed)
+    try:
+        if any((path / marker).exists() for marker in ("state.json", "dataset_dict.json")):
+            splits: Any = datasets.load_from_disk(name)
+        elif path.is_file():
+            form = DATASET_FORMATS.get(path.suffix, "json")
+            splits = datasets.load_dataset(form, data_files=name)
+        else:
+            splits = datasets.load_dataset(str(path.resolve()) if path.exists() else name)
+        if not isinstance(splits, dict):
+            splits = {str(splits.split or "train"): splits}
+        usual = [*splits] if len(splits) == 1 else [key for key in splits if key == "train"]
+        split = split or "".join(usual)
+        allowed = f"one of {', '.join(map(str, splits))}, as in hf(name={name}, split=SPLIT)"
+        require(split in splits, "split of prompts", split, allowed)
+        table = splits[split]
+        dtypes = {key: getattr(feature, "dtype", "") for key, feature in table.features.items()}
+        texts = [key for key, dtype in dtypes.items() if dtype in ("string", "large_string")]
+        column = column or next((key for key in TEXT_COLUMNS if key in table.features), "")
+        allowed = f"one with text ({', '.join(texts)}), as in hf(name={name}, column=COLUMN)"
+        require(column in texts, "column of prompts", column, allowed)
+        plain = [key for key, feature in table.features.items() if _is_plain(feature)]
+        rows = list(table.select_columns(plain))  # the library detects damaged files only here
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"prompts: {spec} cannot be read as a dataset ({type(error).__name__}:"
+            f" {' '.join(str(error).split())[:200]}); check the name. The command line works"
+            " offline unless HF_HUB_OFFLINE=0 is set"
+        ) from error
+    return [Prompt((row.pop(column) or "").strip(), _without_none(row)) for row in rows]
+
+
+def _is_plain(feature: Any) -> bool:
+    """Whether a column's values are text, numbers, truth values, or lists and objects of them."""
+    if isinstance(feature, dict):
+        return all(map(_is_plain, feature.values()))
+    kind = type(feature).__name__
+    if kind in ("List", "LargeList"):
+        return _is_plain(feature.feature)
+    plain = r"(large_)?string|bool|null|u?int\d+|float\d+"
+    return kind == "Value" and bool(re.fullmatch(plain, feature.dtype))
+
+
+def _without_none(value: Any) -> Any:
+    """Objects without their empty entries: in a table every row has the entries of all rows."""
+    if isinstance(value, dict):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return [_without_none(entry) for entry in value] if isinstance(value, list) else value
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """A hash of the prompts, to which an order belongs."""
+    return hashlib.sha256(prompt_lines(prompts, lambda value: type(value).__name__)).hexdigest()

@@ -1,0 +1,1 @@
+"""Pages, figures and cards of runs, and the comparison of base and trained weights."""

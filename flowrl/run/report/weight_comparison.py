@@ -1,0 +1,324 @@
+"""Base against trained weights: images of the same prompts from the same noise, and score
+differences with intervals.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from flowrl.core.errors import CheckpointError, require
+from flowrl.core.options import Count, checked_options
+from flowrl.core.protocols import FlowPolicy, RewardModel
+from flowrl.core.types import Prompt
+from flowrl.rewards import stills
+from flowrl.rollout import EVALUATION_SEED, sample_images, score
+from flowrl.run.io import write_bytes, write_json
+from flowrl.run.records import finite
+from flowrl.run.report.figures import Row, Targets, sample_figure
+from flowrl.run.report.pages import render
+from flowrl.run.report.style import png
+from flowrl.run.results import decimals
+from flowrl.run.statistics import mean
+
+Rewards = Mapping[str, RewardModel]
+
+
+@dataclass(frozen=True)
+class ScoreDifference:
+    """Means over prompts of a score before and after training, and of the difference with its 95%
+    interval.
+
+    Args:
+        base: mean score with the base weights.
+        trained: mean score with the trained weights.
+        difference: `trained` - `base`.
+        low: lower end of the interval; infinite for a single prompt.
+        high: upper end of the interval; infinite for a single prompt.
+        better: fraction of prompts that score higher with the trained weights.
+        prompts: number of compared prompts.
+        invalid: number of pairs left out because the reward marked an image invalid.
+    """
+
+    base: float
+    trained: float
+    difference: float
+    low: float
+    high: float
+    better: float
+    prompts: int
+    invalid: int
+
+    @property
+    def digits(self) -> int:
+        """Decimals that show the difference and its interval."""
+        return decimals(self.difference, self.low, self.high, least=4)
+
+
+@checked_options
+@dataclass(frozen=True)
+class SamplingSettings:
+    """Settings of sampling for a comparison of weights.
+
+    The noise of an image depends only on `seed`, the prompt's position in the list, `count` and the
+    image's number.
+
+    Args:
+        steps: number of ODE steps.
+        count: images per prompt.
+        seed: seed of the noise.
+        batch: latents per network call.
+        shown: number of prompts of which images are kept.
+    """
+
+    steps: Count = 40
+    count: Count = 1
+    seed: int = EVALUATION_SEED
+    batch: Count = 16
+    shown: Count = 8
+
+
+@dataclass(frozen=True)
+class ScoredImages:
+    """Scores and example images of one set of weights.
+
+    Args:
+        scores: scores [prompt, count] by reward.
+        shown: the first prompts' first images [shown, 3, height, width]; for videos, `stills`.
+    """
+
+    scores: dict[str, Tensor]
+    shown: Tensor
+
+
+def sample_and_score(
+    policy: FlowPolicy,
+    prompts: Sequence[Prompt],
+    rewards: Rewards,
+    how: SamplingSettings,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ScoredImages:
+    """Sample images of all prompts and score each batch by all rewards; `progress` gets the
+    finished and the total images.
+    """
+    require(len(prompts) >= 1, "prompts", len(prompts), "one or more")
+    scores: dict[str, list[Tensor]] = {name: [] for name in rewards}
+    shown: list[Tensor] = []
+    repeated, done = [prompt for prompt in prompts for _ in range(how.count)], 0
+
+    def noise() -> Iterator[Tensor]:
+        for number in range(len(repeated)):  # a generator each: the batch size has no effect
+            generator = torch.Generator().manual_seed(how.seed * 1_000_003 + number)
+            yield torch.randn(policy.latent_shape, generator=generator)
+
+    for batch in sample_images(policy, repeated, noise(), how.steps, max_batch=how.batch):
+        for name, reward in rewards.items():
+            scores[name].append(score(reward, batch.images, batch.prompts).total.cpu())
+        # the first image of each prompt
+        firsts = list(range(-done % how.count, len(batch.prompts), how.count))
+        shown += stills(batch.images[firsts[: how.shown - len(shown)]]).cpu()
+        done += len(batch.prompts)
+        progress(done, len(repeated))
+        del batch  # before the next one is sampled
+    tables = {name: torch.cat(parts).view(-1, how.count) for name, parts in scores.items()}
+    return ScoredImages(tables, torch.stack(shown))
+
+
+def compare_scores(base: Tensor, trained: Tensor) -> ScoreDifference:
+    """Paired comparison of scores [prompt, count]: images of one prompt are averaged, prompts are
+    the independent units.
+
+    The interval is Student's t for the mean of the prompts' differences. It covers other prompts of
+    this kind, not other training seeds. Pairs with an invalid (NaN) score are left out. Raises
+    `ConfigError` if no pair is left.
+    """
+    valid = base.isfinite() & trained.isfinite()
+    kept = valid.any(1)
+    require(bool(kept.any()), "scores", "NaN", "one or more pairs that the reward judges valid")
+    before, after = (
+        torch.where(valid, scores.double(), math.nan)[kept].nanmean(1) for scores in (base, trained)
+    )
+    difference = after - before
+    estimate, better = mean(difference.tolist()), float((difference > 0).double().mean())
+    return ScoreDifference(
+        float(before.mean()),
+        float(after.mean()),
+        estimate.value,
+        estimate.low,
+        estimate.high,
+        better,
+        len(difference),
+        int((~valid).sum()),
+    )
+
+
+@dataclass(frozen=True)
+class WeightComparison:
+    """A finished comparison of base and trained weights.
+
+    Args:
+        scores: differences by reward.
+        base: images and scores of the base weights.
+        trained: images and scores of the trained weights.
+        prompts: texts of the prompts.
+        how: settings of sampling.
+        facts: further facts about the weights.
+    """
+
+    scores: dict[str, ScoreDifference]
+    base: ScoredImages
+    trained: ScoredImages
+    prompts: tuple[str, ...]
+    how: SamplingSettings
+    facts: dict[str, Any]
+
+    def values(self) -> dict[str, Any]:
+        """Plain values for JSON: `facts`, settings and differences."""
+        scores = {name: asdict(difference) for name, difference in self.scores.items()}
+        settings = {"prompts": len(self.prompts), **asdict(self.how)}
+        return {**self.facts, **settings, "scores": finite(scores)}
+
+
+def compare_weights(
+    policy: FlowPolicy,
+    load_trained: Callable[[], None],
+    prompts: Sequence[Prompt],
+    rewards: Rewards,
+    how: SamplingSettings,
+    facts: dict[str, Any],
+    progress: Callable[[str, int, int], None] = lambda weights, done, total: None,
+) -> WeightComparison:
+    """Sample and score with the base weights of `policy`, and again after `load_trained` has
+    replaced them.
+
+    Args:
+        policy: the policy with the base weights.
+        load_trained: replaces the weights of `policy` by the trained ones.
+        prompts: the prompts.
+        rewards: reward models by name.
+        how: settings of sampling, the same for both weights.
+        facts: facts about the weights, stored in the result.
+        progress: called with (stage, done, total).
+
+    Returns:
+        Scores and images of both weights.
+    """
+
+    def side(name: str) -> ScoredImages:
+        return sample_and_score(policy, prompts, rewards, how, partial(progress, name))
+
+    base = side("base")
+    load_trained()
+    trained = side("trained")
+    scores = {name: compare_scores(base.scores[name], trained.scores[name]) for name in rewards}
+    texts = tuple(prompt.text for prompt in prompts)
+    return WeightComparison(scores, base, trained, texts, how, facts)
+
+
+def load_weights(policy: Any, folder: Path) -> None:
+    """Load trained weights in diffusers' formats into a `PipelinePolicy` without adapters.
+
+    Args:
+        policy: the policy, without adapters.
+        folder: a LoRA (a file or a folder), or a folder with a transformer in ``transformer/``.
+
+    Raises:
+        CheckpointError: the weights have another format or belong to another model.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        if (folder / "transformer").is_dir():
+            trained = type(policy.transformer).from_pretrained(
+                folder, subfolder="transformer", use_safetensors=True
+            )
+            policy.transformer.load_state_dict(trained.state_dict())
+        else:
+            place, options = folder, {"use_safetensors": True}
+            if folder.is_file():
+                place, options = folder.parent, {**options, "weight_name": folder.name}
+            policy.pipe.load_lora_weights(str(place), **options)
+            _require_all_loaded(policy, policy.pipe.lora_state_dict(str(place), **options))
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise CheckpointError(
+            f"weights: {folder} holds no LoRA and no transformer for this model ({reason})"
+        ) from error
+
+
+def _require_all_loaded(policy: Any, state: Any) -> None:
+    """Raise `ValueError` if layers of a LoRA are not in the model: diffusers ignores them
+    silently.
+    """
+    tensors = state[0] if isinstance(state, tuple) else state
+    wanted = {
+        name.removeprefix("transformer.").partition(".lora_A")[0]
+        for name in tensors
+        if "lora_A" in name and not name.startswith("text_encoder")
+    }
+    layers = {
+        name for name, module in policy.transformer.named_modules() if getattr(module, "lora_A", {})
+    }
+    lost = sorted(wanted - layers)
+    if lost or not wanted:
+        raise ValueError(
+            f"{len(lost)} of its {len(wanted)} layers are not in the model: {lost[:1]}"
+        )
+
+
+def base_and_trained(comparison: WeightComparison, targets: Targets) -> Figure:
+    """The first prompts' images from base and trained weights with their scores; `targets`: see
+    `sample_figure`.
+    """
+    prompts = comparison.prompts[: len(comparison.base.shown)]
+    rows = []
+    for name, side in (("base", comparison.base), ("trained", comparison.trained)):
+        scores = torch.stack([table[: len(prompts), 0] for table in side.scores.values()], 1)
+        captions = [", ".join(f"{score:.3g}" for score in image) for image in scores.tolist()]
+        rows.append(Row(name, side.shown, captions, prompts))
+    return sample_figure(rows, prompts, targets)
+
+
+def write_evaluation(
+    comparison: WeightComparison, folder: Path, html: bool, targets: Targets
+) -> None:
+    """Write evaluation.json and grid.png, and report.html with the scores, the images and the
+    prompts with the largest changes.
+
+    Args:
+        comparison: the comparison of weights.
+        folder: the folder for the files.
+        html: write report.html.
+        targets: points that the prompts of a 2-D world ask for.
+    """
+    image = png(base_and_trained(comparison, targets), dpi=120)
+    write_bytes(folder / "grid.png", image)
+    write_json(folder / "evaluation.json", comparison.values())
+    if html:
+        values = {"found": comparison, "image": image, "changes": largest_changes(comparison)}
+        write_bytes(folder / "report.html", render("evaluation.html.j2", **values).encode())
+
+
+def largest_changes(comparison: WeightComparison, count: int = 5) -> list[tuple[str, str]]:
+    """The prompts with the largest gains and losses by the first reward.
+
+    Args:
+        comparison: the comparison of weights.
+        count: number of prompts with gains, and with losses.
+
+    Returns:
+        Pairs (prompt, formatted change).
+    """
+    name = next(iter(comparison.scores))
+    base, trained = (side.scores[name].nanmean(1) for side in (comparison.base, comparison.trained))
+    change = (trained - base).nan_to_num(0.0)
+    order = change.argsort(descending=True).tolist()
+    chosen = dict.fromkeys([*order[:count], *order[-count:]])
+    digits = decimals(*(float(change[i]) for i in chosen), least=4)
+    return [(comparison.prompts[i], f"{float(change[i]):+.{digits}f}") for i in chosen]

@@ -1,0 +1,185 @@
+"""Worlds by name, a user's, or given as objects, and a diffusers model as a world."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import MinLen
+from pydantic import BaseModel, ConfigDict
+
+from flowrl.core.errors import CheckpointError, require
+from flowrl.core.options import Whole
+from flowrl.core.protocols import FlowPolicy, PolicyOptions, RewardModel, World
+from flowrl.core.types import Prompt
+from flowrl.policies.pipeline import ModelOptions
+from flowrl.rewards import evaluation_reward
+from flowrl.run.distributed import Distributed
+from flowrl.run.models.load import load_policy
+from flowrl.run.parts.prompts import read_prompts
+from flowrl.run.parts.registry import build, check_part
+from flowrl.run.parts.specs import parse_spec
+from flowrl.run.reading import read_bytes, read_json, reading
+
+
+def check_hash(path: Path) -> None:
+    """Raise `CheckpointError` unless `path` exists and matches the hash in its weight card, the
+    JSON file of the same name.
+    """
+    card = path.with_suffix(".json")
+    is_known = path.is_file() and card.is_file()
+    if is_known:
+        expected = read_json(card, dict[str, Any], CheckpointError).get("sha256")
+        is_known = hashlib.sha256(read_bytes(path)).hexdigest() == expected
+    if not is_known:
+        raise CheckpointError(
+            f"base_weights: {path} needs a card {card} with its 'sha256'; one of them is missing or"
+            f" damaged, or they do not match; make both with `flowrl pretrain --out {path}`"
+        )
+
+
+class ModelWorld:
+    """The world of a run that trains a diffusers pipeline.
+
+    Its only task is "prompts", its only form of the reward "reward". The prompt files are read
+    immediately, by the main process. Reward and policy are loaded at first use.
+
+    Args:
+        model: folder of the pipeline, or its name on the Hub (see `load_policy`).
+        prompts: file of the training prompts.
+        heldout_prompts: file of the held-out prompts; empty for the training prompts.
+        reward: spec of the reward.
+        options: options of the policy.
+        reward_device: device of the reward's network; empty: the policy's.
+        distributed: the processes.
+
+    Raises:
+        ConfigError: `prompts` or `reward` is empty, or a file of prompts cannot be read.
+    """
+
+    name = "model"
+    tasks = ("prompts",)
+    forms = ("reward",)
+    elements = 0
+
+    def __init__(
+        self,
+        model: str,
+        prompts: str,
+        heldout_prompts: str,
+        reward: str,
+        options: ModelOptions,
+        reward_device: str = "",
+        distributed: Distributed = Distributed(),
+    ) -> None:
+        require(bool(prompts), "prompts", prompts, "a prompt file, or hf(name=NAME)")
+        allowed = "NAME of a reward or path/to/file.py:Class: a model has none of its own"
+        require(bool(reward), "reward", reward, allowed)
+        self._model, self._spec, self._options = model, reward, options
+        self._device = reward_device or options.device
+        files = "a file or a list: a resumed run reads the prompts again"
+        require("-" not in (prompts, heldout_prompts), "prompts", "-", files)
+        self._training = distributed.in_main(lambda: read_prompts(prompts))
+        self._heldout = self._training
+        if heldout_prompts:
+            self._heldout = distributed.in_main(lambda: read_prompts(heldout_prompts))
+
+    def prompts(self, task: str, part: str) -> list[Prompt]:
+        """The prompts of the training or the held-out file."""
+        return list(self._heldout if part == "heldout" else self._training)
+
+    def parse(self, text: str) -> Prompt:
+        """Any text."""
+        return Prompt(text)
+
+    def reward(self, form: str) -> RewardModel:
+        """The reward of the run, loaded once."""
+        return self._reward
+
+    @cached_property
+    def _reward(self) -> RewardModel:
+        reward = build("reward", self._spec, device=self._device)
+        return evaluation_reward(reward)
+
+    def policy(self, options: PolicyOptions) -> FlowPolicy:
+        """The pipeline's transformer, as a policy."""
+        names = ("lora_rank", "lora_alpha", "seed", "device", "dtype")
+        shared = {name: getattr(options, name) for name in names}
+        return load_policy(self._model, replace(self._options, **shared))
+
+
+def world(named: str | World) -> World:
+    """A world by name, from a plug-in or a user's file, or given as an object; files are loaded
+    again after a change only.
+
+    Args:
+        named: NAME, NAME(option=value) or path/to/file.py:Class; or the world itself.
+
+    Returns:
+        The world.
+
+    Raises:
+        ConfigError: the name is unknown, the file cannot be loaded, or a member of the world is
+            missing or of another type.
+    """
+    if not isinstance(named, str):
+        check_part("world", named)
+        return _checked(named)
+    file = parse_spec(named, "world").file
+    changed = file.stat().st_mtime_ns if file and file.is_file() else 0
+    return _built(named, file and file.resolve(), changed)
+
+
+@cache
+def _built(spec: str, file: Path | None, changed: int) -> World:
+    """The world of a spec; a file is loaded again after a change."""
+    return _checked(build("world", spec))
+
+
+class _Members(BaseModel):
+    """The types of a world's attributes."""
+
+    model_config = ConfigDict(from_attributes=True, strict=True)
+
+    name: Annotated[str, MinLen(1)]
+    tasks: Annotated[Sequence[str], MinLen(1)]
+    forms: Annotated[Sequence[str], MinLen(1)]
+    elements: Whole
+    defaults: Mapping[str, Any] = {}
+    qualities: Mapping[str, Any] = {}
+
+
+def _checked(chosen: World) -> World:
+    """The world. Raises `ConfigError` for a member of another type than `World` says."""
+    with reading(f"world: {type(chosen).__name__}"):
+        _Members.model_validate(chosen)
+    return chosen
+
+
+def check_policy(chosen: World, policy: Any) -> None:
+    """Check that the policy of a world is a policy and has latents of `World.elements` numbers.
+
+    Args:
+        chosen: the world.
+        policy: what its method `policy` has returned.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    kind, shape = type(policy).__name__, getattr(policy, "latent_shape", ())
+    is_policy = isinstance(policy, FlowPolicy)
+    require(is_policy, f"policy of world {chosen.name}", kind, "a flowrl.core.protocols.FlowPolicy")
+    fits = chosen.elements in (0, math.prod(shape))
+    allowed = f"{math.prod(shape)}, for the policy's latents of shape {shape}"
+    require(fits, f"elements of world {chosen.name}", chosen.elements, allowed)
+
+
+def prompts_of(chosen: World, task: str, part: str) -> list[Prompt]:
+    """The prompts of a task. Raises `ConfigError` unless there are one or more."""
+    prompts = list(chosen.prompts(task, part))
+    fits = prompts and all(isinstance(prompt, Prompt) for prompt in prompts)
+    require(bool(fits), f"{part} prompts of world {chosen.name}", prompts, "flowrl.Prompts")
+    return prompts

@@ -1,0 +1,136 @@
+"""What a resume says of settings and prompts that have changed since the start of the run."""
+
+import json
+import re
+
+import pytest
+from small_run import MIXTURE, SMALL, error_of, flowrl_, model_files, numbers, trainer_of, words
+
+from flowrl.cli.main import main
+from flowrl.rollout.order import PromptStream
+from flowrl.run.checkpoint import restore_trainer, trainer_state
+from flowrl.run.job import Run
+from flowrl.run.parts.prompts import read_prompts
+
+OPTIONS = f"{MIXTURE} --groups 2 --eval-every 1 --checkpoint-every 1 --keep-checkpoints 9"
+
+
+def edit(folder, **settings):
+    """Edit a run's config.json as its user does."""
+    text = (folder / "config.json").read_text()
+    for name, value in settings.items():
+        text, count = re.subn(rf'("{name}"): [^,\n]+', rf"\1: {json.dumps(value)}", text)
+        assert count == 1
+    (folder / "config.json").write_text(text)
+
+
+def test_a_finished_run_continues_with_more_iterations(tmp_path, capsys):
+    for name, iterations in (("short", 2), ("long", 4)):
+        assert flowrl_(f"train {OPTIONS} --iterations {iterations} --out {tmp_path}/{name}") == 0
+    out = tmp_path / "short"
+    assert flowrl_(f"train --resume {out}") == 0
+    assert "ended after iteration 2 (raise iterations in config.json" in capsys.readouterr().out
+    edit(out, iterations=4)
+    assert flowrl_(f"train --resume {out}") == 0
+    assert "changed settings: iterations 2 -> 4" in capsys.readouterr().out
+    assert numbers(out) == numbers(tmp_path / "long")
+    assert json.loads((out / "done.json").read_text()) == {"iterations": 4}
+
+
+def test_changed_settings_are_named_or_refused_if_they_have_no_effect(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert flowrl_(f"train {OPTIONS} --iterations 3 --out {out}") == 0
+    edit(out, learning_rate=0.001)
+    error = error_of(f"train --resume {out}", capsys)
+    assert "ended after iteration 3 " in error and "learning_rate 0.02 -> 0.001" in error
+    assert flowrl_(f"train --resume {out} --from 000002") == 0
+    assert "changed settings: learning_rate 0.02 -> 0.001" in capsys.readouterr().out
+    edit(out, iterations=1)
+    assert "--from" in error_of(f"train --resume {out}", capsys)
+    (out / "done.json").unlink()  # as of a run that was paused
+    assert "iterations = 1 is not allowed; allowed: 3 or more" in error_of(
+        f"train --resume {out}", capsys
+    )
+    assert "edit its config.json, or" in error_of(f"train --resume {out} --iterations 5", capsys)
+    (out / "config.yaml").write_text("{")  # what has changed is unknown
+    assert flowrl_(f"train --resume {out} --from 000001") == 0
+
+
+def test_a_run_that_an_observer_stopped_says_how_it_continues(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert flowrl_(f"train {OPTIONS} --iterations 4 --observe 'budget(nfe=1)' --out {out}") == 0
+    capsys.readouterr()
+    assert flowrl_(f"train --resume {out}") == 0
+    assert "ended after iteration 1 (it was stopped by budget" in capsys.readouterr().out
+    edit(out, iterations=6)
+    assert "--from: 000001" in error_of(f"train --resume {out}", capsys)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny pipeline, its prompts and its reward."""
+    return model_files(tmp_path_factory.mktemp("model"))
+
+
+FIVE = "a red fox\na red car\na red hat\na red cat\na red cow\n"
+
+
+@pytest.mark.parametrize("heldout", ["", "kept", "changed"])
+def test_changed_prompts_are_refused_or_taken(heldout, model, tmp_path, capsys):
+    """Also if fewer are left than the order in the checkpoint has; evaluations keep theirs."""
+    train, held, out = tmp_path / "mine.txt", tmp_path / "held.txt", tmp_path / "run"
+    files = {"prompts": train} | ({"heldout_prompts": held} if heldout else {})
+    for path in files.values():
+        path.write_text(FIVE)
+    given = model | files | {"preset": "tiny", "groups": 2, "iterations": 2, "tracker": "none"}
+    assert main(["train", *words(**given, eval_samples=4, out=out)]) == 0
+    texts = json.loads((out / "samples.json").read_text())["prompts"]
+    edit(out, iterations=4)
+    train.write_text("a red fox\na blue fox\n")
+    held.write_text(FIVE.replace("red", "blue") if heldout == "changed" else FIVE)
+    again = f"train --resume {out} --trust"
+    error = error_of(again, capsys)
+    assert f"prompts {train} (5 prompts at the start, 2 now)" in error
+    assert (f"heldout_prompts {held}" in error) == (heldout == "changed")
+    assert flowrl_(f"{again} --changed-prompts") == 0
+    assert f"changed prompts: prompts {train} (5" in capsys.readouterr().out
+    assert json.loads((out / "samples.json").read_text())["prompts"] == texts
+    assert [prompt.text for prompt in read_prompts(out / "prompts.jsonl")] == [
+        "a red fox",
+        "a blue fox",
+    ]
+    # the new prompts and the held-out ones are now those of the run
+    edit(out, iterations=5)
+    assert flowrl_(again) == 0
+    train.unlink()
+    options = f"--trust --limit 2 --out {tmp_path}/evaluated"
+    assert flowrl_(f"evaluate --weights {out} {options}") == 0
+    scores = json.loads((tmp_path / "evaluated" / "evaluation.json").read_text())
+    assert scores["prompts"] == 2
+    assert flowrl_(f"sample --weights {out} --trust --count 1 --out {tmp_path}/x.png") == 0
+
+
+def test_an_order_of_other_prompts_is_not_continued():
+    """A process may die between the first iteration on changed prompts and its checkpoint."""
+    trainer, other = trainer_of(SMALL), trainer_of(SMALL)
+    trainer.iteration()
+    state = trainer_state(trainer)
+    other.prompts = PromptStream(trainer.prompts.prompts[:3], 0)
+    restore_trainer(other, state)
+    assert len(state.values["order"]) > 3 and other.prompts.order == []
+    assert len(other.prompts.take(4)) == 4
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_run_says_that_it_compiles_before_it_does(compiled, tmp_path):
+    states = []
+
+    def report(state):
+        states.append(state)
+        if state.get("phase") == "evaluation":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Run(SMALL.replace(compile=compiled), tmp_path / "run", report).execute()
+    notes = [state["note"] for state in states if "note" in state]
+    assert len(notes) == compiled and all("compiling the network" in note for note in notes)
