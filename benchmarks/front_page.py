@@ -13,16 +13,17 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from flowrl_course.batches import sample_groups
-from flowrl_course.figures import pixels
+import torch
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 from torch import Tensor
 
 from flowrl import world
+from flowrl.bench.gradients import Setting
 from flowrl.compare.results import Comparison, load_comparison
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, credit_of
 from flowrl.probes import Substeps
+from flowrl.rollout import Groups
 from flowrl.run.reading import read_json
 from flowrl.run.report.style import COLOURS, INK, PALE, SOFT, clean, save
 from flowrl.samplers import FlowSDE, Windowed
@@ -37,7 +38,7 @@ SHOWN = (0, 2, 4, 6, 8)
 
 def cell(axes: Any, image: Tensor, colour: str = PALE) -> None:
     """Draw an image with a frame."""
-    axes.imshow(pixels(image))
+    axes.imshow(image.permute(1, 2, 0).clamp(0, 1).numpy())
     axes.set(xticks=[], yticks=[])
     for spine in axes.spines.values():
         spine.set(color=colour, linewidth=1.0 if colour == PALE else 2.5)
@@ -76,8 +77,10 @@ def loop(comparison: Comparison) -> Figure:
     listed = [p for part in ("train", "heldout") for p in SHAPES.prompts("compositional", part)]
     prompt = next(p for p in listed if p.text == "two blue triangles")
     sampler = Windowed(FlowSDE(0.7), range(9))
-    batch = sample_groups(policy, judge, [prompt], 12, sampler, Substeps(5), True, seed=3)
-    rewards = batch.values[0, :, -1]
+    setting = Setting(policy, sampler, policy.schedule(10), judge, [prompt])
+    sampled = setting.rollout(Groups(1, 12, True), torch.Generator().manual_seed(3), Substeps(5))
+    record = setting.experience(sampled)
+    rewards = record.values[0, :, -1]
     order = rewards.argsort(descending=True)
     members = order[[0, 4, 8, 11]].tolist()
     figure = Figure(figsize=(13, 4.4), layout="constrained")
@@ -87,7 +90,7 @@ def loop(comparison: Comparison) -> Figure:
     for part, title in zip(outer, titles, strict=True):
         part.suptitle(title, x=0.02, ha="left", fontsize=12, color=INK, fontweight="bold")
     grid = outer[0].subplots(4, len(SHOWN) + 1)
-    estimates, path = batch.rollout.estimates, batch.rollout.trajectories
+    estimates, path = sampled.estimates, sampled.trajectories
     for line, member in zip(grid, members, strict=True):
         for axes, node in zip(line, SHOWN, strict=False):
             rows = estimates[node]
@@ -116,7 +119,7 @@ def loop(comparison: Comparison) -> Figure:
         "TP-GRPO: gain, or total later gain",
     )
     for axes, (method, rule), name in zip(panels, rules.items(), names, strict=True):
-        credit = credit_of(rule, batch.experience).advantages[0, members[0]]
+        credit = credit_of(rule, record).advantages[0, members[0]]
         axes.bar(range(len(credit)), credit, color=COLOURS[method])
         axes.axhline(0, color=PALE, linewidth=0.8)
         axes.set_title(name, fontsize=9, loc="left", color=COLOURS[method], pad=2)

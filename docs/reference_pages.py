@@ -9,7 +9,6 @@ import os
 import pkgutil
 import sys
 from contextlib import redirect_stdout, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -21,39 +20,28 @@ from flowrl.run.parts.settings import allowed, fields_of, groups_of
 PAGES = {
     "core": "Values, protocols and errors",
     "methods": "Methods: Flow-GRPO, TP-GRPO and others by name",
-    "parts": "Parts by name, settings, prompts",
     "flow": "Flow: time grids, interpolant, Gaussians",
     "samplers": "Samplers: Flow-SDE, CPS, windows, multistep solvers",
     "credit": "Credit rules: uniform credit, stepwise gains, turning points, trees",
     "losses": "Losses: clipped, GSPO, GRPO-Guard, Flow-DPPO, DiffusionNFT, AWM, DGPO",
     "probes": "Probes: substeps, ODE completion, branches",
     "rollout": "Rollout: trajectories, values, weights, batches",
-    "rewards": "Rewards: JPEG sizes, motion, sums, win rates, diversity",
+    "rewards": "Rewards: JPEG sizes, motion, sums, win rates, diversity; GenEval, OCR, PickScore, HPS, CLIP",
     "policies": "Policies: SD3, FLUX, Qwen-Image, Wan, two small networks",
     "worlds": "Worlds: built-in tasks, tasks from a model",
     "trainer": "Trainer: one iteration, from prompts to new weights",
     "weights": "Trained weights: loss scale, averages, copies",
     "nonfinite": "Reports of values that are not finite",
-    "training": "Training: settings, runs, comparisons, evaluation",
+    "run": "Runs: settings, parts by name, checkpoints, evaluation, processes, reports",
     "cli": "Command line",
-    "distributed": "Several processes: collectives, FSDP2",
-    "io": "Atomic files, locks",
-    "reading": "Reading of files",
-    "workers": "Jobs in worker processes",
-    "signals": "Ctrl-C, SIGTERM and closed pipes",
     "serving": "Reward server and its client",
-    "flowrl.testing": "Contract tests, tiny pipelines",
-    "flowrl.rewards": "Reward networks: GenEval, OCR, PickScore, HPS, CLIP",
-    "flowrl.compare": "Comparisons, evaluations, figures and reports",
+    "testing": "Contract tests, tiny pipelines",
+    "compare": "Comparisons, figures and reports",
+    "bench": "Benchmarks of credit rules: exact values, tuning, the verdict",
 }
-"""A page of the reference per package or module of flowrl, or satellite, and its title."""
+"""A page of the reference per package or module of flowrl, and its title."""
 NOT_PYTHON = {"data"}
 """Parts of flowrl whose interface is the command line, or files."""
-
-
-def module_name(page: str) -> str:
-    """The module that a page of `PAGES` describes."""
-    return page if page.startswith("flowrl_") else f"flowrl.{page}"
 
 
 TOP = {name for _, name, _ in pkgutil.iter_modules(flowrl.__path__) if not name.startswith("_")}
@@ -81,7 +69,7 @@ def modules_of(name: str) -> list[ModuleType]:
     """A package and its public submodules. If the package has an `__all__`, only submodules with
     one of their own are public.
     """
-    room = importlib.import_module(module_name(name))
+    room = importlib.import_module(f"flowrl.{name}")
     if not hasattr(room, "__path__"):
         return [room]
     names = pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
@@ -106,7 +94,7 @@ def room_page(room: str) -> str:
         vars(module).update({name: getattr(module, name) for name in public_names(module)})
         names = [name for name in public_names(module) if id(vars(module)[name]) not in described]
         described |= {id(vars(module)[name]) for name in names}
-        if names or module.__name__ == module_name(room):
+        if names or module.__name__ == f"flowrl.{room}":
             text += [*module_section(module, names), ""]
     return "\n".join(text)
 
@@ -236,21 +224,14 @@ def help_of(call: list[str]) -> str:
 
 def index_page() -> str:
     """The list of the other pages."""
-    rows = [
-        f"| [{title}]({name}.md) | `{module_name(name)}` |" for name, title in existing().items()
-    ]
+    rows = [f"| [{title}]({name}.md) | `flowrl.{name}` |" for name, title in PAGES.items()]
     head = ["# Python API", "", API, "", "| page | import from |", "|---|---|", *rows, ""]
-    return "\n".join([*head, TOCTREE, *existing(), "```", ""])
-
-
-def existing() -> dict[str, str]:
-    """`PAGES` of modules that exist: a distribution may leave out a satellite."""
-    return {name: title for name, title in PAGES.items() if find_spec(module_name(name))}
+    return "\n".join([*head, TOCTREE, *PAGES, "```", ""])
 
 
 API = """\
 The public interface, made from the code. Import a name from the module under which it is listed, as in
-`from flowrl.policies import load_policy`. CONTRIBUTING.md defines what is public, and what a change of a public
+`from flowrl.policies import PipelinePolicy`. CONTRIBUTING.md defines what is public, and what a change of a public
 name requires. The top-level package exports the names that most programs need: `from flowrl import RunConfig,
 make_trainer, preset`."""
 TOCTREE = "```{toctree}\n:hidden:\n:maxdepth: 1\n"
@@ -260,7 +241,7 @@ def pages() -> dict[str, str]:
     """The text of every page below reference/api, by file name."""
     made = {"index.md": index_page(), "settings.md": settings_page()}
     made |= {f"{file}.md": commands_page(file) for file in ("commands", *COMMAND_PAGES)}
-    return made | {f"{name}.md": room_page(name) for name in existing()}
+    return made | {f"{name}.md": room_page(name) for name in PAGES}
 
 
 def write_reference(docs: Path) -> None:

@@ -196,6 +196,7 @@ def write_report(folder: Path) -> Path:
     ]
     page = render(
         "report.html.j2",
+        "flowrl.compare",
         comparison=comparison,
         run=shared,
         shows=shows(comparison, summaries),

@@ -20,9 +20,10 @@ from small_run import TINY_RUN
 from flowrl.bench.digest import config_id
 from flowrl.bench.results_file import ResultsFile
 from flowrl.bench.suite import Suite
-from flowrl.compare import CompareConfig, cluster, compare
+from flowrl.compare import CompareConfig, compare
 from flowrl.compare.comparison import _run_job
 from flowrl.core.errors import ConfigError
+from flowrl.run import cluster
 from flowrl.run.jobs import run_jobs
 from flowrl.run.parts.plugins import versions
 from flowrl.run.workers import Worker, begin_worker

@@ -181,7 +181,7 @@ def public(reference):
     """The public modules, and the full names of what they export."""
     modules = [
         importlib.import_module("flowrl"),
-        *(module for name in reference.existing() for module in reference.modules_of(name)),
+        *(module for name in reference.PAGES for module in reference.modules_of(name)),
     ]
     names = {
         f"{module.__name__}.{name}" for module in modules for name in reference.public_names(module)

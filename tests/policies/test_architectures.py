@@ -14,11 +14,12 @@ from small_run import TINY_MODEL
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
-from flowrl.policies import Adapters, memory
+from flowrl.policies import Adapters
 from flowrl.rewards import FunctionReward
 from flowrl.run.build import build_trainer, make_method, model_options
 from flowrl.run.config import preset
 from flowrl.run.io import cache_folder
+from flowrl.run.models import memory
 from flowrl.run.models.memory import ARCHITECTURES, StorageCounter, architecture_of
 from flowrl.run.plan import (
     CARDS,

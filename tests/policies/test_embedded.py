@@ -10,8 +10,9 @@ from family_cases import CASES
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
-from flowrl.policies import SD3, embedded
+from flowrl.policies import SD3
 from flowrl.policies.families import Flux
+from flowrl.run.models import embedded
 from flowrl.run.models.load import load_policy
 from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3
 

@@ -24,8 +24,9 @@ from torch.testing import assert_close
 from flowrl.core.errors import CheckpointError, ConfigError, DiskError
 from flowrl.core.types import Prompt
 from flowrl.methods import METHODS
-from flowrl.policies import LORA_TARGETS, PipelinePolicy, has_compiled_blocks, load, lora
+from flowrl.policies import LORA_TARGETS, PipelinePolicy, has_compiled_blocks, lora
 from flowrl.run.checkpoint import restore_trainer, trainer_state
+from flowrl.run.models import load
 from flowrl.run.models.load import load_policy
 from flowrl.run.plan import plan
 from flowrl.testing import policy_contract

@@ -39,7 +39,7 @@ from flowrl.core.errors import ConfigError, FlowrlError, RewardError, TrainingEr
 from flowrl.core.experience import Actions
 from flowrl.core.types import Prompt
 from flowrl.rewards import FunctionReward
-from flowrl.run import memory
+from flowrl.run import sizes
 from flowrl.run.build import build_trainer, make_method
 from flowrl.run.checkpoint import Checkpoints, load_weights, restore_trainer, trainer_state
 from flowrl.run.config import load_config, preset
@@ -309,13 +309,13 @@ def found_batches(distributed, peaks=(1.0, 1.0), speed=(1e3, 1e3), fails=False):
         if fails and distributed.rank == 1 and batch > 3:
             raise torch.OutOfMemoryError
         peak, half = int(batch * peaks[distributed.rank]), speed[distributed.rank]
-        return memory.Measured(0, peak, half + batch)
+        return sizes.Measured(0, peak, half + batch)
 
     trainer = world_trainer(MIXTURE, distributed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "measured", measured)
-        patch.setattr(memory, "room", lambda *given: 24.0)
-        return memory.grow(trainer, MIXTURE, "update", 256)[1]
+        patch.setattr(sizes, "measured", measured)
+        patch.setattr(sizes, "room", lambda *given: 24.0)
+        return sizes.grow(trainer, MIXTURE, "update", 256)[1]
 
 
 def everything(distributed, tell, folder):

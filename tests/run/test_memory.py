@@ -19,7 +19,7 @@ from flowrl.core.errors import ConfigError, TrainingError
 from flowrl.core.types import Prompt
 from flowrl.rewards import FunctionReward
 from flowrl.rollout.sampling import sample_images
-from flowrl.run import memory
+from flowrl.run import sizes
 from flowrl.run.build import build_trainer, make_method, make_trainer
 from flowrl.run.config import SIZES, load_config, preset
 from flowrl.run.job import Run
@@ -43,8 +43,8 @@ def simulate(patch, room, base=1.0, each=2.0, half=1e12, limit=ANY):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return Measured(base, base + each * batch, half + batch)
 
-    patch.setattr(memory, "measured", measured)
-    patch.setattr(memory, "room", lambda *given: room)
+    patch.setattr(sizes, "measured", measured)
+    patch.setattr(sizes, "room", lambda *given: room)
     return calls
 
 
@@ -106,8 +106,8 @@ def test_measuring_changes_nothing_and_running_out_of_memory_is_one_error(traine
     assert trainer.iteration()["grad_norm"] == fresh.iteration()["grad_norm"]
     simulate(monkeypatch, 0.0, limit=2)
     words = r"GPU memory ran out: .*micro_batch .*gradient_checkpointing"
-    with pytest.raises(TrainingError, match=words), memory.out_of_memory():
-        memory.measured(trainer, 2, "update")
+    with pytest.raises(TrainingError, match=words), sizes.out_of_memory():
+        sizes.measured(trainer, 2, "update")
 
 
 RED = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)))
@@ -143,18 +143,18 @@ def test_gradient_checkpointing_is_on_where_it_pays_only(room, changes, size, on
         seconds = (8 + batch) * (1.25 if saved else 1)
         return Measured(0, batch * (2 if saved else 8), seconds)
 
-    monkeypatch.setattr(memory, "measured", measured)
-    monkeypatch.setattr(memory, "profile_path", lambda *given: Path("nowhere/at/all"))
-    monkeypatch.setattr(memory, "write_bytes", lambda *file: None)
-    monkeypatch.setattr(memory, "room", lambda *given: room)
-    sizes = config.replace(**find_sizes(run, config)[0]).batches
+    monkeypatch.setattr(sizes, "measured", measured)
+    monkeypatch.setattr(sizes, "profile_path", lambda *given: Path("nowhere/at/all"))
+    monkeypatch.setattr(sizes, "write_bytes", lambda *file: None)
+    monkeypatch.setattr(sizes, "room", lambda *given: room)
+    found = config.replace(**find_sizes(run, config)[0]).batches
     options = run.policy.options
-    assert (sizes.micro_batch, sizes.gradient_checkpointing) == (size, on)
+    assert (found.micro_batch, found.gradient_checkpointing) == (size, on)
     assert run.policy.transformer.is_gradient_checkpointing == on
-    assert (sizes.decode_batch, sizes.compile, options.compile) == (4, False, "")
+    assert (found.decode_batch, found.compile, options.compile) == (4, False, "")
     rows = 0 if "max_batch" in changes else size
-    assert (options.rows, options.decode_batch, sizes.rows) == (rows, 4, rows)
-    assert sizes.max_batch == changes.get("max_batch", size)
+    assert (options.rows, options.decode_batch, found.rows) == (rows, 4, rows)
+    assert found.max_batch == changes.get("max_batch", size)
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.8])
@@ -167,27 +167,27 @@ def test_compiling_pays_if_it_is_faster_and_exact(seconds, monkeypatch):
     def compiled(policy, compile):
         policy.options = replace(policy.options, compile=compile)
 
-    monkeypatch.setattr(memory, "measured", measured)
+    monkeypatch.setattr(sizes, "measured", measured)
     monkeypatch.setattr(type(run.policy), "resize", compiled)
-    assert not memory.compiling_pays(run, config, 4, 4 / 0.5, math.inf)  # on the CPU
+    assert not sizes.compiling_pays(run, config, 4, 4 / 0.5, math.inf)  # on the CPU
     monkeypatch.setattr(run.policy, "device", SimpleNamespace(type="cuda"))
-    assert not memory.compiling_pays(run, config, 4, 4 / 0.5, 0.0)  # too late
-    monkeypatch.setattr(memory, "room", lambda *given: 1.0)
+    assert not sizes.compiling_pays(run, config, 4, 4 / 0.5, 0.0)  # too late
+    monkeypatch.setattr(sizes, "room", lambda *given: 1.0)
     exact = dict.fromkeys((True, False), torch.ones(1))
-    monkeypatch.setattr(memory, "velocities", lambda trainer, count, train=True: exact[train])
-    assert memory.compiling_pays(run, config, 4, 4 / 0.5, math.inf) == (seconds < 0.5)
+    monkeypatch.setattr(sizes, "velocities", lambda trainer, count, train=True: exact[train])
+    assert sizes.compiling_pays(run, config, 4, 4 / 0.5, math.inf) == (seconds < 0.5)
     exact[False] = exact[False] + 1e-6
-    assert not memory.compiling_pays(run, config, 4, 4 / 0.5, math.inf)
+    assert not sizes.compiling_pays(run, config, 4, 4 / 0.5, math.inf)
 
 
 def test_a_profile_belongs_to_its_settings_and_its_device(monkeypatch):
     run, config = tiny_trainer()
-    paths, cards = {memory.profile_path(run, config)}, ["NVIDIA H100", "NVIDIA L4"]
+    paths, cards = {sizes.profile_path(run, config)}, ["NVIDIA H100", "NVIDIA L4"]
     config = config.replace(resolution=32)
-    paths.add(memory.profile_path(run, config))
+    paths.add(sizes.profile_path(run, config))
     monkeypatch.setattr(run.policy, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: cards.pop())
-    paths |= {memory.profile_path(run, config) for _ in range(2)}
+    paths |= {sizes.profile_path(run, config) for _ in range(2)}
     assert len(paths) == 4 and not cards
 
 
@@ -206,7 +206,7 @@ def test_a_profile_is_kept_used_again_and_reproduced(tmp_path, monkeypatch, caps
     assert not pause.execute()
     written = load_config(tmp_path / "run" / "config.json", trust=True)
     assert written == pause.config and (written.batches.rows, written.batches.micro_batch) == (2, 2)
-    monkeypatch.setattr(memory, "measured", lambda *call: pytest.fail("measured again"))
+    monkeypatch.setattr(sizes, "measured", lambda *call: pytest.fail("measured again"))
     again = Run(auto, tmp_path / "same")
     assert again.execute() and again.config == written
     (kept,) = (tmp_path / "cache" / "profiles").iterdir()
@@ -223,7 +223,7 @@ def test_a_profile_is_kept_used_again_and_reproduced(tmp_path, monkeypatch, caps
     kept.write_text("optim: {micro_batch: many}\n")  # a damaged profile is made anew
     simulate(monkeypatch, 1.0 + 7.5 * 2.0)
     said, full = [], OSError(28, "No space left on device")
-    monkeypatch.setattr(memory, "write_bytes", lambda *_: (_ for _ in ()).throw(full))
+    monkeypatch.setattr(sizes, "write_bytes", lambda *_: (_ for _ in ()).throw(full))
     anew = Run(auto, tmp_path / "anew", said.append, stop=lambda: True)
     assert not anew.execute() and anew.config.batches.rows == 4
     assert "not kept in" in str(said) and "(No space left on device)" in str(said)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 
-def render(template: str, package: str = "flowrl.compare", **values: Any) -> str:
+def render(template: str, package: str = "flowrl.run.report", **values: Any) -> str:
     """Render `template` from the folder ``templates`` of `package`.
 
     Templates of other packages can extend ``base.html.j2`` and import ``macros.html.j2`` (figures,
@@ -38,9 +38,7 @@ def render(template: str, package: str = "flowrl.compare", **values: Any) -> str
 def _environment(package: str) -> "Environment":
     from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
-    loader = ChoiceLoader(
-        [PackageLoader(name) for name in dict.fromkeys((package, "flowrl.compare"))]
-    )
+    loader = ChoiceLoader([PackageLoader(name) for name in dict.fromkeys((package, __package__))])
     environment = Environment(
         loader=loader,
         autoescape=lambda name: name is None or not name.endswith(".md.j2"),
