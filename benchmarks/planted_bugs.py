@@ -51,7 +51,7 @@ TIME_LIMIT = 180
 """Seconds per bug; longer in proportion if more processes run than there are cores."""
 KEYS = {"id", "meaning", "source", "tests"}
 EDIT = {"file", "find", "replace"}
-PACKAGES = ("", "tutorials/package", "benchmarks/package", "packages", "benchmarks", "tests")
+PACKAGES = ("", "tutorials/package", "benchmarks", "tests")
 PRELOADED = (
     *("torch", "pytest", "hypothesis", "jaxtyping", "beartype", "einops", "safetensors.torch"),
     *("rich.table", "tyro", "matplotlib.figure", "peft", "scipy.stats"),
@@ -142,7 +142,7 @@ def _prepare(parent: Path) -> None:
         if (ROOT / name).is_file():
             (_copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, _copy / name)
-    for package in ("flowrl", "tutorials/package", "benchmarks/package"):
+    for package in ("flowrl", "tutorials/package"):
         mode = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(_copy / package, quiet=2, invalidation_mode=mode)
 

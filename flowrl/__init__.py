@@ -1,8 +1,8 @@
 """flowrl: reinforcement learning for flow-matching image models.
 
-Packages: `samplers` (transition kernels), `credit` (credit assignment over denoising steps),
-`losses`, `rollout` (trajectories and reward tables), `methods` (papers as compositions), `worlds`,
-`training`. The names below are imported at their first use.
+Three storeys: the method (`core` to `rollout`, `methods`, `trainer`), the run (`run`, `worlds`,
+`serving`, `cli`) and the lab (`testing`, `compare`, `bench`). The names below are imported at their
+first use.
 """
 
 from importlib import import_module

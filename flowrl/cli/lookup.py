@@ -65,8 +65,8 @@ class Parts:
 
     name: tyro.conf.Positional[str] = ""
     """The part to describe: prints its documentation, and its options with their defaults. Of a
-    method: what its paper reports, and what flowrl has of it. If omitted, all parts are listed, one
-    per line.
+    method: its parts with their formulas, what its paper reports, and what flowrl has of it. If
+    omitted, all parts are listed, one per line.
     """
     kind: str = ""
     """List only parts of this kind, with their options: credit, probe, sampler, window, loss,
@@ -133,6 +133,7 @@ def covered(method: str) -> Iterator[str]:
     """The rows of a method, and how to read them."""
     yield fitted(f"{method}: method, --method {method}. {coverage()[method].title}")
     yield ""
+    yield from composition(method)
     for row in coverage()[method].rows:
         yield fitted(row.item, 2)
         for label in ("published", "flowrl", "result"):
@@ -140,6 +141,29 @@ def covered(method: str) -> Iterator[str]:
                 yield fitted(f"  {label:9}  {text}", 13)
     yield ""
     yield fitted(re.sub("[*`]", "", LEGEND))
+
+
+def composition(method: str) -> Iterator[str]:
+    """What a method is composed of: its own words, which say where it differs from the paper, and
+    each part with its options and formula.
+    """
+    from flowrl.methods import METHODS  # imports torch
+
+    made = METHODS[method]()
+    yield fitted(f"{inspect.getdoc(METHODS[method])}\n")
+    noise = {0: "their own noise", 1: "the same noise"}.get(
+        made.shared_noise, f"noise of which {made.shared_noise:.4g} of the variance is common"
+    )
+    parts = {"sampler": made.sampler, "window": made.window, "rule": made.credit}
+    parts |= {"probe": made.credit.probe, "loss": made.loss}
+    for label, part in parts.items():
+        yield fitted(f"  {label:9}  {part!r}", 13)
+        paragraphs = (inspect.getdoc(type(part)) or "").split("\nArgs:")[0].split("\n\n")
+        if label in ("sampler", "rule", "loss"):
+            yield fitted(
+                f"             {' '.join(paragraphs[min(1, len(paragraphs) - 1)].split())}", 13
+            )
+    yield f"  {'members':9}  start from {noise}\n"
 
 
 def _arguments(text: str) -> tuple[str, dict[str, str]]:

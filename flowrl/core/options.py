@@ -124,8 +124,8 @@ def checked_options(part: C) -> C:
             hints.update(get_type_hints(build, include_extras=True))
         given = signature.bind_partial(self, *arguments, **options).arguments
         for name in given.keys() & hints.keys():
-            fits = allowed(given[name], hints[name])
-            require(fits, f"{part.__name__}.{name}", given[name], words(hints[name]))
+            if not allowed(given[name], hints[name]):
+                require(False, f"{part.__name__}.{name}", given[name], words(hints[name]))
         build(self, *arguments, **options)
 
     constructor.__init__ = __init__

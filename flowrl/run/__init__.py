@@ -1,1 +1,3 @@
-"""Training: the trainer, settings, checkpoints, evaluation and comparisons."""
+"""What makes iterations a job: settings, presets, checkpoints, evaluation, observers, plan,
+processes.
+"""

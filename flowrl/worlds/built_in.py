@@ -87,7 +87,7 @@ class MixtureWorld:
 
     def prompts(self, task: str, part: str) -> list[Prompt]:
         """Training or held-out directions, in words."""
-        return mixture.split(task)[part]
+        return list(mixture.split(task)[part])
 
     def parse(self, text: str) -> Prompt:
         """A direction in words. Raises `ConfigError` for other words."""

@@ -7,9 +7,10 @@ Its images are points: [sample, 2, 1, 1], not restricted to [0, 1].
 import math
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -28,13 +29,14 @@ WIDTH = 1.0
 ANGLES = tuple(range(0, 360, 15))
 
 
-def split(task: str) -> dict[str, list[Prompt]]:
+@cache
+def split(task: str) -> Mapping[str, Sequence[Prompt]]:
     """18 training directions and 6 held-out ones, the same in every run."""
     require(task in TASKS, "task", task, f"one of {', '.join(TASKS)}")
     angles = list(ANGLES)
     random.Random("flowrl mixture").shuffle(angles)
     prompts = [Prompt(f"towards {angle} degrees", {"angle": angle}) for angle in angles]
-    return {"heldout": prompts[:6], "train": prompts[6:]}
+    return {"heldout": tuple(prompts[:6]), "train": tuple(prompts[6:])}
 
 
 def ring() -> GaussianMixture:

@@ -84,7 +84,7 @@ class Points:
 
     def prompts(self, task: str, part: str) -> list[Prompt]:
         """Those of the 2-D world."""
-        return mixture.split(task)[part]
+        return list(mixture.split(task)[part])
 
     def parse(self, text: str) -> Prompt:
         """A direction in words. Raises `ConfigError` for other words."""

@@ -112,6 +112,20 @@ def test_help_names_the_command_and_fits_the_terminal(name, capsys, monkeypatch)
         assert set(METHODS) <= set(re.findall(r"[\w-]+", text.replace("│", " ")))
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_described_by_its_parts_and_their_formulas(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = shown(f"parts {name}", capsys).rpartition(f"{name}: method")[2]
+    method, lines = METHODS[name](), text.splitlines()
+    assert max(map(len, lines)) <= 80
+    for label, part in (("sampler", method.sampler), ("rule", method.credit), ("loss", method.loss)):
+        (line,) = (n for n, line in enumerate(lines) if line.startswith(f"  {label:9}  "))
+        assert type(part).__name__ in lines[line]
+        block = " ".join(text.split(lines[line])[1].split("\n  ")[1:4])
+        assert len(block) > 40  # its formula
+    assert "  members    start from" in text
+
+
 def test_lists_fit_the_terminal_and_a_part_is_described(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for line in ("", "--help", "-h", "parts", "parts tp-grpo", "presets"):
