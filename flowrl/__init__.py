@@ -23,7 +23,7 @@ _HOMES = {
     "make_reward": "flowrl.run.build",
     "make_trainer": "flowrl.run.build",
     "make_world": "flowrl.run.build",
-    "world": "flowrl.worlds.built_in",
+    "world": "flowrl.run.worlds",
     "World": "flowrl.core.protocols",
     "PolicyOptions": "flowrl.core.protocols",
     "preset": "flowrl.run.config",

@@ -8,6 +8,20 @@ from typing import Any
 from flowrl.core.forward import NetworkPrices
 from flowrl.run.plan import CLIP_H
 
+__all__ = [
+    "COUNTS",
+    "RATE",
+    "SHAPES",
+    "STATED",
+    "STATED_NAME",
+    "WORLDS",
+    "Parts",
+    "Prices",
+    "cumulated",
+    "measured_prices",
+    "prices_of",
+]
+
 COUNTS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls")
 """Counts of an iteration in metrics.jsonl: network evaluations of the rollout, those of them for
 probes, network evaluations of the update, those of them with a gradient, decoded latents and scored

@@ -118,7 +118,11 @@ def test_a_method_is_described_by_its_parts_and_their_formulas(name, capsys, mon
     text = shown(f"parts {name}", capsys).rpartition(f"{name}: method")[2]
     method, lines = METHODS[name](), text.splitlines()
     assert max(map(len, lines)) <= 80
-    for label, part in (("sampler", method.sampler), ("rule", method.credit), ("loss", method.loss)):
+    for label, part in (
+        ("sampler", method.sampler),
+        ("rule", method.credit),
+        ("loss", method.loss),
+    ):
         (line,) = (n for n, line in enumerate(lines) if line.startswith(f"  {label:9}  "))
         assert type(part).__name__ in lines[line]
         block = " ".join(text.split(lines[line])[1].split("\n  ")[1:4])

@@ -26,6 +26,7 @@ PANELS = 5
 Runs = Mapping[str, Sequence[RunRecord]]
 Targets = Mapping[str, tuple[float, float]]
 """Points by the prompt that asks for them."""
+NO_TARGETS: Targets = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Row:
 
 
 def sample_figure(
-    rows: Sequence[Row], titles: Sequence[str] = (), targets: Targets = MappingProxyType({})
+    rows: Sequence[Row], titles: Sequence[str] = (), targets: Targets = NO_TARGETS
 ) -> Figure:
     """Images in rows below the `titles` of the columns; if the samples are points, a panel per row.
 
@@ -222,7 +223,9 @@ def _draw_points(axes: Axes, row: Row, targets: Targets) -> None:
     clean(axes)
 
 
-def image_grid(images: Tensor, scores: Tensor, prompts: Sequence[str], targets: Targets) -> Figure:
+def image_grid(
+    images: Tensor, scores: Tensor, prompts: Sequence[str], targets: Targets = NO_TARGETS
+) -> Figure:
     """Images with their scores, one row (2-D world: one scatter plot) per prompt.
 
     Args:

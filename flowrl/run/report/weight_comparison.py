@@ -21,7 +21,7 @@ from flowrl.rewards import stills
 from flowrl.rollout import EVALUATION_SEED, sample_images, score
 from flowrl.run.io import write_bytes, write_json
 from flowrl.run.records import finite
-from flowrl.run.report.figures import Row, Targets, sample_figure
+from flowrl.run.report.figures import NO_TARGETS, Row, Targets, sample_figure
 from flowrl.run.report.pages import render
 from flowrl.run.report.style import png
 from flowrl.run.results import decimals
@@ -286,7 +286,7 @@ def base_and_trained(comparison: WeightComparison, targets: Targets) -> Figure:
 
 
 def write_evaluation(
-    comparison: WeightComparison, folder: Path, html: bool, targets: Targets
+    comparison: WeightComparison, folder: Path, html: bool, targets: Targets = NO_TARGETS
 ) -> None:
     """Write evaluation.json and grid.png, and report.html with the scores, the images and the
     prompts with the largest changes.
