@@ -129,7 +129,7 @@ def measure(
     )
     if not setting.fused:
         trainer.optimizer = torch.optim.AdamW(
-            trainer.parameters, config.optim.learning_rate, foreach=False
+            [*trainer.parameters.values()], config.optim.learning_rate, foreach=False
         )
     measured: list[dict[str, Any]] = []
     for _ in range(repeats + 1):

@@ -146,10 +146,7 @@ class ReplayTrainer(Trainer):
     @property
     def weights(self) -> dict[str, Tensor]:
         """The trained weights under PEFT's names."""
-        return {
-            peft_name(name): parameter
-            for name, parameter in zip(self.names, self.parameters, strict=True)
-        }
+        return {peft_name(name): parameter for name, parameter in self.parameters.items()}
 
     def resume(self, weights: Tensors, copies: Mapping[str, Tensors], steps: int) -> None:
         """Resume from these weights and copies of the weights after `steps` optimizer steps, as from
@@ -161,7 +158,7 @@ class ReplayTrainer(Trainer):
             **{f"copy.{name}": copy for name, copy in copies.items()},
         }.items():
             state.tensors.update(
-                {f"{prefix}.{name}": tensors[peft_name(name)] for name in self.names}
+                {f"{prefix}.{name}": tensors[peft_name(name)] for name in self.parameters}
             )
         state.values.update(
             {f"copy.{name}.current": copy is weights for name, copy in copies.items()},

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -11,7 +11,14 @@ from torch import Tensor
 
 from flowrl.core.errors import CreditError
 from flowrl.core.experience import Credit, Decisions, Experience
-from flowrl.core.protocols import AnySampler, CreditRule, ForwardLoss, PolicyLoss, Window
+from flowrl.core.protocols import (
+    AnySampler,
+    CreditAssigner,
+    ForwardLoss,
+    PolicyLoss,
+    Window,
+    needs_of,
+)
 from flowrl.credit import (
     BackedUp,
     CalibratedGain,
@@ -50,7 +57,7 @@ class Method:
     name: str
     sampler: AnySampler = FlowSDE(0.7)
     window: Window = FixedWindow(stop=-1)
-    credit: CreditRule = field(default_factory=Uniform)
+    credit: CreditAssigner = field(default_factory=Uniform)
     loss: Loss = ClippedLoss()
     shared_noise: float = False
     elements: int = 65_536
@@ -330,15 +337,14 @@ def try_credit(
     decisions = Decisions.of(uniform_schedule(len(stds)), stds, tree, valid, steps)
     values = torch.rand(2, members, len(decisions) + 1, generator=generator)
     experience = example(values, rule.probe, decisions)
-    names = getattr(rule, "weights", None)
-    if isinstance(names, Mapping):  # weights of a reward's components
-        experience = replace(experience, parts=dict.fromkeys(names, experience.values))
-    if {"trajectories", "condition"} & set(getattr(rule, "reads_fields", ())):
+    needs = needs_of(rule)
+    experience = replace(experience, parts=dict.fromkeys(needs.parts, experience.values))
+    if {"trajectories", "condition"} & set(needs.fields):
         return experience, Credit(torch.zeros(decisions.mask.shape))
     return experience, credit_of(rule, experience)
 
 
-def check_one_advantage(loss: Loss, rule: CreditRule, advantages: Tensor, mask: Tensor) -> None:
+def check_one_advantage(loss: Loss, rule: CreditAssigner, advantages: Tensor, mask: Tensor) -> None:
     """Raise `CreditError` if the `loss` needs one advantage per trajectory, and those of `rule`
     ([prompt, member, decision]) differ between the trained decisions of `mask`.
     """

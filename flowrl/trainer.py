@@ -23,6 +23,7 @@ from flowrl.core.protocols import (
     Sampler,
     Stateful,
     extras,
+    needs_of,
 )
 from flowrl.core.types import Condition, Prompt
 from flowrl.credit import credit_of, read_columns, value_quality
@@ -82,7 +83,8 @@ def asks_for_all(chosen: slice | RandomSteps, method: Method) -> bool:
     steps are drawn after the rollout.
     """
     forward = isinstance(method.loss, ForwardLoss)
-    return isinstance(chosen, RandomSteps) or forward or not hasattr(method.credit, "reads")
+    every = needs_of(method.credit).columns is None
+    return isinstance(chosen, RandomSteps) or forward or every
 
 
 class Iteration(dict[str, Any]):
@@ -165,12 +167,11 @@ class Trainer:
         self.generator = torch.Generator(policy.device).manual_seed(seed + 1)
         self.schedule = policy.schedule(steps)
         self.groups = Groups(groups, members, method.shared_noise)
-        self.named = dict(policy.trainable())
-        self.names, self.parameters = list(self.named), list(self.named.values())
-        self.average = [parameter.detach().clone() for parameter in self.parameters]
-        self.optimizer = optimizer(self.parameters)
+        self.parameters = dict(policy.trainable())
+        self.average = [parameter.detach().clone() for parameter in self.parameters.values()]
+        self.optimizer = optimizer([*self.parameters.values()])
         self.scaler = LossScaler(updates.loss_scale, policy.device)
-        self.copies = Copies(method.loss, policy, self.named, processes)
+        self.copies = Copies(method.loss, policy, self.parameters, processes)
         self.reference = reference or policy.reference
         self.collector = Collector(
             policy,
@@ -206,7 +207,7 @@ class Trainer:
         # Credit: advantages and weights [prompt, member, decision]; what the reward marked invalid
         # has weight 0.
         experience = self.experience(prompts, condition, sampler, collected)
-        credit = credit_of(self.method.credit, experience.only(self.rule_fields))
+        credit = credit_of(self.method.credit, experience)
         if (features := collected.values.features) is not None:
             probe = cast(ValueProbe, self.method.credit.probe)
             probe.fit(features, collected.values.total[..., :-1], experience)
@@ -278,11 +279,6 @@ class Trainer:
         parts: dict[str, Any] = {"credit.": rule, "probe.": rule.probe}
         return {prefix: part for prefix, part in parts.items() if isinstance(part, Stateful)}
 
-    @property
-    def rule_fields(self) -> Collection[str]:
-        """The larger fields of the record that the credit rule reads."""
-        return getattr(self.method.credit, "reads_fields", ())
-
     def draw_sampler(self) -> AnySampler:
         """This iteration's sampler; a random or sliding window is drawn once for all groups."""
         method, steps = self.method, self.schedule.steps
@@ -314,7 +310,7 @@ class Trainer:
         trained = None if forward else self.trained_steps(path.stds).tolist()
         decisions = Decisions.of(path.schedule, path.stds, path.tree, usable(values.valid), trained)
         experience = Experience(prompts, total, decisions, values.valid, values.parts)
-        fields = {*self.rule_fields, *self.recorded}
+        fields = {*needs_of(self.method.credit).fields, *self.recorded}
         larger: dict[str, Any] = {}
         if fields & {"trajectories", "log_probs"}:
             kept = collected.to_gather()
@@ -426,7 +422,8 @@ class Trainer:
         """Sum the gradients over the processes, clip, step and average; a step with overflowed
         float16 gradients is skipped.
         """
-        self.processes.all_reduce_gradients(self.parameters)
+        parameters = [*self.parameters.values()]
+        self.processes.all_reduce_gradients(parameters)
         norm = self.scaler.clip(self.optimizer, self.updates.max_grad_norm)
         scaled = self.scaler.is_enabled()
         if not scaled:
@@ -438,10 +435,11 @@ class Trainer:
         if taken:
             self.copies.after("update")
             metrics.means["grad_norm"] = norm
-            update_average(self.average, self.parameters, self.updates.ema_decay)
+            update_average(self.average, parameters, self.updates.ema_decay)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Within this context the policy has its averaged (EMA) weights."""
-        with weights_replaced(self.policy, self.parameters, self.average, self.processes):
+        parameters = [*self.parameters.values()]
+        with weights_replaced(self.policy, parameters, self.average, self.processes):
             yield

@@ -113,8 +113,8 @@ class Compared(Trainer):
         self.batches.prepare([])
         loss = self.method.loss.loss(self.batches.of(rows.sample, rows.column)).loss
         share = rows.evaluated / rows.total
-        expected = torch.autograd.grad(loss * share, self.parameters)
-        for parameter, gradient in zip(self.parameters, expected, strict=True):
+        expected = torch.autograd.grad(loss * share, [*self.parameters.values()])
+        for parameter, gradient in zip(self.parameters.values(), expected, strict=True):
             scale = max(float(gradient.abs().max()), 1e-6)
             actual, wanted = parameter.grad / scale, gradient / scale
             torch.testing.assert_close(actual, wanted, atol=2e-5, rtol=1e-4)

@@ -174,7 +174,7 @@ def trainer_of(config, method=None, reward=None, distributed=Distributed(), kind
 
 def weights(trainer):
     """A copy of the trained weights as one vector."""
-    return torch.cat([parameter.detach().flatten() for parameter in trainer.parameters])
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.parameters.values()])
 
 
 def trained(trainer, iterations=2):

@@ -103,7 +103,7 @@ from flowrl.losses import AWM, DGPO, GSPO, ClippedLoss, DiffusionNFT, FlowDPPO, 
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.small_sd3 import SmallSD3Policy
 from flowrl.core.protocols import (
-    CreditAssigner, ExperienceCredit, FlowPolicy, ForwardLoss, GroupReward, MultistepSolver, PolicyLoss, RewardModel, Sampler,
+    CreditAssigner, FlowPolicy, ForwardLoss, GroupReward, MultistepSolver, PolicyLoss, RewardModel, Sampler,
     Stateful, TimeDraw, Window,
 )
 from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
@@ -111,8 +111,7 @@ from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FixedWindow, FlowSDE, M
 from flowrl.worlds.mixture import DirectionReward
 from flowrl.worlds.verifier import ShapesReward
 
-rules: list[CreditAssigner] = [Uniform(), Weighted(), StepwiseGain(), TurningPoint(), MovingAverageGain(), GDPO()]
-whole_record: list[ExperienceCredit] = [GDPO(), ValueTracker()]
+rules: list[CreditAssigner] = [Uniform(), Weighted(), StepwiseGain(), TurningPoint(), MovingAverageGain(), GDPO(), ValueTracker()]
 remembers: list[Stateful] = [MovingAverageGain(), ValueTracker()]
 kernels: list[Sampler] = [ODE(), FlowSDE(), DanceSDE(), CPS(), DDIMSDE(), Windowed(CPS(), range(1))]
 windows: list[Window] = [FixedWindow(), RandomWindow(1), SlidingWindow(1)]

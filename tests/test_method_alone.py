@@ -29,9 +29,9 @@ for method in METHODS.values():
     reward = FunctionReward(lambda images, prompts: images[:, 0, 0, 0])
     sizes = {"groups": 1, "members": 540, "steps": 10}
     trainer = Trainer(policy, method(), reward, [Prompt("0"), Prompt("90")], **sizes)
-    before = [parameter.clone() for parameter in trainer.parameters]
+    before = [parameter.clone() for parameter in trainer.parameters.values()]
     trainer.iteration()
-    assert any(not torch.equal(*pair) for pair in zip(before, trainer.parameters))
+    assert any(not torch.equal(*pair) for pair in zip(before, trainer.parameters.values()))
 """
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from flowrl.bench.gradients import Setting, assigned
 from flowrl.core.errors import require
 from flowrl.core.experience import CreditTable, Decisions, ValueTable
-from flowrl.core.protocols import CreditRule, RewardModel
+from flowrl.core.protocols import CreditAssigner, RewardModel
 from flowrl.probes import NoProbe, Probe
 from flowrl.rollout import Groups, Rollout, Usage, Walk, score
 
@@ -210,7 +210,7 @@ class Look:
         )
 
     def credit(
-        self, rule: CreditRule, shared_noise: bool, reward: RewardModel | None = None
+        self, rule: CreditAssigner, shared_noise: bool, reward: RewardModel | None = None
     ) -> "LookCredit":
         """The rule's advantages on these trajectories, computed from `reward` instead of the true
         one if it is given.

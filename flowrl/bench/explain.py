@@ -13,9 +13,9 @@ from rich.table import Table
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError, require
-from flowrl.core.experience import CreditTable, Decisions, Experience, ValueTable
+from flowrl.core.experience import LARGER, CreditTable, Decisions, Experience, ValueTable
 from flowrl.core.prompt import Prompt
-from flowrl.core.protocols import CreditAssigner, CreditRule
+from flowrl.core.protocols import CreditAssigner, needs_of
 from flowrl.credit import (
     TurningPoint,
     credit_of,
@@ -246,7 +246,7 @@ class Explanation:
 
 
 def explain(
-    rule: CreditRule,
+    rule: CreditAssigner,
     values: ValueTable | RewardFile | None = None,
     decisions: Decisions | None = None,
     name: str = "",
@@ -267,12 +267,12 @@ def explain(
         The explanation.
 
     Raises:
-        ConfigError: the rule has no method `assign`, so it needs the record of a whole iteration.
+        ConfigError: the rule needs states, log-probabilities or embeddings, which no table has.
         CreditError: the rule refuses the table.
     """
     kind = type(rule).__name__
-    allowed = f"a rule with assign(values, decisions): {kind} needs the record of an iteration"
-    require(isinstance(rule, CreditAssigner), "rule", name or kind, allowed)
+    more = ", ".join(set(needs_of(rule).fields) & set(LARGER))
+    require(not more, "rule", name or kind, f"a rule of the value table: {kind} needs {more}")
     if values is None:
         values = parse_rewards(EXAMPLE)
     if isinstance(values, Tensor):

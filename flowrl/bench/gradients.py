@@ -21,7 +21,7 @@ from torch import Tensor
 from flowrl.core.errors import CreditError, FlowrlError, require
 from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, ValueTable
 from flowrl.core.protocols import (
-    CreditRule,
+    CreditAssigner,
     FlowPolicy,
     ForwardLoss,
     PolicyLoss,
@@ -136,15 +136,15 @@ class RawCredit:
         return credit - others if self.baseline else credit
 
 
-def assigned(rule: CreditRule, experience: Experience) -> Credit:
+def assigned(rule: CreditAssigner, experience: Experience) -> Credit:
     """The rule's credit. Raises `CreditError` if it fails or breaks its contract."""
     try:
         return credit_of(rule, experience)
     except FlowrlError:
         raise
     except Exception as error:
-        call = f"{type(rule).__name__}.{'credit' if hasattr(rule, 'credit') else 'assign'}"
-        failure = f"{call} failed on values of shape {tuple(experience.values.shape)}"
+        call, shape = f"{type(rule).__name__}.assign", tuple(experience.values.shape)
+        failure = f"{call} failed on values of shape {shape}"
         raise CreditError(f"{failure}: {type(error).__name__}: {error}") from error
 
 
@@ -201,7 +201,7 @@ def pathwise_gradients(
 
 def policy_gradients(
     setting: Setting,
-    rule: CreditRule,
+    rule: CreditAssigner,
     batches: int,
     members: int,
     shared_noise: bool = False,
@@ -244,7 +244,7 @@ def policy_gradients(
 
 def forward_gradients(
     setting: Setting,
-    rule: CreditRule,
+    rule: CreditAssigner,
     loss: ForwardLoss,
     batches: int,
     members: int,
@@ -300,7 +300,7 @@ class _Credited:
 
 def _credited(
     setting: Setting,
-    rule: CreditRule,
+    rule: CreditAssigner,
     groups: Groups,
     generator: torch.Generator,
     usage: Usage | None,

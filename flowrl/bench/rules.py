@@ -5,7 +5,7 @@ They are registered by entry points, as a third party's rules would be.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import torch
@@ -14,9 +14,17 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from flowrl.core.errors import CreditError, require
-from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, Mask, ValueTable
+from flowrl.core.experience import (
+    Credit,
+    CreditTable,
+    Decisions,
+    Experience,
+    Mask,
+    Needs,
+    ValueTable,
+)
 from flowrl.core.options import Count, Fraction, NonNegative, Seed, Whole, checked_options
-from flowrl.core.protocols import CreditAssigner, CreditRule, Stateful
+from flowrl.core.protocols import CreditAssigner, Stateful, needs_of
 from flowrl.core.tree import Tree
 from flowrl.credit import (
     CalibratedGain,
@@ -25,10 +33,8 @@ from flowrl.credit import (
     TurningPoint,
     balanced,
     branched_tree,
-    credit_of,
     gains,
     predictions,
-    read_columns,
     reward_to_go,
     turning_points,
 )
@@ -180,16 +186,15 @@ class TurningPointVariant(RuleAround):
     permutation: Seed = 0
     rule: TurningPoint = TurningPoint()
 
-    def reads(self, trained: Tensor) -> Tensor:
+    @property
+    def needs(self) -> Needs:
         """The columns of gains if `where` is "none", all if it is "random", else those of
         `rule`.
         """
-        columns = read_columns(self.rule, trained)
+        needs = needs_of(self.rule)
         if self.where == "turning":
-            return columns
-        if self.where == "random":
-            return last_column(trained)[..., -1:].expand_as(columns)
-        return gain_columns(trained)
+            return needs
+        return replace(needs, columns=None if self.where == "random" else gain_columns)
 
     def selected(self, values: ValueTable, mask: Mask | None = None) -> Steps:
         """Mask of the decisions that get their long-term reward.
@@ -225,10 +230,10 @@ class Pruned(RuleAround):
     The weights apply after normalisation; normalising over the remaining decisions would be biased.
     Depth pruning leaves out the decisions at `steps` of the schedule. Width pruning leaves out
     branches after the last step at which the tree branches, ranked among the members in the mask.
-    Of equal branches the earlier member's remains. An iteration is a call of `credit`; checkpoints
+    Of equal branches the earlier member's remains. An iteration is a call of `assign`; checkpoints
     contain the count.
 
-    `credit` raises `CreditError` without a branched tree. Source: BranchGRPO (arXiv 2509.06040),
+    `assign` raises `CreditError` without a branched tree. Source: BranchGRPO (arXiv 2509.06040),
     code at 19fbb9f. Its depths are nodes, `steps` one less. Published: depths 15 to 18 of 20, moved
     every 30 iterations until depth 9, or width modes 1 ("best") and 2 ("extremes"), ratio 0.5.
 
@@ -251,7 +256,7 @@ class Pruned(RuleAround):
         ConfigError: a field is out of range, or `rule` is not allowed.
     """
 
-    rule: CreditRule = field(default_factory=DepthRelative)
+    rule: CreditAssigner = field(default_factory=DepthRelative)
     steps: tuple[Whole, ...] = ()
     every: Count | None = None
     stop: Whole = 0
@@ -267,18 +272,13 @@ class Pruned(RuleAround):
         first = min(self.steps, default=self.stop)
         require(self.stop <= first, "Pruned.stop", self.stop, "at most the first of `steps`")
 
-    def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
-        """All advantages of `rule`. Raises `CreditError` if it has only `credit`."""
-        if not isinstance(self.rule, CreditAssigner):
-            raise CreditError(f"{self.rule} needs the record of an iteration: credit(experience)")
-        return self.rule.assign(values, decisions)
-
-    def credit(self, experience: Experience) -> Credit:
+    def assign(
+        self, values: ValueTable, decisions: Decisions, record: Experience | None = None
+    ) -> Credit:
         """The credit of `rule`, with weight 0 for pruned decisions; counts the iteration."""
-        credit = credit_of(self.rule, experience)
+        credit = self.inner_credit(values, decisions, record)
         assert credit.weights is not None
-        kept = self._kept(credit.advantages, experience.decisions)
-        return Credit(credit.advantages, credit.weights * kept)
+        return Credit(credit.advantages, credit.weights * self._kept(credit.advantages, decisions))
 
     def _kept(
         self, advantages: CreditTable, decisions: Decisions

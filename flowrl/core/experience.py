@@ -11,9 +11,9 @@ decision+1  columns of a value table: column k < D is the value of the state tha
 ==========  =====================================================================================
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -139,9 +139,9 @@ class Decisions:
 class Experience:
     """The record of one iteration, of all groups of all processes.
 
-    The last three fields are None unless they are requested: by the rule's attribute
-    `reads_fields`, a tuple of names, by the `fields` of an observer, or by `Trainer.recorded`. A
-    rule receives only those that it requests itself.
+    The last three fields are None unless they are requested: by the `Needs` of the rule, by the
+    `fields` of an observer, or by `Trainer.recorded`. A rule receives only those that it requests
+    itself.
 
     Args:
         prompts: one prompt per group.
@@ -170,9 +170,37 @@ class Experience:
         return replace(self, **{name: None for name in LARGER if name not in fields})
 
 
+@checked_options
+@dataclass(frozen=True)
+class Needs:
+    """What a credit rule needs besides the value table and its decisions: its attribute `needs`.
+
+    Args:
+        fields: fields of the record (`Experience`) that `assign` reads. If there are any, it is
+            called with the record as its third argument; of the `LARGER` fields, the record then
+            has those named here.
+        columns: a function from a mask of decisions [..., decision] to the mask of the columns
+            [..., decision+1] of the table that their credit reads, both Boolean. The probe
+            evaluates no others. None: all columns.
+        shared_noise: whether the members of a group start from the same noise under the setting
+            `credit`; None: as the method has it. A `Method` built in Python has its own.
+        parts: the components of the reward that the rule's options name.
+
+    Raises:
+        ConfigError: `fields` has another name.
+    """
+
+    fields: tuple[
+        Literal["prompts", "valid", "parts", "trajectories", "log_probs", "condition"], ...
+    ] = ()
+    columns: Callable[[Tensor], Tensor] | None = None
+    shared_noise: bool | None = None
+    parts: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Credit:
-    """What a rule returns.
+    """Advantages with weights, as a rule returns them.
 
     Args:
         advantages: [prompt, member, decision].

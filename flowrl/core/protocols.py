@@ -13,7 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from flowrl.core.experience import Actions, Credit, Decisions, Experience, Record, ValueTable
+from flowrl.core.errors import require
+from flowrl.core.experience import Actions, Credit, Decisions, Needs, Record, ValueTable
 from flowrl.core.forward import ForwardLoss as ForwardLoss
 from flowrl.core.forward import TimeDraw as TimeDraw
 from flowrl.core.probe import Probe
@@ -35,8 +36,6 @@ __all__ = [
     "AnyReward",
     "AnySampler",
     "CreditAssigner",
-    "CreditRule",
-    "ExperienceCredit",
     "Features",
     "FlowPolicy",
     "ForwardLoss",
@@ -52,6 +51,7 @@ __all__ = [
     "Window",
     "World",
     "extras",
+    "needs_of",
 ]
 
 
@@ -333,12 +333,13 @@ class CreditAssigner(Protocol):
     Contract: the result is finite at the entries of `decisions.mask`; every mean, standard
     deviation and count is over these entries; invariant to a constant added to all values;
     equivariant to permuting members; 0 for a group of equal values. The trainer sets advantages
-    outside the mask to 0, so a rule may compute with NaN there.
+    outside the mask to 0, so a rule may compute with NaN there. `assign` is called once per
+    iteration, in every process with the same arguments. A memory that is keyed by prompt uses the
+    prompt's text.
 
-    Optional attributes: `shared_noise` = True starts the members of a group from the same noise.
-    `reads(trained)` returns the columns [decision+1] (Boolean) that the credit of the `trained`
-    decisions [decision] reads; the probe evaluates no others. Without it, all columns are
-    evaluated.
+    An optional attribute `needs`, as in ``needs = Needs(fields=("log_probs",))``, declares what the
+    rule needs besides the table (`flowrl.core.experience.Needs`). If it names fields of the record,
+    the call is ``assign(values, decisions, record)``.
     """
 
     @property
@@ -346,7 +347,7 @@ class CreditAssigner(Protocol):
         """How unfinished states are scored."""
         ...
 
-    def assign(self, values: ValueTable, decisions: Decisions) -> Tensor:
+    def assign(self, values: ValueTable, decisions: Decisions) -> Tensor | Credit:
         """Credit every decision of every trajectory.
 
         Args:
@@ -355,47 +356,22 @@ class CreditAssigner(Protocol):
             decisions: the axis of credit, with the mask.
 
         Returns:
-            Advantages [prompt, member, decision].
+            Advantages [prompt, member, decision], or a `Credit` that has weights too.
 
         Raises:
-            CreditError: the table or the decisions do not fit the rule.
+            CreditError: the table, the decisions or the record do not fit the rule.
         """
         ...
 
 
-@runtime_checkable
-class ExperienceCredit(Protocol):
-    """A credit rule that reads more than the value table, or returns weights.
-
-    Contract: as for a `CreditAssigner`, whose optional attributes apply. `credit` is called once
-    per iteration, in every process with the same record. The attribute `reads_fields`, a tuple of
-    "trajectories", "log_probs" and "condition", lists the fields of the record that the rule needs
-    besides the tables. A memory that is keyed by prompt uses the prompt's text. If a rule has
-    `assign`, too, tools that have a table only call that.
+def needs_of(rule: CreditAssigner) -> Needs:
+    """What a rule declares in its attribute `needs`; without it, nothing. Raises `ConfigError` if
+    this is something else than a `Needs`.
     """
-
-    @property
-    def probe(self) -> Probe:
-        """How unfinished states are scored."""
-        ...
-
-    def credit(self, experience: Experience) -> Credit:
-        """Credit every decision of every trajectory.
-
-        Args:
-            experience: the record of the iteration.
-
-        Returns:
-            Advantages, and the rule's weights.
-
-        Raises:
-            CreditError: the record does not fit the rule.
-        """
-        ...
-
-
-CreditRule = CreditAssigner | ExperienceCredit
-"""Credit rules."""
+    needs = getattr(rule, "needs", Needs())
+    allowed = "a flowrl.core.experience.Needs, such as Needs(shared_noise=True)"
+    require(isinstance(needs, Needs), f"{type(rule).__name__}.needs", needs, allowed)
+    return needs
 
 
 @runtime_checkable

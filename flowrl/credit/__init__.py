@@ -11,7 +11,6 @@ from flowrl.credit.example import example, on_tree, probed
 from flowrl.credit.memory import MovingAverageGain, ValueTracker
 from flowrl.credit.stepwise import DenseGain, StepwiseGain, generalised_gains
 from flowrl.credit.table import (
-    check_signature,
     credit_of,
     gain_columns,
     gains,
@@ -53,7 +52,6 @@ __all__ = [
     "branched_tree",
     "calibrated_gains",
     "calibration",
-    "check_signature",
     "credit_of",
     "example",
     "gain_columns",

@@ -1,20 +1,22 @@
 """Credit from cheap values, which count only as far as they predict the final reward."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowrl.core.checks import checked
-from flowrl.core.experience import CreditTable, Decisions, ValueTable
+from flowrl.core.experience import CreditTable, Decisions, Needs, ValueTable
 from flowrl.core.options import Share, checked_options
 from flowrl.credit.table import (
     Clamp,
+    Columns,
     centred,
     gain_columns,
     last_column,
+    read_columns,
     require_columns,
     zscore,
 )
@@ -126,6 +128,11 @@ def calibrated_gains(
     return weight * predicted[..., 1:] + (1 - weight) * reward - predicted[..., :-1]
 
 
+def gain_and_last_columns(mask: Bool[Tensor, "*group decision"]) -> Columns:
+    """The columns k and k + 1 of the decisions of `mask`, and the last one."""
+    return gain_columns(mask) | last_column(mask)
+
+
 @checked_options
 @dataclass(frozen=True)
 class CalibratedGain:
@@ -160,14 +167,12 @@ class CalibratedGain:
         ConfigError: a field is out of range.
     """
 
+    needs: ClassVar[Needs] = Needs(columns=gain_and_last_columns)
+
     probe: Probe = Tweedie()
     gain_weight: Share | None = None
     cross_fit: bool = False
     clamp: Clamp = 5.0
-
-    def reads(self, trained: Tensor) -> Tensor:
-        """Columns k and k + 1 of trained decisions, and the last one."""
-        return gain_columns(trained) | last_column(trained)
 
     @checked
     def gains(self, values: ValueTable, known: Bool[Tensor, "prompt member column"]) -> CreditTable:
@@ -179,7 +184,7 @@ class CalibratedGain:
         """Advantages [prompt, member, decision]."""
         require_columns(values, decisions, self)
         mask = decisions.mask
-        known = mask.any(-1, keepdim=True) & self.reads(mask).any(1, keepdim=True)
+        known = mask.any(-1, keepdim=True) & read_columns(self, mask).any(1, keepdim=True)
         credit = self.gains(values, known)
         # equal rewards do not tell which values are right, and Z would amplify their differences
         final = centred(values[..., -1:], ("member",), known[..., -1:])

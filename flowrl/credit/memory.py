@@ -10,7 +10,7 @@ from annotated_types import Ge, Lt
 from torch import Tensor
 
 from flowrl.core.checks import checked
-from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, ValueTable
+from flowrl.core.experience import CreditTable, Decisions, Experience, Needs, ValueTable
 from flowrl.core.options import Share, checked_options
 from flowrl.credit.table import (
     STD_EPSILON,
@@ -55,16 +55,12 @@ class MovingAverageGain:
         ConfigError: a field is out of range.
     """
 
-    shared_noise: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(columns=gain_columns, shared_noise=True)
 
     decay: Annotated[float, Ge(0), Lt(1)] = 0.9
     clamp: Clamp = 5.0
     probe: Probe = Substeps(5)
     baseline: dict[float, float] = field(default_factory=dict, init=False, repr=False)
-
-    def reads(self, trained: Tensor) -> Tensor:
-        """Columns k and k + 1 of trained decisions."""
-        return gain_columns(trained)
 
     @checked
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
@@ -83,7 +79,7 @@ class MovingAverageGain:
             if counts:
                 self.baseline[time] = self.decay * old + (1.0 - self.decay) * mean
         # the baseline would credit a group of equal rewards, which says nothing about decisions
-        read = self.reads(mask)
+        read = gain_columns(mask)
         silent = ((values == first_of(values, over, read)) | ~read).all(-1).all(-1)
         return advantages.masked_fill(silent[:, None, None], 0.0)
 
@@ -143,7 +139,7 @@ class ValueTracker:
     effect; groups of equal prompts in one table count as one visit. Every distinct prompt adds 32
     bytes to a checkpoint and about 300 bytes in main memory.
 
-    Both methods raise `CreditError` if a reward R is not finite. Sources: SuperFlow (arXiv
+    `assign` raises `CreditError` if a reward R is not finite. Sources: SuperFlow (arXiv
     2512.17951), with a value tracked per prompt as baseline; DDPO (arXiv 2305.13301), whose code
     has mean and std over each prompt's last rewards, including the current ones.
 
@@ -158,6 +154,8 @@ class ValueTracker:
         ConfigError: a field is out of range.
     """
 
+    needs: ClassVar[Needs] = Needs(fields=("prompts",))
+
     decay: Share = 0.9
     std: Literal["prompt", "batch"] = "prompt"
     clamp: Clamp = 5.0
@@ -169,25 +167,16 @@ class ValueTracker:
         return NoProbe()
 
     @checked
-    def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
-        """Advantages if every row is the first visit of a different prompt; the memory is
-        unchanged.
-        """
-        return self._advantages(values, decisions, range(len(values)), {})
-
-    def credit(self, experience: Experience) -> Credit:
-        """Advantages relative to the memory of the prompts, updated by their rewards."""
-        keys = [text_key(prompt.text) for prompt in experience.prompts]
-        return Credit(self._advantages(experience.values, experience.decisions, keys, self.memory))
-
-    def _advantages(
-        self,
-        values: ValueTable,
-        decisions: Decisions,
-        keys: Sequence[Hashable],
-        memory: dict[Hashable, Tracked],
+    def assign(
+        self, values: ValueTable, decisions: Decisions, record: Experience | None = None
     ) -> CreditTable:
-        """Update the `memory` of the prompts `keys`, then compare with it."""
+        """Advantages relative to the memory of the prompts, updated by their rewards. Without a
+        record, every row is the first visit of a different prompt, and the memory is unchanged.
+        """
+        keys: Sequence[Hashable] = range(len(values))
+        memory: dict[Hashable, Tracked] = {}
+        if record is not None:
+            keys, memory = [text_key(prompt.text) for prompt in record.prompts], self.memory
         members = decisions.mask.any(-1)
         require_columns(values, decisions, self, last_column(decisions.mask))
         final = values[..., -1].double()

@@ -5,15 +5,16 @@ reward-to-go.
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from flowrl.core.checks import checked
-from flowrl.core.experience import CreditTable, Decisions, ValueTable
+from flowrl.core.experience import CreditTable, Decisions, Needs, ValueTable
 from flowrl.core.options import Share, checked_options
-from flowrl.credit.table import Clamp, gain_columns, gains, require_columns, zscore
+from flowrl.credit.table import Clamp, Columns, gain_columns, gains, require_columns, zscore
 from flowrl.probes import Completion, Probe, Substeps
 
 
@@ -39,6 +40,11 @@ def generalised_gains(values: ValueTable, lam: float = 0.0, gamma: float = 1.0) 
     backwards = reversed(increments.unbind(dim=-1))
     sums = list(accumulate(backwards, lambda total, gain: gain + decay * total))
     return torch.stack(sums[::-1], dim=-1)
+
+
+def later_columns(mask: Bool[Tensor, "*group decision"]) -> Columns:
+    """All columns from the first decision of `mask` on."""
+    return gain_columns(mask.cumsum(-1) > 0)
 
 
 @checked_options
@@ -73,8 +79,6 @@ class StepwiseGain:
         ConfigError: a field is out of range.
     """
 
-    shared_noise: ClassVar[bool] = True
-
     normalise: Literal["joint", "step"] = "joint"
     lam: Share = 0.0
     gamma: Share = 1.0
@@ -82,11 +86,13 @@ class StepwiseGain:
     clamp: Clamp = 5.0
     probe: Probe = Substeps(5)
 
-    def reads(self, trained: Tensor) -> Tensor:
+    @property
+    def needs(self) -> Needs:
         """Columns k and k + 1 of trained decisions; if `gamma lam` > 0 all from the first trained
         decision on.
         """
-        return gain_columns(trained if self.lam * self.gamma == 0 else trained.cumsum(-1) > 0)
+        columns = gain_columns if self.lam * self.gamma == 0 else later_columns
+        return Needs(columns=columns, shared_noise=True)
 
     @checked
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:

@@ -1,11 +1,10 @@
-"""The engine of the credit rules: statistics over a mask, the columns that a rule reads, and the
-checks of a rule's input and output.
+"""The engine of the credit rules: statistics over a mask, what a rule needs, and the checks of a
+rule's input and output.
 """
 
-import inspect
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from annotated_types import Gt, Lt
@@ -16,7 +15,7 @@ from flowrl.core.calls import part_call
 from flowrl.core.checks import checked
 from flowrl.core.errors import CreditError, require
 from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, Mask, ValueTable
-from flowrl.core.protocols import CreditRule
+from flowrl.core.protocols import CreditAssigner, needs_of
 from flowrl.core.types import tensor_problem
 
 AXES = ("prompt", "member", "decision")
@@ -126,7 +125,7 @@ def _dims(axes: Sequence[str]) -> tuple[int, ...]:
     return tuple(AXES.index(axis) for axis in axes)
 
 
-# Columns of the value table that a rule reads
+# What a rule needs
 
 
 @checked
@@ -143,26 +142,26 @@ def last_column(mask: Bool[Tensor, "*group decision"]) -> Columns:
 
 
 @checked
-def read_columns(rule: CreditRule, trained: Bool[Tensor, "*group decision"]) -> Columns:
+def read_columns(rule: CreditAssigner, trained: Bool[Tensor, "*group decision"]) -> Columns:
     """The columns of the value table that the rule's credit of the `trained` decisions reads.
 
     Args:
-        rule: a credit rule; without a method `reads` it reads all columns.
+        rule: a credit rule; without `Needs.columns` it reads all columns.
         trained: mask of decisions; built-in rules also accept it per member.
 
     Returns:
         Mask of columns [..., decision+1].
 
     Raises:
-        CreditError: the rule's `reads` returns something else.
+        CreditError: `Needs.columns` returns something else.
     """
-    reads, shape = getattr(rule, "reads", None), (*trained.shape[:-1], trained.shape[-1] + 1)
+    reads, shape = needs_of(rule).columns, (*trained.shape[:-1], trained.shape[-1] + 1)
     if reads is None:
         return trained.any(-1, keepdim=True).expand(shape).clone()
     columns = reads(trained)
     if not isinstance(columns, Tensor) or columns.dtype != torch.bool or columns.shape != shape:
-        name = type(rule).__name__
-        raise CreditError(f"{name}.reads returned {_shown(columns)}, not a Boolean tensor {shape}")
+        call = f"{type(rule).__name__}.needs.columns"
+        raise CreditError(f"{call} returned {_shown(columns)}, not a Boolean tensor {shape}")
     return columns
 
 
@@ -170,7 +169,7 @@ def read_columns(rule: CreditRule, trained: Bool[Tensor, "*group decision"]) -> 
 
 
 def require_columns(
-    values: ValueTable, decisions: Decisions, rule: CreditRule, columns: Tensor | None = None
+    values: ValueTable, decisions: Decisions, rule: CreditAssigner, columns: Tensor | None = None
 ) -> None:
     """Check a rule's input.
 
@@ -197,22 +196,9 @@ def require_columns(
         )
 
 
-def check_signature(rule: Any) -> None:
-    """Raise `ConfigError` if the parameters of the rule's `assign` are not named `values` and
-    `decisions`.
-
-    Rules of version 0.1 had a table with one column per node; they would run, and compute something
-    else.
-    """
-    if hasattr(rule, "assign"):
-        names = list(inspect.signature(rule.assign).parameters)
-        call, allowed = f"{type(rule).__name__}.assign", "assign(self, values, decisions)"
-        require(names[:2] == ["values", "decisions"], call, names, allowed)
-
-
-def credit_of(rule: CreditRule, experience: Experience) -> Credit:
-    """The checked credit of a rule: `credit(experience)` if it has this method, else
-    `assign(values, decisions)`.
+def credit_of(rule: CreditAssigner, experience: Experience) -> Credit:
+    """The checked credit of a rule: the result of ``assign(values, decisions)``, or of
+    ``assign(values, decisions, record)`` if its `Needs` name fields of the record.
 
     Args:
         rule: the credit rule.
@@ -223,23 +209,16 @@ def credit_of(rule: CreditRule, experience: Experience) -> Credit:
         rule without weights has weight 1.
 
     Raises:
-        ConfigError: `assign` has other parameters.
-        CreditError: the result has a wrong type or shape, is not
-            finite where the mask is true, or has weights outside [0, 1] or of 0 only.
+        CreditError: the result has a wrong type or shape, is not finite where the mask is true, or
+            has weights outside [0, 1] or of 0 only.
     """
-    check_signature(rule)
-    values, decisions = experience.values, experience.decisions
-    by_record: Any = getattr(rule, "credit", None)
-    call = f"{type(rule).__name__}.{'credit' if by_record else 'assign'}"
+    fields, mask = needs_of(rule).fields, experience.decisions.mask
+    record = (experience.only(fields),) if fields else ()
+    call, assign = f"{type(rule).__name__}.assign", cast(Any, rule.assign)
     with part_call(call):
-        assigned: Any = by_record or rule.assign  # pyright: ignore
-        credit = assigned(experience) if by_record else assigned(values, decisions)
-    mask = decisions.mask
-    if not by_record:
-        advantages = _checked_table(credit, mask, f"{call} returned")
-        return Credit(advantages, mask.to(advantages))
+        credit = assign(experience.values, experience.decisions, *record)
     if not isinstance(credit, Credit):
-        raise CreditError(f"{call} returned {_shown(credit)}, not a Credit(advantages, weights)")
+        credit = Credit(credit)
     advantages = _checked_table(credit.advantages, mask, f"{call} returned")
     if credit.weights is None:
         return Credit(advantages, mask.to(advantages))

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from flowrl.core.checks import checked
 from flowrl.core.errors import CreditError
-from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, ValueTable
+from flowrl.core.experience import CreditTable, Decisions, Experience, Needs, ValueTable
 from flowrl.core.options import checked_options
+from flowrl.core.protocols import needs_of
 from flowrl.core.tree import Tree
 from flowrl.credit.table import (
     STD_EPSILON,
@@ -171,6 +172,11 @@ def backed_up(leaves: Float[Tensor, "prompt member"], tree: Tree, log_probs: Uni
 # Rules
 
 
+def backup_needs(backup: Backup) -> Needs:
+    """What a rule needs for its `backup`: the log-probabilities for "softmax"."""
+    return Needs(fields=("log_probs",)) if backup == "softmax" else Needs()
+
+
 @dataclass(frozen=True, kw_only=True)
 class _TreeRule(ABC):
     """A rule that gives every unit an advantage: that of the decisions that lead to it."""
@@ -178,34 +184,21 @@ class _TreeRule(ABC):
     clamp: Clamp = 5.0
     probe: Branching = Branch((2, 2))
 
-    @property
-    def reads_fields(self) -> tuple[str, ...]:
-        """The log-probabilities, for "softmax"."""
-        return ("log_probs",) if getattr(self, "backup", "") == "softmax" else ()
-
     @checked
-    def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
-        """Advantages [prompt, member, decision]; 0 where a member's transition was not drawn."""
-        return self._advantages(values, decisions, None)
-
-    def credit(self, experience: Experience) -> Credit:
-        """Advantages, with the record's log-probabilities."""
-        record = experience
-        return Credit(self._advantages(record.values, record.decisions, record.log_probs))
-
-    def _advantages(
-        self, values: ValueTable, decisions: Decisions, log_probs: CreditTable | None
+    def assign(
+        self, values: ValueTable, decisions: Decisions, record: Experience | None = None
     ) -> CreditTable:
+        """Advantages [prompt, member, decision]; 0 where a member's transition was not drawn."""
         tree, mask = branched_tree(decisions, type(self).__name__), decisions.mask
         # the columns k + 1 that the decisions lead to, and the last
         arrived = torch.cat([torch.zeros_like(mask[..., :1]), mask], -1)
         require_columns(values, decisions, self, arrived | last_column(mask))
         weights = values.new_zeros(len(values), tree.units)
-        if self.reads_fields:
-            if log_probs is None:
-                raise CreditError(f"{self} needs log-probabilities: call credit(experience)")
+        if needs_of(self).fields:
+            if record is None or record.log_probs is None:
+                raise CreditError(f"{self} needs log-probabilities: pass a record that has them")
             among = decisions.drawn & mask.any(-1, keepdim=True)
-            weights = tree.edge_means(log_probs, among).to(values)
+            weights = tree.edge_means(record.log_probs, among).to(values)
         return tree.decision_table(self._units(values, decisions, tree, weights))
 
     @abstractmethod
@@ -279,11 +272,10 @@ class DepthRelative(_TreeRule):
     A state without siblings differs from the others only by earlier steps, and is credited for
     them.
 
-    Both methods raise `CreditError` if the decisions have no branched tree; `assign` also for
-    "softmax", which needs the log-probabilities of the record. Sources: BranchGRPO (arXiv
-    2509.06040) is scope "tree", std "sample" by its code (commit 19fbb9f), `backup` its
-    `tree_prob_weighted`; Multi-GRPO (arXiv 2512.00743, temporal groups) and TempFlow-GRPO (arXiv
-    2508.04324) without seed grouping are scope "prompt".
+    `assign` raises `CreditError` if the decisions have no branched tree, or if "softmax" gets no
+    log-probabilities. Sources: BranchGRPO (arXiv 2509.06040) is scope "tree", std "sample" by its
+    code (commit 19fbb9f), `backup` its `tree_prob_weighted`; Multi-GRPO (arXiv 2512.00743, temporal
+    groups) and TempFlow-GRPO (arXiv 2508.04324) without seed grouping are scope "prompt".
 
     Args:
         scope: compare with all states of the prompt ("prompt"), or with those from the same initial
@@ -303,6 +295,11 @@ class DepthRelative(_TreeRule):
     scope: Literal["prompt", "tree"] = "prompt"
     std: Std = "population"
     backup: Backup = "mean"
+
+    @property
+    def needs(self) -> Needs:
+        """The log-probabilities, for "softmax"."""
+        return backup_needs(self.backup)
 
     def _units(
         self, values: ValueTable, decisions: Decisions, tree: Tree, log_probs: Units
@@ -328,9 +325,8 @@ class BackedUp(_TreeRule):
     drawn from p already, so weighting by p again estimates another value than that of u; equal
     weights do not. Members outside the mask, and branches without others, are left out.
 
-    Both methods raise `CreditError` if the decisions have no branched tree; `assign` also for
-    "softmax", which needs the log-probabilities of the record. Source: TreeGRPO (arXiv 2512.08153),
-    "softmax".
+    `assign` raises `CreditError` if the decisions have no branched tree, or if "softmax" gets no
+    log-probabilities. Source: TreeGRPO (arXiv 2512.08153), "softmax".
 
     Args:
         backup: "softmax": w is the softmax over the children of log p(c | u), a mean over latent
@@ -343,6 +339,11 @@ class BackedUp(_TreeRule):
     """
 
     backup: Backup = "softmax"
+
+    @property
+    def needs(self) -> Needs:
+        """The log-probabilities, for "softmax"."""
+        return backup_needs(self.backup)
 
     def _units(
         self, values: ValueTable, decisions: Decisions, tree: Tree, log_probs: Units

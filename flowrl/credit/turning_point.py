@@ -5,17 +5,18 @@ TP-GRPO's steps are decisions here, as in its released code; its first step is d
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowrl.core.checks import checked
-from flowrl.core.experience import CreditTable, Decisions, Mask, ValueTable
+from flowrl.core.experience import CreditTable, Decisions, Mask, Needs, ValueTable
 from flowrl.core.options import checked_options
 from flowrl.credit.table import (
     Clamp,
+    Columns,
     gain_columns,
     gains,
     last_column,
@@ -135,6 +136,13 @@ def _largest(
     return kept.reshape(ranked.shape).movedim(0, -1)
 
 
+def turning_columns(mask: Bool[Tensor, "*group decision"]) -> Columns:
+    """The columns 0, k - 1, k, k + 1 and the last of the decisions k of `mask`."""
+    before = torch.cat([mask[..., 1:], torch.zeros_like(mask[..., :1])], -1)
+    ends = last_column(mask)
+    return gain_columns(mask | before) | ends | ends.flip(-1)
+
+
 @checked_options
 @dataclass(frozen=True)
 class TurningPoint:
@@ -167,6 +175,8 @@ class TurningPoint:
         ConfigError: a field is out of range.
     """
 
+    needs: ClassVar[Needs] = Needs(columns=turning_columns)
+
     consistent: bool = True
     balance: Balance | None = "aggregate"
     balance_scope: BalanceScope = "batch"
@@ -186,12 +196,6 @@ class TurningPoint:
         if self.balance is None:
             return turns
         return balanced(values, turns, self.balance, self.balance_scope)
-
-    def reads(self, trained: Tensor) -> Tensor:
-        """Columns 0, k - 1, k, k + 1 and the last."""
-        before = torch.cat([trained[..., 1:], torch.zeros_like(trained[..., :1])], -1)
-        ends = last_column(trained)
-        return gain_columns(trained | before) | ends | ends.flip(-1)
 
     @checked
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:

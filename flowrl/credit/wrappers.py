@@ -10,10 +10,10 @@ from torch import Tensor
 
 from flowrl.core.checks import checked
 from flowrl.core.errors import CreditError, require
-from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, ValueTable
+from flowrl.core.experience import Credit, Decisions, Experience, Needs, ValueTable
 from flowrl.core.options import checked_options
-from flowrl.core.protocols import CreditAssigner, Stateful
-from flowrl.credit.table import STD_EPSILON, credit_of, read_columns
+from flowrl.core.protocols import CreditAssigner, Stateful, needs_of
+from flowrl.credit.table import STD_EPSILON, credit_of
 from flowrl.credit.uniform import Uniform
 from flowrl.probes import Probe
 
@@ -33,18 +33,17 @@ class RuleAround:
         return self.rule.probe
 
     @property
-    def shared_noise(self) -> bool:
-        """Whether the members of a group start from the same noise under `rule`."""
-        return bool(getattr(self.rule, "shared_noise", False))
+    def needs(self) -> Needs:
+        """What `rule` needs."""
+        return needs_of(self.rule)
 
-    @property
-    def reads_fields(self) -> tuple[str, ...]:
-        """The fields of the record that `rule` needs."""
-        return getattr(self.rule, "reads_fields", ())
-
-    def reads(self, trained: Tensor) -> Tensor:
-        """The columns that `rule` reads."""
-        return read_columns(self.rule, trained)
+    def inner_credit(
+        self, values: ValueTable, decisions: Decisions, record: Experience | None
+    ) -> Credit:
+        """The checked credit of `rule` for a table, with the record if there is one."""
+        if record is None:
+            record = Experience((), values, decisions, decisions.mask.any(-1))
+        return credit_of(self.rule, replace(record, values=values))
 
 
 @checked_options
@@ -62,7 +61,7 @@ class Weighted(RuleAround):
         weights: one finite number per decision; or a function of the decisions' times [decision]
             that returns the weights [decision]; or "noise": w_k proportional to the transition's
             std (sigma sqrt(Delta)), with mean 1 over the trained decisions.
-        rule: the rule for A', with a method `assign` and without memory.
+        rule: the rule for A', without memory.
 
     Raises:
         ConfigError: a field is out of range, or `rule` is not allowed.
@@ -78,16 +77,13 @@ class Weighted(RuleAround):
         super().__post_init__()
 
     @checked
-    def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
-        """Advantages [prompt, member, decision]; the rule's clamp applies before the weights."""
-        return self._times(self.rule.assign(values, decisions), decisions)
-
-    def credit(self, experience: Experience) -> Credit:
-        """As `assign`, for a rule that reads more of the record."""
-        credit = credit_of(self.rule, experience)
-        return replace(credit, advantages=self._times(credit.advantages, experience.decisions))
-
-    def _times(self, advantages: Tensor, decisions: Decisions) -> Tensor:
+    def assign(
+        self, values: ValueTable, decisions: Decisions, record: Experience | None = None
+    ) -> Credit:
+        """Advantages [prompt, member, decision]; the rule's clamp applies before the weights. The
+        weights in the loss are those of `rule`.
+        """
+        credit = self.inner_credit(values, decisions, record)
         if isinstance(self.weights, tuple):
             weights = torch.tensor(self.weights)
         elif callable(self.weights):
@@ -97,7 +93,8 @@ class Weighted(RuleAround):
         if weights.shape != (len(decisions),):
             given, count = tuple(weights.shape), len(decisions)
             raise CreditError(f"Weighted has weights {given}, but the table has {count} decisions")
-        return advantages * weights.to(advantages)
+        advantages = credit.advantages * weights.to(credit.advantages)
+        return replace(credit, advantages=advantages)
 
 
 @checked_options
@@ -111,11 +108,11 @@ class GDPO(RuleAround):
     No reward dominates by its spread, as in a sum of rewards that is normalised afterwards. A
     reward without components is one reward named "reward".
 
-    `credit` raises `CreditError` if `weights` names an unknown reward. Source: GDPO, group
+    `assign` raises `CreditError` if `weights` names an unknown reward. Source: GDPO, group
     reward-decoupled normalisation (arXiv 2601.05242), there with uniform credit.
 
     Args:
-        rule: the credit rule for each reward, with a method `assign` and without memory.
+        rule: the credit rule for each reward, without memory.
         weights: w_j by name of the reward; 1 for those left out.
         batch: divide the sum by its std over all entries of the mask, as in the paper, so that the
             scale does not grow with the number of rewards. The mean is 0 in every group already.
@@ -129,31 +126,32 @@ class GDPO(RuleAround):
     weights: Mapping[str, float] | None = None
     batch: bool = True
 
-    @checked
-    def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
-        """Advantages of a single reward."""
-        return self._sum({"reward": self.rule.assign(values, decisions)}, decisions)
+    @property
+    def needs(self) -> Needs:
+        """The components, of which `weights` names some, and what `rule` needs."""
+        inner = needs_of(self.rule)
+        return replace(inner, fields=("parts", *inner.fields), parts=tuple(self.weights or ()))
 
-    def credit(self, experience: Experience) -> Credit:
-        """Advantages from the value table of each component; of the weights that `rule` gives, the
-        smallest.
+    @checked
+    def assign(
+        self, values: ValueTable, decisions: Decisions, record: Experience | None = None
+    ) -> Credit:
+        """Advantages from the value table of each component, without a record those of one reward;
+        of the weights that `rule` gives, the smallest.
         """
-        parts = experience.parts or {"reward": experience.values}
+        parts = {"reward": values}
+        if record is not None and record.parts:
+            parts, record = record.parts, replace(record, parts={})
         unknown = ", ".join(sorted(set(self.weights or {}) - set(parts)))
         if unknown:
             raise CreditError(
                 f"GDPO.weights names unknown rewards {unknown}; allowed: {', '.join(parts)}"
             )
-        records = (replace(experience, values=table, parts={}) for table in parts.values())
-        credits = [credit_of(self.rule, record) for record in records]
-        advantages = dict(zip(parts, [credit.advantages for credit in credits], strict=True))
-        weights = [credit.weights for credit in credits if credit.weights is not None]
-        return Credit(self._sum(advantages, experience.decisions), torch.stack(weights).amin(0))
-
-    def _sum(self, advantages: Mapping[str, Tensor], decisions: Decisions) -> Tensor:
-        weights = self.weights or {}
-        weighted = [float(weights.get(name, 1.0)) * table for name, table in advantages.items()]
+        credits = [self.inner_credit(table, decisions, record) for table in parts.values()]
+        factors = [float((self.weights or {}).get(name, 1.0)) for name in parts]
+        weighted = [w * credit.advantages for w, credit in zip(factors, credits, strict=True)]
         total = torch.stack(weighted).sum(dim=0)
-        if not self.batch:
-            return total
-        return total / (total[decisions.mask].std(unbiased=False) + STD_EPSILON)
+        if self.batch:
+            total = total / (total[decisions.mask].std(unbiased=False) + STD_EPSILON)
+        weights = [credit.weights for credit in credits if credit.weights is not None]
+        return Credit(total, torch.stack(weights).amin(0))

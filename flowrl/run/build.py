@@ -22,6 +22,7 @@ from flowrl.core.protocols import (
     PolicyOptions,
     RewardModel,
     World,
+    needs_of,
 )
 from flowrl.core.types import Prompt
 from flowrl.flow import uniform_schedule
@@ -73,9 +74,9 @@ def make_world(config: RunConfig, distributed: Distributed = Distributed()) -> W
 
 
 def named_method(name: str, credit: str = "") -> Method:
-    """A method by name, as published, or with the credit rule of the spec `credit`, whose attribute
-    `shared_noise`, if there is one, replaces the method's. With `credit`, a further name is a label
-    of Flow-GRPO with this rule. Raises `ConfigError` for an unknown name.
+    """A method by name, as published, or with the credit rule of the spec `credit`, whose
+    `Needs.shared_noise` replaces the method's unless it is None. With `credit`, a further name is a
+    label of Flow-GRPO with this rule. Raises `ConfigError` for an unknown name.
     """
     known = f"{', '.join(METHODS)}; any name with --credit"
     require(name in METHODS or bool(credit), "method", name, known)
@@ -83,7 +84,8 @@ def named_method(name: str, credit: str = "") -> Method:
     if not credit:
         return method
     rule = build("credit", credit)
-    shared = getattr(rule, "shared_noise", method.shared_noise)
+    shared = needs_of(rule).shared_noise
+    shared = method.shared_noise if shared is None else shared
     return replace(method, name=name or credit, credit=rule, shared_noise=shared)
 
 

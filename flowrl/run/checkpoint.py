@@ -243,7 +243,7 @@ def trainer_state(trainer: Trainer) -> Checkpoint:
 
     Other processes than the main one get no tensors; with sharded weights all must call this.
     """
-    state = training_state(trainer.named, trainer.average, trainer.optimizer)
+    state = training_state(trainer.parameters, trainer.average, trainer.optimizer)
     copies = full_state(trainer.copies.tensors(), trainer.copies.counters)
     if not trainer.processes.is_main:
         return state
@@ -270,7 +270,9 @@ def restore_trainer(trainer: Trainer, checkpoint: Checkpoint) -> None:
     Raises `ConfigError` if it belongs to other weights.
     """
     processes = trainer.processes
-    restore_training_state(checkpoint, trainer.named, trainer.average, trainer.optimizer, processes)
+    restore_training_state(
+        checkpoint, trainer.parameters, trainer.average, trainer.optimizer, processes
+    )
     saved = checkpoint.tensors.items()
     small = {name: tensor for name, tensor in saved if not name.startswith(PER_PARAMETER)}
     tensors, values = processes.in_main(lambda: (small, checkpoint.values))

@@ -556,7 +556,7 @@ class Run:
             write_trajectory(folder, trainer, self._world, self.config.environment.task)
             if (exported := extras(trainer.policy, "save")) is not None:
                 exported.save(folder / self.config.policy.tuning)
-        average = full_tensors(dict(zip(trainer.names, trainer.average, strict=True)))
+        average = full_tensors(dict(zip(trainer.parameters, trainer.average, strict=True)))
         if average:
             save_weights(folder / "weights.safetensors", average)
 

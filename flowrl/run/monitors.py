@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.core.protocols import ExperienceCredit, GroupReward, Stateful
+from flowrl.core.protocols import GroupReward, Stateful, needs_of
 from flowrl.run.config import RunConfig
 from flowrl.run.results import decimals
 from flowrl.trainer import Trainer
@@ -72,7 +72,7 @@ def limits_of(trainer: Trainer, config: RunConfig) -> Limits:
     """The limits of this run."""
     rule = trainer.method.credit
     # with a memory by prompt, groups of equal rewards may have credit, too
-    remembers = isinstance(rule, ExperienceCredit) and isinstance(rule, Stateful)
+    remembers = isinstance(rule, Stateful) and "prompts" in needs_of(rule).fields
     return Limits(
         getattr(trainer.method.loss, "clip_range", None),
         config.rollout.groups,

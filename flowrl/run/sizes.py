@@ -130,7 +130,7 @@ def room(trainer: Trainer, config: RunConfig) -> float:
     groups = 0 if rollout.offload else trainer.processes.assign(rollout.groups).count
     trajectories = groups * rollout.group_size * (2 * rollout.num_steps + 1) * latent
     bytes_per_weight = 8 if config.optim.optimizer == "adamw" else 2
-    weights = 0 if trainer.optimizer.state else sum(p.numel() for p in trainer.parameters)
+    weights = 0 if trainer.optimizer.state else sum(p.numel() for p in trainer.parameters.values())
     usable = free + torch.cuda.memory_reserved(device) - HEADROOM * total
     return usable - trajectories - bytes_per_weight * weights
 

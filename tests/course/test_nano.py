@@ -38,7 +38,7 @@ def test_two_iterations_are_those_of_the_trainer(credit, monkeypatch, request):
     # the library computes in float32: in this test "float32" is float64
     monkeypatch.setattr(Tensor, "float", Tensor.double)
     monkeypatch.setattr(torch, "float32", torch.float64)
-    for parameter in (*trainer.parameters, *model.parameters):
+    for parameter in (*trainer.parameters.values(), *model.parameters):
         parameter.data = parameter.data.double()
     model.times = lambda steps: trainer.schedule.times.double()  # the grid has float32's rounding
     trainer.average = [average.double() for average in trainer.average]
@@ -47,7 +47,7 @@ def test_two_iterations_are_those_of_the_trainer(credit, monkeypatch, request):
     gradients, step = list[list[Tensor]](), trainer.optimizer.step
 
     def record(*arguments):
-        gradients.append([parameter.grad.clone() for parameter in trainer.parameters])
+        gradients.append([parameter.grad.clone() for parameter in trainer.parameters.values()])
         return step(*arguments)
 
     trainer.optimizer.step = record
@@ -59,7 +59,7 @@ def test_two_iterations_are_those_of_the_trainer(credit, monkeypatch, request):
         prompts = trainer.prompts.upcoming(args.groups)
         generator = torch.Generator().manual_seed(0)
         generator.set_state(trainer.generator.get_state())
-        for own, parameter in zip(model.parameters, trainer.parameters, strict=True):
+        for own, parameter in zip(model.parameters, trainer.parameters.values(), strict=True):
             own.data.copy_(parameter.data)
         result = nano.iteration(model, reward, prompts, optimizer, args, generator)
         gradients.clear()

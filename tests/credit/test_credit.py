@@ -15,9 +15,10 @@ from seeded import rand
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, CreditError
-from flowrl.core.experience import Credit, Decisions
+from flowrl.core.experience import Credit, Decisions, Needs
 from flowrl.credit import (
     GDPO,
+    BackedUp,
     MovingAverageGain,
     StepwiseGain,
     TurningPoint,
@@ -36,6 +37,7 @@ from flowrl.credit import (
     zscore,
 )
 from flowrl.probes import Completion, Tweedie
+from flowrl.run.parts.registry import check_part
 
 GOLDEN = ROOT / "tests" / "golden"
 COUNT = 4
@@ -60,7 +62,8 @@ def table(seed, prompts=3, members=5, columns=COUNT + 1):
 
 def credit(rule, values):
     """Advantages with decisions that are all drawn, trained and valid."""
-    return rule.assign(values, Decisions.like(values))
+    given = rule.assign(values, Decisions.like(values))
+    return given.advantages if isinstance(given, Credit) else given
 
 
 def random_mask(*shape, seed=1):
@@ -206,7 +209,9 @@ def test_weights_multiply_the_advantages():
     assert ratio[0, 0].tolist() == pytest.approx([2.0, 1.5, 1.0, 0.5])
     decisions = Decisions.like(values, stds=(0.8, 0.2, 0.4, 0.6))
     decisions = replace(decisions, trained=torch.tensor([False, True, True, False]))
-    ratio = Weighted().assign(values, decisions) / uniform  # mean 1 over the trained decisions
+    ratio = (
+        Weighted().assign(values, decisions).advantages / uniform
+    )  # mean 1 over the trained decisions
     assert ratio[0, 0].tolist() == pytest.approx([8 / 3, 2 / 3, 4 / 3, 2.0])
     for weights in ((), (1.0, math.nan), "loud"):
         with pytest.raises(ConfigError, match=r"Weighted\.weights = .* is not allowed"):
@@ -240,9 +245,9 @@ def test_gdpo_by_hand():
 class Halved(Uniform):
     """Its weights are 1/2 where the reward is above 1, and 1 elsewhere."""
 
-    def credit(self, experience):
-        advantages = self.assign(experience.values, experience.decisions)
-        above = (experience.values[..., -1:] > 1).expand_as(advantages)
+    def assign(self, values, decisions):
+        advantages = super().assign(values, decisions)
+        above = (values[..., -1:] > 1).expand_as(advantages)
         return Credit(advantages, torch.where(above, 0.5, 1.0))
 
 
@@ -251,16 +256,18 @@ def test_gdpo_takes_weights_probe_and_noise_from_its_rule():
     first, second = values.clone(), values.clone()
     first[0, 0, -1] = second[0, 2, -1] = 2.0
     record = replace(example(values, Completion()), parts={"first": first, "second": second})
-    assigned = GDPO(Halved()).credit(record)
+    assigned = credit_of(GDPO(Halved()), record)
     assert assigned.weights[0, :, 0].tolist() == [0.5, 1.0, 0.5]
     rule = GDPO(StepwiseGain(probe=Tweedie()))
-    assert rule.probe == Tweedie() and rule.shared_noise and not GDPO().shared_noise
+    assert rule.probe == Tweedie() and rule.needs.shared_noise
+    assert GDPO().needs == Needs(fields=("parts",))
+    assert GDPO(BackedUp(), {"a": 2.0}).needs == Needs(("parts", "log_probs"), parts=("a",))
 
 
 def test_the_sum_of_several_rewards_is_divided_by_its_std_over_the_mask():
     values, mask = table(4), random_mask(3, 5, COUNT)
     decisions = replace(Decisions.like(values), mask=mask)
-    got = GDPO(StepwiseGain(pool="batch")).assign(values, decisions)
+    got = GDPO(StepwiseGain(pool="batch")).assign(values, decisions).advantages
     assert got[mask].std(correction=0) == pytest.approx(1, abs=1e-3)
 
 
@@ -361,18 +368,13 @@ def test_columns_that_a_rule_reads():
 
 @dataclass(frozen=True)
 class MyRule:
-    """Returns what it is given, in a record's form if this is a `Credit`."""
+    """Returns what it is given."""
 
     result: Any
     probe: Completion = Completion()
 
     def assign(self, values, decisions):
         return self.result(values, decisions) if callable(self.result) else self.result
-
-
-class MyRecordRule(MyRule):
-    def credit(self, experience):
-        return Credit(*self.result) if isinstance(self.result, tuple) else self.result
 
 
 ZEROS = torch.zeros(3, 5, COUNT)
@@ -389,10 +391,10 @@ ZEROS = torch.zeros(3, 5, COUNT)
         (MyRule(ZEROS.long()), r"torch\.int64"),
         (MyRule(ZEROS.to_sparse()), "a tensor that is sparse"),
         (MyRule(ZEROS.index_fill(2, torch.tensor([1]), torch.nan)), r"not finite, .* \[0, 0, 1\]"),
-        (MyRecordRule(ZEROS), r"MyRecordRule\.credit returned torch.*, not a Credit"),
-        (MyRecordRule((ZEROS, ZEROS + 1.5)), r"weights from 1.5 to 1.5, not within \[0, 1\]"),
-        (MyRecordRule((ZEROS, ZEROS - 0.5)), r"weights from -0\.5"),
-        (MyRecordRule((ZEROS, ZEROS)), "not all 0"),
+        (MyRule((ZEROS, ZEROS)), r"MyRule\.assign returned a tuple, not floating point"),
+        (MyRule(Credit(ZEROS, ZEROS + 1.5)), r"weights from 1.5 to 1.5, not within \[0, 1\]"),
+        (MyRule(Credit(ZEROS, ZEROS - 0.5)), r"weights from -0\.5"),
+        (MyRule(Credit(ZEROS, ZEROS)), "not all 0"),
     ],
 )
 def test_a_broken_rule_is_named_with_its_fault(rule, message):
@@ -400,21 +402,56 @@ def test_a_broken_rule_is_named_with_its_fault(rule, message):
         credit_of(rule, example(table(0), Completion()))
 
 
-def test_other_parameters_and_columns_of_a_rule_are_refused():
-    class Older(MyRule):
-        def assign(self, rewards, schedule=None):
-            return reward_to_go(rewards)
+class AsksForNothing(MyRule):
+    def assign(self, values, decisions, record):
+        return record.log_probs
 
-        def reads(self, trained):
-            return trained
 
-    rule = Older(None)
-    with pytest.raises(ConfigError, match=r"Older\.assign = .*rewards.*\(self, values, decisions"):
-        credit_of(rule, example(table(0), Completion()))
+class AsksForAll(AsksForNothing):
+    needs = Needs(fields=("log_probs",), columns=lambda trained: trained)
+
+
+class TwoArguments(MyRule):
+    needs = Needs(fields=("log_probs",))
+
+
+class NeedsNoise(MyRule):
+    needs = "noise"
+
+
+def test_what_a_rule_needs_is_checked():
     with pytest.raises(ConfigError, match=r"zscore axes = \(\) .* one or more of prompt"):
         zscore(table(0), ())
-    with pytest.raises(CreditError, match=r"Older\.reads returned torch\.bool \(4,\), not"):
-        read_columns(rule, torch.ones(4).bool())
+    with pytest.raises(ConfigError, match=r"Needs\.fields = \('log_prob',\) .* log_probs"):
+        Needs(fields=("log_prob",))
+    with pytest.raises(ConfigError, match=r"NeedsNoise\.needs = 'noise' .* a flowrl.*Needs"):
+        check_part("credit", NeedsNoise(None))
+    with pytest.raises(ConfigError, match=r"assign must be a method \(values, .* 'record'"):
+        check_part("credit", AsksForNothing(None))
+    check_part("credit", AsksForAll(None))
+    with pytest.raises(ConfigError, match=r"\(values, decisions, record\): too many"):
+        check_part("credit", TwoArguments(None))
+    with pytest.raises(
+        CreditError, match=r"AsksForAll\.needs\.columns returned torch\.bool \(4,\)"
+    ):
+        read_columns(AsksForAll(None), torch.ones(4).bool())
+
+
+def test_a_rule_gets_the_larger_fields_that_it_names():
+    record = example(table(0), Completion())
+    seen = []
+
+    class Looks(MyRule):
+        needs = Needs(fields=("prompts", "condition"))
+
+        def assign(self, values, decisions, record):
+            seen.append(record)
+            return torch.zeros_like(values[..., 1:])
+
+    credit_of(Looks(None), record)
+    (got,) = seen
+    assert got.condition is record.condition and got.prompts == record.prompts
+    assert got.log_probs is None and got.trajectories is None
 
 
 @pytest.mark.parametrize("outside", [torch.nan, 1.0])
@@ -423,7 +460,7 @@ def test_credit_outside_the_mask_is_0_whatever_the_rule_returns(outside):
     result = torch.full((3, 5, COUNT), 2.0).masked_fill(~mask, outside).requires_grad_()
     decisions = replace(Decisions.like(table(0)), mask=mask)
     record = example(table(0), Completion(), decisions)
-    rules = [MyRule(result), MyRecordRule((result, result / 4))]
+    rules = [MyRule(result), MyRule(Credit(result, result / 4))]
     for rule, weight in zip(rules, (1.0, 0.5), strict=True):
         got = credit_of(rule, record)
         for found, inside in ((got.advantages, 2.0), (got.weights, weight)):

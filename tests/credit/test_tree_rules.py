@@ -161,11 +161,11 @@ def test_errors_name_what_is_missing(rule):
 def test_log_probabilities_are_named_when_they_are_missing():
     shown = drawn(Branch((2, 2)), 2, 4, 5)
     for rule in (DepthRelative(backup="softmax"), GDPO(BackedUp())):
-        assert rule.reads_fields == ("log_probs",)
+        assert "log_probs" in rule.needs.fields
         with pytest.raises(CreditError, match="needs log-probabilities: "):
-            rule.credit(replace(shown, log_probs=None))
+            credit(rule, replace(shown, log_probs=None))
     assert credit(BackedUp("mean"), replace(shown, log_probs=None)).isfinite().all()
-    assert BackedUp("mean").reads_fields == ()
+    assert BackedUp("mean").needs.fields == ()
 
 
 # The named methods at the default size

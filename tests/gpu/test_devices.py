@@ -58,8 +58,10 @@ def iterated(trainer):
 def state_of(trainer):
     """Weights, gradients, averages and moments."""
     moments = [state["exp_avg"] for state in trainer.optimizer.state.values()]
-    gradients = [parameter.grad for parameter in trainer.parameters if parameter.grad is not None]
-    return *trainer.parameters, *gradients, *trainer.average, *moments
+    gradients = [
+        parameter.grad for parameter in trainer.parameters.values() if parameter.grad is not None
+    ]
+    return *trainer.parameters.values(), *gradients, *trainer.average, *moments
 
 
 @pytest.mark.parametrize("method", ["tp-grpo", "stepwise-flow-grpo"])
@@ -85,9 +87,9 @@ def test_offloaded_trajectories_wait_in_main_memory_and_train_the_same(name, dev
     changes = []
     for offload, place in ((False, device), (True, "cpu")):
         trainer = any_trainer(name, device, offload=offload, chunk=1)
-        before = flat(trainer.parameters)
+        before = flat(trainer.parameters.values())
         path = iterated(trainer)[1].rollout.trajectories
-        changes.append(flat(trainer.parameters) - before)
+        changes.append(flat(trainer.parameters.values()) - before)
         assert kinds(path.states, path.outputs) == {place}
     assert_same(*changes, device)
 

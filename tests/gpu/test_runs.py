@@ -79,5 +79,5 @@ def test_a_checkpoint_restores_weights_moments_and_generators(name, device):
     assert {tensor.device.type for tensor in state.tensors.values()} == {"cpu"}
     restore_trainer(again, state)
     assert torch.equal(trainer.generator.get_state(), again.generator.get_state())
-    assert torch.equal(flat(again.parameters), flat(trainer.parameters))
+    assert torch.equal(flat(again.parameters.values()), flat(trainer.parameters.values()))
     assert again.iteration()["grad_norm"] > 0

@@ -121,8 +121,11 @@ def test_train_save_reload_resume(family, dtype, method, tmp_path):
     trainer.iteration()
     restore_trainer(again, state)
     again.iteration()
-    for kind in ("parameters", "average"):
-        assert all(map(torch.equal, getattr(trainer, kind), getattr(again, kind)))
+    for mine, other in (
+        (trainer.parameters.values(), again.parameters.values()),
+        (trainer.average, again.average),
+    ):
+        assert all(map(torch.equal, mine, other))
     trainer.policy.save(tmp_path / "lora")
     assert [path.suffix for path in (tmp_path / "lora").iterdir()] == [".safetensors"]
     loaded = case.policy(**changes, adapter=str(tmp_path / "lora")).trainable()

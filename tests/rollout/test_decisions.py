@@ -7,7 +7,7 @@ import torch
 from rollouts import PROMPTS, SQUARES, Straight, rolled
 from torch.testing import assert_close
 
-from flowrl.core.experience import Credit, Decisions, Experience
+from flowrl.core.experience import Credit, Decisions, Experience, Needs
 from flowrl.core.tree import plain_tree
 from flowrl.core.types import Gaussian, Schedule
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, credit_of
@@ -51,11 +51,10 @@ def walk(times, probe, columns=None):
 class ReadsLogProbs:
     """Credit by record: the reward-to-go, weighted by the transition's log-probability."""
 
-    probe, reads_fields = Completion(), ("log_probs",)
+    probe, needs = Completion(), Needs(fields=("log_probs",))
 
-    def credit(self, experience):
-        values = experience.values
-        return Credit(values[..., -1:] - values[..., :-1], experience.log_probs.sigmoid())
+    def assign(self, values, decisions, record):
+        return Credit(values[..., -1:] - values[..., :-1], record.log_probs.sigmoid())
 
 
 FINER = [1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.55, 0.45, 0.3, 0.2, 0.1, 0.05, 0.0]

@@ -151,8 +151,8 @@ def test_all_steps_of_a_comb_weigh_the_same_if_steps_count():
 class Factors(Uniform):
     """Uniform credit with random factors of the transitions, some of them 0."""
 
-    def credit(self, experience):
-        shape = experience.decisions.mask.shape
+    def assign(self, values, decisions):
+        shape = decisions.mask.shape
         factors = rand(*shape, seed=7)
         return Credit(randn(*shape, seed=8), torch.where(factors > 0.2, factors, 0.0))
 

@@ -219,14 +219,14 @@ def sharded(distributed):
         states = trainer.optimizer.state.values()
         moments = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq")]
         assert moments
-        assert all(map(is_sharded, [*trainer.parameters, *trainer.average, *moments]))
+        assert all(map(is_sharded, [*trainer.parameters.values(), *trainer.average, *moments]))
         restore_trainer(again, trainer_state(trainer))
         rows = [plain(some.iteration()) for some in (trainer, again)]
         differences[f"{make.__name__} resumed"] = largest_difference(*rows)
         with trainer.averaged(), tempfile.TemporaryDirectory() as folder:
             saved = Path(folder) / "saved"
             trainer.policy.save(saved)
-            average = full_tensors(dict(zip(trainer.names, trainer.average, strict=True)))
+            average = full_tensors(dict(zip(trainer.parameters, trainer.average, strict=True)))
             if not distributed.is_main:
                 continue
             if reshard:
@@ -254,14 +254,14 @@ def narrow(distributed):
     scaled, steps = full_trainer(SHARDED.replace(dtype="float16"), distributed), []
     scaled.scaler.load_state_dict({**scaled.scaler.state_dict(), "scale": 64.0})
     for bad in (True, False):
-        for parameter in scaled.parameters:
+        for parameter in scaled.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
-        largest = max(scaled.parameters, key=lambda parameter: parameter.numel())
+        largest = max(scaled.parameters.values(), key=lambda parameter: parameter.numel())
         if bad and distributed.rank == 1:  # in the shard of one process only
             largest.grad.to_local().fill_(float("inf"))
         scaled.scaler.clip(scaled.optimizer, 1.0)
         steps.append(scaled.scaler.take(scaled.optimizer))
-    shards = {str(t.dtype) for p in trainer.parameters for t in (p, p.grad)}
+    shards = {str(t.dtype) for p in trainer.parameters.values() for t in (p, p.grad)}
     return *gathered, *shards, *steps, scaled.scaler.get_scale(), scaled.scaler.skipped
 
 

@@ -40,10 +40,10 @@ SOLVERS = {
 def trainer_for(loss, **changes):
     """A trainer whose network differs from the base model."""
     trainer = trainer_of(CONFIG.replace(loss=loss, **changes))
-    for parameter in trainer.parameters:
+    for parameter in trainer.parameters.values():
         torch.nn.init.normal_(parameter, std=0.1, generator=seeded())
     for copy in trainer.copies.by_name.values():
-        copy.values = [parameter.detach().clone() for parameter in trainer.parameters]
+        copy.values = [parameter.detach().clone() for parameter in trainer.parameters.values()]
     return trainer
 
 

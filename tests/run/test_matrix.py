@@ -67,7 +67,9 @@ def test_later_updates_do_not_change_a_state():
     trainer.iteration()
     moments = [value for values in trainer.optimizer.state.values() for value in values.values()]
     copies = trainer.copies.by_name["old"].values
-    used = {t.data_ptr() for t in (*trainer.parameters, *trainer.average, *copies, *moments)}
+    used = {
+        t.data_ptr() for t in (*trainer.parameters.values(), *trainer.average, *copies, *moments)
+    }
     assert used.isdisjoint(tensor.data_ptr() for tensor in trainer_state(trainer).tensors.values())
 
 

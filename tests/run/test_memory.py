@@ -90,7 +90,7 @@ def test_the_room_leaves_a_tenth_of_the_gpu_and_what_training_holds_later(traine
     assert room(trainer, FIXED) == math.inf
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 10**9, 80 * 10**9))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15 * 10**9)
-    weights = sum(parameter.numel() for parameter in trainer.parameters)
+    weights = sum(parameter.numel() for parameter in trainer.parameters.values())
     policy = SimpleNamespace(device=torch.device("cuda"), latent_shape=(10**6,))
     shown = SimpleNamespace(**{**vars(trainer), "policy": policy})
     nodes = 2 * 3 * (2 * 4 + 1)  # groups x members x (nodes and velocities)
@@ -102,7 +102,7 @@ def test_the_room_leaves_a_tenth_of_the_gpu_and_what_training_holds_later(traine
 def test_measuring_changes_nothing_and_running_out_of_memory_is_one_error(trainer, monkeypatch):
     fresh = make_trainer(FIXED)
     grow(trainer, FIXED, "update", 4)
-    assert all(parameter.grad is None for parameter in trainer.parameters)
+    assert all(parameter.grad is None for parameter in trainer.parameters.values())
     assert trainer.iteration()["grad_norm"] == fresh.iteration()["grad_norm"]
     simulate(monkeypatch, 0.0, limit=2)
     words = r"GPU memory ran out: .*micro_batch .*gradient_checkpointing"

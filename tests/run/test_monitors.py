@@ -142,7 +142,7 @@ def test_half_precision_under_a_tiny_clip(dtype, fires):
     run = trainer_of(preset("tiny").apply(dtype=dtype, clip_range=1e-5))
     made = [run.iteration(), run.iteration()]
     assert made[0]["ratio_noise"] < 1e-6 < made[1]["grad_norm"]
-    assert {parameter.dtype for parameter in run.parameters} == {torch.float32}
+    assert {parameter.dtype for parameter in run.parameters.values()} == {torch.float32}
     assert (made[1]["ratio_noise"] > 1e-5) == fires
     kinds = [notice.kind for notice in notices(made, limits_of(run, TINY))]
     assert kinds == ["ratio-noise"] * fires

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, CreditError
 from flowrl.core.types import Prompt
-from flowrl.credit import GDPO, SiblingRelative, Uniform, Weighted
+from flowrl.credit import GDPO, SiblingRelative, Uniform, Weighted, credit_of
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses import GSPO
 from flowrl.policies.mixture import MixturePolicy
@@ -80,7 +80,7 @@ def test_components_are_logged_and_credited_separately():
     assert set(record.parts) == set(parts) == {"small", "large"}
     small = replace(record, parts={"small": record.parts["small"]})
     expected = Uniform().assign(record.parts["small"], record.decisions)
-    assert_close(GDPO(batch=False).credit(small).advantages, expected)
+    assert_close(credit_of(GDPO(batch=False), small).advantages, expected)
     assert trainer_of(TINY, reward=reward).iteration()["parts"].keys() == parts.keys()
 
 

@@ -14,7 +14,7 @@ from small_run import model_files
 
 from flowrl.bench.probes import SomeMembers
 from flowrl.core.errors import RewardError
-from flowrl.core.experience import Credit
+from flowrl.core.experience import Credit, Needs
 from flowrl.core.types import Prompt
 from flowrl.credit import Weighted, group_zscore, zscore
 from flowrl.losses import ClippedLoss, DiffusionNFT, Distillation, RewardAscent
@@ -64,8 +64,10 @@ class Expanded:
 class OfRecords:
     probe: Probe = Completion()
 
-    def credit(self, shown):
-        return Credit(dense(shown.values, shown.decisions))
+    needs = Needs(fields=("log_probs",))
+
+    def assign(self, values, decisions, record):
+        return Credit(dense(values, decisions) + 0 * record.log_probs)
 
 
 class Average(LatentReward):

@@ -32,7 +32,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, credit_of, gains, reward_to_go, zscore
-from flowrl.core.experience import Credit
+from flowrl.core.experience import Credit, Needs
 from flowrl.probes import Completion, NoProbe, Probe, Tweedie
 from flowrl.run.parts.registry import build
 from flowrl.testing import check_credit
@@ -106,7 +106,7 @@ opening()
 #
 # The mask is true for the entries that count. It is false for transitions that were not drawn for this member or are not trained, and for samples without a valid reward. The trainer sets the advantages of these entries to 0. However, a rule must also leave them out of every mean, standard deviation and count, as `zscore(..., mask=decisions.mask)` does.
 #
-# If a rule has the attribute `shared_noise = True`, the members of a group start from the same noise. A rule needs no base class and no registration. Our first draft computes gains of the one-step estimate, normalised over members and decisions as in Stepwise-Flow-GRPO.
+# What a rule needs besides the table is declared in an attribute `needs`: with `needs = Needs(shared_noise=True)` the members of a group start from the same noise. A rule needs no base class and no registration. Our first draft computes gains of the one-step estimate, normalised over members and decisions as in Stepwise-Flow-GRPO.
 
 
 # %%
@@ -114,7 +114,7 @@ class Draft:
     """The credit of a decision is its change of the one-step estimate's reward."""
 
     probe = NoProbe()
-    shared_noise = True
+    needs = Needs(shared_noise=True)
 
     def assign(self, values, decisions):
         values -= values[..., :1]
@@ -143,7 +143,7 @@ class EstimateGain:
     """The credit of a decision is its change of the one-step estimate's reward."""
 
     probe = NoProbe()
-    shared_noise = True
+    needs = Needs(shared_noise=True)
 
     def assign(self, values, decisions):
         values -= values[..., :1]
@@ -161,7 +161,7 @@ class EstimateGain:
     """The credit of a decision is its change of the one-step estimate's reward."""
 
     probe: Probe = Tweedie()
-    shared_noise: bool = True
+    needs = Needs(shared_noise=True)
 
     def assign(self, values, decisions):
         return zscore(gains(values), over=("member", "decision"), mask=decisions.mask)
@@ -205,7 +205,7 @@ class EstimateToGo:
     """The credit of a decision is the final reward minus the estimate before it."""
 
     probe: Probe = Tweedie()
-    shared_noise: bool = True
+    needs = Needs(shared_noise=True)
 
     def assign(self, values, decisions):
         return ...
@@ -221,7 +221,7 @@ class EstimateToGo:
     """The credit of a decision is the final reward minus the estimate before it."""
 
     probe: Probe = Tweedie()
-    shared_noise: bool = True
+    needs = Needs(shared_noise=True)
 
     def assign(self, values, decisions):
         return zscore(reward_to_go(values), ("member",), ("member", "decision"), mask=decisions.mask)
@@ -287,7 +287,7 @@ for name, rule in (("EstimateGain", EstimateGain()), ("EstimateToGo", EstimateTo
 #
 # ## The rule in the trainer
 #
-# `start` and `learn` (in `flowrl_course.runs`) pass a rule to the trainer of the lesson on Flow-GRPO. The trainer reads `probe` and `shared_noise`, fills the columns of the table, and calls `assign` once per iteration.
+# `start` and `learn` (in `flowrl_course.runs`) pass a rule to the trainer of the lesson on Flow-GRPO. The trainer reads `probe` and `needs`, fills the columns of the table, and calls `assign` once per iteration.
 
 # %%
 for name, rule in (("EstimateGain", EstimateGain), ("EstimateToGo", EstimateToGo)):
@@ -311,6 +311,7 @@ for name, rule in (("EstimateGain", EstimateGain), ("EstimateToGo", EstimateToGo
 RULE = '''
 from dataclasses import dataclass
 
+from flowrl.core.experience import Needs
 from flowrl.credit import reward_to_go, zscore
 from flowrl.probes import Probe, Tweedie
 
@@ -321,7 +322,7 @@ class EstimateToGo:
 
     clamp: float = 5.0
     probe: Probe = Tweedie()
-    shared_noise: bool = True
+    needs = Needs(shared_noise=True)
 
     def assign(self, values, decisions):
         return zscore(reward_to_go(values), ("member",), ("member", "decision"), self.clamp, decisions.mask)
@@ -439,7 +440,7 @@ class OneScale:
 
     decay: float = 0.9
     probe: Probe = Tweedie()
-    shared_noise: bool = True
+    needs = Needs(shared_noise=True)
     squares: torch.Tensor | None = field(default=None, repr=False)
 
     def assign(self, values, decisions):
@@ -462,7 +463,7 @@ class OneScale:
 
     decay: float = 0.9
     probe: Probe = Tweedie()
-    shared_noise: bool = True
+    needs = Needs(shared_noise=True)
     squares: torch.Tensor | None = field(default=None, repr=False)
 
     def assign(self, values, decisions):
@@ -500,8 +501,8 @@ for name, rule in (("one scale", OneScale()), ("a std per group", EstimateToGo()
 #
 # ## Rules that read more than values
 #
-# A rule may need more than the table: the states, the log-probabilities, the parts of a composite reward, or the prompts. Such a rule has `credit(experience)` instead of `assign`. The record `experience` has `values` and `decisions` as above, and `prompts`, `parts`, `trajectories`, `log_probs` and `condition`;
-# `reads_fields` lists which of the last three the rule needs, so that no others are gathered. The result is a `Credit`: advantages $A$, and optionally *weights* $w$ in $[0, 1]$, both `[prompt, member, decision]`. An advantage is the credit of a decision. A weight is the share of the decision in the loss, which is a weighted mean, so only ratios of weights matter.
+# A rule may need more than the table: the states, the log-probabilities, the parts of a composite reward, or the prompts. Such a rule names the fields in `needs`, and `assign` has a third argument, the record of the iteration, with the fields `prompts`, `valid`, `parts`, `trajectories`, `log_probs` and `condition`.
+# Of the last three, only those that the rule names are gathered. A rule may also return a `Credit`: advantages $A$, and *weights* $w$ in $[0, 1]$, both `[prompt, member, decision]`. An advantage is the credit of a decision. A weight is the share of the decision in the loss, which is a weighted mean, so only ratios of weights matter.
 #
 # For example, the following rule has the credit of `EstimateToGo`, and gives a smaller weight to decisions with unusually large noise: $\log \pi$ of the drawn transition is lower if the draw is far from the transition's mean.
 
@@ -512,16 +513,15 @@ class LikelyDraws:
     """The credit of EstimateToGo; decisions with unlikely draws have less weight."""
 
     probe: Probe = Tweedie()
-    shared_noise: bool = True
-    reads_fields: tuple = ("log_probs",)
+    needs = Needs(fields=("log_probs",), shared_noise=True)
 
-    def credit(self, experience):
-        mask = experience.decisions.mask
-        logs = experience.log_probs.masked_fill(~mask, -torch.inf)  # [prompt, member, decision]; nan where nothing was drawn
+    def assign(self, values, decisions, record):
+        mask = decisions.mask
+        logs = record.log_probs.masked_fill(~mask, -torch.inf)  # [prompt, member, decision]; nan where nothing was drawn
         weights = (
             (logs - logs.amax(dim=(0, 1), keepdim=True)).exp().masked_fill(~mask, 0.0)
         )  # 1 for the likeliest of each decision
-        return Credit(EstimateToGo().assign(experience.values, experience.decisions), weights)
+        return Credit(EstimateToGo().assign(values, decisions), weights)
 
 
 credit = credit_of(LikelyDraws(), batches["one-step estimate"].experience)
@@ -530,7 +530,7 @@ print("mean weight by decision:", " ".join(f"{weight:.2f}" for weight in credit.
 print(f"{sum(finding.ok for finding in check_credit(LikelyDraws()))} of {len(check_credit(LikelyDraws()))} promises kept")
 
 # %% [markdown]
-# The trainer calls `credit_of`, which accepts both forms, checks the result, and sets everything outside the mask to 0. (We have not measured the effect of this rule on training. A loss with unequal weights has another optimum than one with equal weights.)
+# The trainer calls `credit_of`, which calls `assign` with what the rule needs, checks the result, and sets everything outside the mask to 0. (We have not measured the effect of this rule on training. A loss with unequal weights has another optimum than one with equal weights.)
 #
 # ## Quiz
 #
@@ -563,9 +563,9 @@ lesson.check_quiz(quiz)
 # | step | what | where |
 # |---|---|---|
 # | idea | $A^*_k = V^*_{k+1} - V^*_k$ of decision $k$; how is $V^*$ estimated, and at what cost? | `probes.Tweedie`, `Substeps`, `Completion`, `NoProbe` |
-# | class | `probe`, `assign(values, decisions)`; `shared_noise`; `state_dict` for a memory | `protocols.CreditAssigner`, `Stateful` |
+# | class | `probe`, `assign(values, decisions)`; `needs`; `state_dict` for a memory | `protocols.CreditAssigner`, `experience.Needs`, `protocols.Stateful` |
 # | mask | entries outside `decisions.mask` are left out of all statistics | `zscore(..., mask=decisions.mask)` |
-# | more than values | `credit(experience)` returns advantages and weights | `protocols.ExperienceCredit`, `experience.Experience`, `Credit` |
+# | more than values | `assign(values, decisions, record)` may return advantages and weights | `experience.Needs`, `Experience`, `Credit` |
 # | contract | does the rule keep the promises on which the trainer relies? | `flowrl.testing.check_credit`, `credit_contract` |
 # | file | a class in a file, with options in brackets | `flowrl compare --credit "my_rules.py:MyRule(clamp=2.0)"` |
 #

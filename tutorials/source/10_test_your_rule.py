@@ -36,7 +36,7 @@ from flowrl.run.statistics import mean
 from flowrl.bench.statistics import detectable, holm
 from flowrl.bench.true_advantage import Look, compare_credit, true_advantages
 from flowrl.flow import sample as draw_from
-from flowrl.core.experience import Credit
+from flowrl.core.experience import Credit, Needs
 from flowrl.probes import Completion, Probe, Tweedie
 from flowrl_course import lesson_10 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, animation, clean, panels, plane, target
@@ -51,7 +51,7 @@ class EstimateGain:
     """The credit of a decision is its change of the one-step estimate's reward (the lesson Your own credit rule, exercise 1)."""
 
     probe: Probe = Tweedie()
-    shared_noise: bool = True
+    needs = Needs(shared_noise=True)
 
     def assign(self, values, decisions):
         return zscore(gains(values), over=("member", "decision"), mask=decisions.mask)
@@ -62,7 +62,7 @@ class EstimateToGo:
     """The credit of a decision is the final reward minus the estimate before it (the lesson Your own credit rule, exercise 2)."""
 
     probe: Probe = Tweedie()
-    shared_noise: bool = True
+    needs = Needs(shared_noise=True)
 
     def assign(self, values, decisions):
         return zscore(reward_to_go(values), ("member",), ("member", "decision"), mask=decisions.mask)
@@ -279,13 +279,13 @@ for name, (rule, shared, _) in RULES.items():
 class LikelyDraws(EstimateToGo):
     """The credit of EstimateToGo; decisions with unlikely draws have less weight (the lesson Your own credit rule)."""
 
-    reads_fields: tuple = ("log_probs",)
+    needs = Needs(fields=("log_probs",), shared_noise=True)
 
-    def credit(self, experience):
-        mask = experience.decisions.mask
-        logs = experience.log_probs.masked_fill(~mask, -torch.inf)  # [prompt, member, decision]
+    def assign(self, values, decisions, record):
+        mask = decisions.mask
+        logs = record.log_probs.masked_fill(~mask, -torch.inf)  # [prompt, member, decision]
         weights = (logs - logs.amax(dim=(0, 1), keepdim=True)).exp().masked_fill(~mask, 0.0)
-        return Credit(self.assign(experience.values, experience.decisions), weights)
+        return Credit(super().assign(values, decisions), weights)
 
 
 for name, rule in (("equal weights", EstimateToGo()), ("likely draws", LikelyDraws())):
@@ -759,7 +759,7 @@ class CalibratedGain:
     """Gains of estimates, each estimate scaled by its regression coefficient for the final reward."""
 
     probe: Probe = Tweedie()
-    shared_noise: bool = True
+    needs = Needs(shared_noise=True)
 
     def assign(self, values, decisions):
         return ...
@@ -775,7 +775,7 @@ class CalibratedGain:
     """Gains of estimates, each estimate scaled by its regression coefficient for the final reward."""
 
     probe: Probe = Tweedie()
-    shared_noise: bool = True
+    needs = Needs(shared_noise=True)
 
     def assign(self, values, decisions):
         known = values.masked_fill(~decisions.mask.any(dim=-1, keepdim=True), torch.nan)

@@ -56,8 +56,8 @@ KINDS: dict[str, Kind] = {
             "turning-point-variant": "flowrl.bench.rules:TurningPointVariant",
             "even-gain": "flowrl.bench.rules:EvenGain",
         },
-        ("flowrl.core.protocols:CreditAssigner", "flowrl.core.protocols:ExperienceCredit"),
-        "an attribute `probe` and a method `assign(values, decisions)` or `credit(experience)`",
+        ("flowrl.core.protocols:CreditAssigner",),
+        "an attribute `probe` and a method `assign(values, decisions)`",
     ),
     "probe": Kind(
         "probe",

@@ -166,6 +166,8 @@ def check_part(kind: str, part: Any, name: str = "") -> None:
     for member in _members(fits[0], (types.FunctionType,)):
         if member != "__call__":  # of any callable
             arguments = [*inspect.signature(getattr(fits[0], member)).parameters][1:]
+            if kind == "credit":
+                arguments += _record(part)
             _check_method(f"{name}.{member}", getattr(part, member), arguments)
     for member, arguments in OPTIONAL.items():
         if hasattr(part, member):
@@ -183,6 +185,13 @@ def check_part(kind: str, part: Any, name: str = "") -> None:
     is_probe = isinstance(part.probe, KINDS["probe"].protocol_types())
     need = "an instance of a class derived from flowrl.probes.Probe, such as NoProbe()"
     require(is_probe, f"{name}.probe", part.probe, need)
+
+
+def _record(rule: Any) -> list[str]:
+    """The third argument of `assign` for a rule that needs fields of the record."""
+    from flowrl.core.protocols import needs_of  # here, since lists of parts do without torch
+
+    return ["record"] if needs_of(rule).fields else []
 
 
 OPTIONAL: dict[str, list[str]] = {"state_dict": [], "load_state_dict": ["state"], "metrics": []}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowrl.bench.gradients import Setting
 from flowrl.core.experience import Decisions, Experience
-from flowrl.core.protocols import CreditRule, FlowPolicy, RewardModel, Sampler
+from flowrl.core.protocols import CreditAssigner, FlowPolicy, RewardModel, Sampler
 from flowrl.core.types import Condition, Prompt
 from flowrl.credit import credit_of
 from flowrl.losses import PolicyGradientLoss
@@ -74,7 +74,7 @@ def sample_groups(
     return Batch(policy, sampler, policy.encode(prompts), sampled, record, usage)
 
 
-def credit_gradients(batch: Batch, rules: Sequence[CreditRule]) -> list[Tensor]:
+def credit_gradients(batch: Batch, rules: Sequence[CreditAssigner]) -> list[Tensor]:
     """The policy gradient [weight] of each rule on `batch`: the mean over all (trajectory,
     decision) pairs.
     """

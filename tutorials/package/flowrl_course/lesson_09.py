@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.protocols import Stateful
 from flowrl.credit import gains, reward_to_go
 from flowrl.probes import NoProbe
 from flowrl_course import rule_checks as rules
@@ -218,8 +219,7 @@ def _without_root(tables: list[Tensor]) -> Tensor:
 def check_remembers(rule: Any) -> None:
     """`rule` scales R - V_k by a running root mean square, and its memory survives a checkpoint."""
     first = rules.make_rule(rule)
-    stateful = hasattr(first, "state_dict") and hasattr(first, "load_state_dict")
-    expect(stateful, "a rule with memory has state_dict and load_state_dict")
+    expect(isinstance(first, Stateful), "a rule with memory has state_dict and load_state_dict")
     expect(
         len(first.state_dict()) == 0,
         "before the first table the memory is empty: state_dict() must be {}",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.bench.statistics import detectable
+from flowrl.core.protocols import needs_of
 from flowrl_course import rule_checks as rules
 from flowrl_course.checking import answered, check, choice, close, expect, number, quiz, tensor
 from flowrl_course.rule_checks import centred, centred_by_step
@@ -411,8 +412,8 @@ def check_calibrated(rule: Any) -> None:
     }
     rules.check_contract(made, hints, rounding=True)
     rules.check_one_step_probe(made)
-    shared = getattr(made, "shared_noise", False)
-    expect(shared, "the members start from different noise: keep shared_noise = True")
+    shared = bool(needs_of(made).shared_noise)
+    expect(shared, "the members start from different noise: keep Needs(shared_noise=True)")
 
     def late(table: Tensor, shift: int = 0) -> Tensor:
         slopes = calibration_slopes(table)

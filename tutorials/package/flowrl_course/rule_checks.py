@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.experience import Decisions
+from flowrl.core.protocols import needs_of
 from flowrl.credit import reward_to_go, zscore
 from flowrl.probes import Probe, Substeps
 from flowrl.testing import check_credit
@@ -143,8 +144,8 @@ def check_advantages(
 def check_shared_noise(rule: Any) -> None:
     """Raise `Unsolved` unless the members of a group start from the same noise."""
     expect(
-        getattr(rule, "shared_noise", False),
-        "shared_noise = True is gone: then members start from different noise",
+        bool(needs_of(rule).shared_noise),
+        "Needs(shared_noise=True) is gone: then members start from different noise",
     )
 
 

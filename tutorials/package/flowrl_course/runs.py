@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl import RunConfig, Trainer, evaluate, preset
-from flowrl.core.protocols import CreditRule, FlowPolicy
+from flowrl.core.protocols import CreditAssigner, FlowPolicy, needs_of
 from flowrl.run.build import (
     build_trainer,
     make_method,
@@ -65,13 +65,13 @@ class Curve:
 
 
 def start(
-    method: str = "flow-grpo", seed: int = 0, rule: CreditRule | None = None, **settings: Any
+    method: str = "flow-grpo", seed: int = 0, rule: CreditAssigner | None = None, **settings: Any
 ) -> Trainer:
     """A trainer in the 2-D world by `method`, or by the credit `rule` with the method's sampler and
     loss.
 
-    `settings` are those of `RunConfig`. With `initial_noise` "auto" the rule's own `shared_noise`
-    attribute decides.
+    `settings` are those of `RunConfig`. With `initial_noise` "auto" the rule's own `Needs` decide
+    whether members share their initial noise.
     """
     return _start(_config(method, seed, **settings), rule)
 
@@ -80,19 +80,19 @@ def _config(method: str, seed: int, **settings: Any) -> RunConfig:
     return preset("default").apply(**{**PLANE, "method": method, "seed": seed, **settings})
 
 
-def _start(config: RunConfig, rule: CreditRule | None) -> Trainer:
+def _start(config: RunConfig, rule: CreditAssigner | None) -> Trainer:
     if rule is None:
         return make_trainer(config)
     chosen, world = make_method(config), make_world(config)
     automatic = config.algorithm.initial_noise == "auto"
-    shared = bool(getattr(rule, "shared_noise", False)) if automatic else chosen.shared_noise
+    shared = bool(needs_of(rule).shared_noise) if automatic else chosen.shared_noise
     chosen = replace(chosen, credit=rule, shared_noise=shared)
     prompts = world.prompts(config.environment.task, "train")
     return build_trainer(config, make_policy(config), chosen, make_reward(config), prompts)
 
 
 def learn(
-    method: str = "flow-grpo", seed: int = 0, rule: CreditRule | None = None, **settings: Any
+    method: str = "flow-grpo", seed: int = 0, rule: CreditAssigner | None = None, **settings: Any
 ) -> Curve:
     """Train to the end, arguments as in `start`. The same arguments give the same curve, except for
     its seconds.
