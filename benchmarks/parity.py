@@ -202,7 +202,7 @@ REPLAYS: dict[str, Callable[..., Iterator[Difference]]] = {
 def trajectory_differences(recording: Recording, run: Replay) -> Iterator[tuple[str, float]]:
     """What sampling recorded."""
     recorded = recording.tensors(f"trajectory_{recording.case}")
-    path = run.trainer.collected.rollout.trajectories
+    path = run.trainer.rollout.trajectories
     schedule, steps = path.schedule, recorded["log_probs"].shape[1]
     yield (
         "times",

@@ -333,7 +333,7 @@ def table_differences(
         below(replay.tables, state),
     )
     samples = meta["prompts"] * meta["members"]
-    batch, values = row_values(loss, trainer.batches.rows())
+    batch, values = row_values(loss, trainer.made.all_rows())
     tables = code.tables(loss, batch, values) | squared_distances(loss, batch)
     largest: dict[str, float] = {}
     for name, ours in tables.items():

@@ -195,6 +195,6 @@ def plain_differences(case: str, changes: Mapping[str, Any]) -> Iterator[tuple[s
     advantages, nodes, loss = (nft if forward else grpo)(exact, kl_weight)
     yield "advantages", distance(trainer.advantages[:, 0], advantages)
     if nodes is not None:
-        yield "latents", distance(trainer.collected.rollout.trajectories.nodes, nodes)
+        yield "latents", distance(trainer.rollout.trajectories.nodes, nodes)
     steps = optimizer_steps(below(exact, "new"), loss, exact["order"], largest)
     yield from step_differences(trainer.optimizer_steps, steps, RATE, least=0.0)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from parity_recording import (
@@ -23,15 +23,14 @@ from torch import Tensor
 from flowrl import Prompt, Trainer
 from flowrl.core.experience import Credit, Experience
 from flowrl.core.forward import ForwardBatch
-from flowrl.core.protocols import FlowPolicy, ForwardLoss, PolicyLoss, Sampler
-from flowrl.core.types import Gaussian, LossBatch, LossResult, Trajectories, Unit
+from flowrl.core.processes import Processes
+from flowrl.core.protocols import AnySampler, FlowPolicy, PolicyLoss
+from flowrl.core.types import Gaussian, LossBatch, LossResult, Schedule, Trajectories, Unit
 from flowrl.flow import expand, log_prob, log_prob_without_constants
 from flowrl.methods import Method
 from flowrl.nonfinite import NonFiniteCheck
 from flowrl.policies import PipelinePolicy
-from flowrl.rollout import Groups
-from flowrl.rollout.batches import ForwardBatches, LossBatches, MicroBatch, Rows
-from flowrl.rollout.collector import Collected
+from flowrl.rollout import ForwardObjective, Groups, Objective, Rollout, Rows
 from flowrl.rollout.metrics import LossMetrics
 from flowrl.run.build import build_trainer, make_method, make_policy, make_world
 from flowrl.run.checkpoint import restore_trainer, trainer_state
@@ -131,7 +130,7 @@ class ReplayTrainer(Trainer):
     keeps the intermediate values.
     """
 
-    collected: Collected
+    rollout: Rollout
     record: Experience
     advantages: Tensor
     given_order: Tensor
@@ -141,7 +140,7 @@ class ReplayTrainer(Trainer):
         """Set what is given before `iteration`."""
         self.given_order, self.given_weights = order, weights
         self.optimizer_steps: list[OptimizerStep] = []
-        self.pairs: list[MicroBatch] = []
+        self.pairs: list[Rows] = []
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -166,17 +165,32 @@ class ReplayTrainer(Trainer):
         )
         restore_trainer(self, state)
 
-    def loss_batches(
+    def objective(
         self,
-        sampler: Sampler,
-        collected: Collected,
+        sampler: AnySampler,
+        rollout: Rollout,
         experience: Experience,
         credit: Credit,
         weights: Tensor,
-    ) -> tuple[LossBatches | ForwardBatches, list[Rows]]:
-        """Keeps the record and the advantages [sample, decision]."""
-        self.record, self.advantages = experience, credit.advantages.flatten(0, 1)
-        return super().loss_batches(sampler, collected, experience, credit, weights)
+    ) -> Objective:
+        """Keeps the trajectories, the record, the advantages [sample, decision] and the pairs. The
+        update starts from the given weights, if there are any.
+        """
+        self.rollout, self.record = rollout, experience
+        self.advantages = credit.advantages.flatten(0, 1)
+        made = super().objective(sampler, rollout, experience, credit, weights)
+        micro_batches = made.micro_batches
+
+        def kept(rows: Rows, size: int, processes: Processes) -> list[Rows]:
+            minibatch = micro_batches(rows, size, processes)
+            self.pairs += minibatch
+            return minibatch
+
+        made.micro_batches = kept
+        with torch.no_grad():
+            for name, weight in self.given_weights.items():
+                self.weights[name].copy_(weight)
+        return made
 
     def draw_order(self) -> Tensor:
         """The given order; samples that it lacks come last."""
@@ -185,22 +199,8 @@ class ReplayTrainer(Trainer):
         ]
         return torch.cat([self.given_order, torch.tensor(missing, dtype=torch.int64)])
 
-    def minibatches(
-        self, rows: Sequence[Rows], collected: Collected
-    ) -> Iterator[tuple[list[MicroBatch], Rows]]:
-        """Keeps the trajectories and the pairs. The update starts from the given weights, if there
-        are any.
-        """
-        self.collected = collected
-        with torch.no_grad():
-            for name, weight in self.given_weights.items():
-                self.weights[name].copy_(weight)
-        for minibatch, selected in super().minibatches(rows, collected):
-            self.pairs += minibatch
-            yield minibatch, selected
-
     def optimizer_step(
-        self, minibatch: Sequence[MicroBatch], check: NonFiniteCheck, metrics: LossMetrics
+        self, minibatch: Sequence[Rows], check: NonFiniteCheck, metrics: LossMetrics
     ) -> None:
         """Keeps the gradients, their norm and the weights."""
         gradients = self.gradients()
@@ -215,30 +215,43 @@ class ReplayTrainer(Trainer):
         return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named}
 
 
-class KeptBatches(ForwardBatches):
-    """Batches with the given `noise` [sample, draw, *latent], which keep their rows."""
+@dataclass(frozen=True)
+class GivenTimes:
+    """Training times that are given [sample, draw]."""
 
-    def __init__(self, made: ForwardBatches, noise: Tensor) -> None:
-        super().__init__(
-            **{field.name: getattr(made, field.name) for field in fields(made) if field.init}
-        )
-        self.noise, self.kept = noise, list[tuple[Tensor, ForwardBatch]]()
+    times: Tensor
 
-    def of(self, sample: Tensor, draw: Tensor, shared: object = None) -> ForwardBatch:
+    def draws(self, schedule: Schedule) -> int:
+        """Their number per sample."""
+        return self.times.shape[1]
+
+    def draw(self, schedule: Schedule, samples: int, generator: torch.Generator) -> Tensor:
+        """The times."""
+        return self.times
+
+
+class KeptObjective(ForwardObjective):
+    """A loss with given `noise` [sample, draw, *latent], which keeps its rows."""
+
+    def begin(self) -> None:
+        """No row is kept so far."""
+        super().begin()
+        self.kept = list[tuple[Tensor, ForwardBatch]]()
+
+    def batch(self, rows: Rows) -> ForwardBatch:
         """The batch of these rows."""
-        batch = super().of(sample, draw, shared)
-        self.kept.append(
-            (sample * self.times.shape[1] + draw, replace(batch, new=batch.new.detach()))
-        )
+        batch = super().batch(rows)
+        number = rows.sample * self.times.shape[1] + rows.column
+        self.kept.append((number, replace(batch, new=batch.new.detach())))
         return batch
 
-    def prepare(self, minibatch: Sequence[MicroBatch]) -> None:
+    def prepare(self, minibatch: Sequence[Rows]) -> None:
         """Rows of this pass are not kept."""
         size = len(self.kept)
         super().prepare(minibatch)
         del self.kept[size:]
 
-    def rows(self) -> ForwardBatch:
+    def all_rows(self) -> ForwardBatch:
         """All rows as the loss has seen them, sample by sample."""
         order = torch.cat([number for number, _ in self.kept]).argsort()
         batches = [replace(batch, pooled=None) for _, batch in self.kept]
@@ -259,34 +272,30 @@ class ForwardTrainer(ReplayTrainer):
     times: Tensor
     noise: Tensor
     sampled: Trajectories
-    batches: KeptBatches
+    made: KeptObjective
     metrics: Mapping[str, Any]
 
-    def draw_times(self, loss: ForwardLoss) -> tuple[Tensor, int]:
-        """The given times [sample, draw]."""
-        return self.times, 0
-
-    def loss_batches(
+    def objective(
         self,
-        sampler: Sampler,
-        collected: Collected,
+        sampler: AnySampler,
+        rollout: Rollout,
         experience: Experience,
         credit: Credit,
         weights: Tensor,
-    ) -> tuple[LossBatches | ForwardBatches, list[Rows]]:
-        """Puts the given latents at the ends of the trajectories, and the given noise into the
-        batches.
+    ) -> Objective:
+        """Puts the given latents at the ends of the trajectories, and the given times and noise
+        into the rows.
         """
-        self.sampled = path = collected.rollout.trajectories
+        self.sampled = path = rollout.trajectories
         states = path.states.clone()
         states[:, path.tree.at(path.schedule.steps)] = self.finished.unflatten(0, (len(states), -1))
-        replaced = replace(
-            collected, rollout=replace(collected.rollout, trajectories=replace(path, states=states))
-        )
-        made, rows = super().loss_batches(sampler, replaced, experience, credit, weights)
-        assert isinstance(made, ForwardBatches)
-        self.batches = KeptBatches(made, self.noise)
-        return self.batches, rows
+        replaced = replace(rollout, trajectories=replace(path, states=states))
+        loss = replace(cast(Any, self.method.loss), times=GivenTimes(self.times))
+        self.method, self.objectives = replace(self.method, loss=loss), KeptObjective
+        made = super().objective(sampler, replaced, experience, credit, weights)
+        assert isinstance(made, KeptObjective)
+        self.made, made.noise = made, self.noise
+        return made
 
 
 Trained = TypeVar("Trained", bound=ReplayTrainer)

@@ -25,7 +25,7 @@ PAGES = {
     "credit": "Credit rules: uniform credit, stepwise gains, turning points, trees",
     "losses": "Losses: clipped, GSPO, GRPO-Guard, Flow-DPPO, DiffusionNFT, AWM, DGPO",
     "probes": "Probes: substeps, ODE completion, branches",
-    "rollout": "Rollout: trajectories, values, weights, batches",
+    "rollout": "Rollout: trajectories, values, weights, rows of a loss",
     "rewards": "Rewards: JPEG sizes, motion, sums, win rates, diversity; GenEval, OCR, PickScore, HPS, CLIP",
     "policies": "Policies: SD3, FLUX, Qwen-Image, Wan, two small networks",
     "worlds": "Worlds: built-in tasks, tasks from a model",

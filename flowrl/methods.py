@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import torch
@@ -35,7 +36,7 @@ from flowrl.credit import (
 from flowrl.flow import PermutedTimes, UniformTimes, uniform_schedule
 from flowrl.losses import AWM, DGPO, RSM, ClippedLoss, DiffusionNFT, StepNFT
 from flowrl.probes import Branch, Comb
-from flowrl.rollout import Groups, group_tree
+from flowrl.rollout import ForwardObjective, Groups, Objective, TransitionObjective, group_tree
 from flowrl.samplers import CPS, ODE, DanceSDE, FixedWindow, FlowSDE, Multistep, RandomWindow
 
 Loss = PolicyLoss | ForwardLoss
@@ -62,12 +63,24 @@ class Method:
     shared_noise: float = False
     elements: int = 65_536
 
+    @cached_property
+    def objective(self) -> type[Objective]:
+        """`objective_of` the loss."""
+        return objective_of(self.loss)
+
     def clip_for(self, elements: int) -> float:
         """c sqrt(`self.elements` / `elements`): the published clip in a space of `elements`
         numbers, whose mean log-ratio has a standard deviation larger by this factor. 0 if the loss
         has no clip.
         """
         return getattr(self.loss, "clip_range", 0.0) * math.sqrt(self.elements / elements)
+
+
+def objective_of(loss: Loss) -> type[Objective]:
+    """The kind of rows that a loss reads: finished images at drawn times if it declares `times`
+    (`ForwardLoss`), otherwise transitions.
+    """
+    return ForwardObjective if isinstance(loss, ForwardLoss) else TransitionObjective
 
 
 METHODS: dict[str, Callable[[], Method]] = {}

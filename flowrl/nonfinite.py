@@ -4,7 +4,7 @@ prompts.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 from flowrl.core.errors import TrainingError
 from flowrl.core.experience import Credit, Experience
 from flowrl.core.forward import ForwardBatch
-from flowrl.core.types import LossBatch, Prompt
+from flowrl.core.types import LossBatch
 from flowrl.flow.gaussian import kl, log_prob
-from flowrl.rollout.batches import ForwardBatches, LossBatches, MicroBatch
+from flowrl.rollout import Objective, Rows
 
 LISTED = 64
 """Largest number of rows that failure.json lists."""
@@ -47,56 +47,55 @@ class NonFiniteCheck:
 
     Args:
         iteration: number of the iteration.
-        prompts: the prompts [prompt].
         experience: the record of the iteration.
         credit: the rule's credit.
-        batches: makes the loss's batches, to compute a broken term again.
-        first: index, among all samples, of the first sample that this process rolled out.
+        objective: makes the loss's batches, to compute a broken term again.
     """
 
     iteration: int
-    prompts: Sequence[Prompt]
     experience: Experience
     credit: Credit
-    batches: LossBatches | ForwardBatches
-    first: int
+    objective: Objective
 
-    def losses(self, rows: Sequence[Mapping[str, float]], minibatch: Sequence[MicroBatch]) -> None:
-        """Check the loss of every micro-batch in `rows`; the first one that is not finite is
+    def losses(self, losses: Sequence[Mapping[str, float]], minibatch: Sequence[Rows]) -> None:
+        """Raise the error for the first micro-batch whose loss, in `losses`, is not finite; it is
         recomputed to find the broken term.
         """
-        for row, micro in zip(rows, minibatch, strict=False):  # padding comes last, without a row
+        for row, rows in zip(losses, minibatch, strict=False):  # padding is last, without a loss
             if not math.isfinite(row["loss"]):
                 with torch.no_grad():
-                    term, bad = culprit(self.batches.of(micro.sample, micro.column))
-                bad, what = bad.to(micro.sample.device), f"the loss is {row['loss']}"
+                    term, bad = culprit(self.objective.batch(replace(rows, states=None)))
+                bad, what = bad.to(rows.sample.device), f"the loss is {row['loss']}"
                 if term != "loss":
                     what += f", because the {term} is not finite in {int(bad.sum())} rows,"
-                raise self._error(what, term, [(micro.sample[bad], micro.column[bad])])
+                raise self._error(what, term, [(rows.sample[bad], rows.column[bad])])
 
-    def gradient(self, norm: float, minibatch: Sequence[MicroBatch]) -> None:
-        """Check the gradient's `norm`; one that is not finite is blamed on all rows of the
-        mini-batch.
+    def gradient(self, norm: float, minibatch: Sequence[Rows]) -> None:
+        """Raise the error for a gradient whose `norm` is not finite; it is blamed on all rows of
+        the mini-batch.
         """
-        if not math.isfinite(norm):
-            every = [(micro.sample, micro.column) for micro in minibatch]
-            raise self._error(f"the gradient norm is {norm}", "gradient", every)
+        every = [(rows.sample, rows.column) for rows in minibatch]
+        raise self._error(f"the gradient norm is {norm}", "gradient", every)
 
     def _error(
         self, what: str, term: str, places: Sequence[tuple[Tensor, Tensor]]
     ) -> NonFiniteError:
         """The error with the rows at `places`, pairs of samples and columns."""
-        tables = [(sample, *self.batches.origin(sample, column)) for sample, column in places]
-        entries = [entry for table in tables for entry in torch.stack(table, 1).tolist()]
+        objective, entries = self.objective, list[list[int]]()
+        for sample, column in places:
+            place = objective.place(sample, column)
+            table = sample, objective.steps[place], objective.decided[place]
+            entries += torch.stack(table, 1).tolist()
+        experience = self.experience
         rows = []
         for sample, step, decision in entries:
-            prompt, member = divmod(sample + self.first, self.experience.values.shape[1])
+            prompt, member = divmod(sample, experience.values.shape[1])
             rows.append(
                 {
-                    "prompt": self.prompts[prompt].text,
+                    "prompt": experience.prompts[prompt].text,
                     "member": member,
                     "step": step,
-                    "reward": float(self.experience.values[prompt, member, -1]),
+                    "reward": float(experience.values[prompt, member, -1]),
                     "advantage": float(self.credit.advantages[prompt, member, decision]),
                 }
             )

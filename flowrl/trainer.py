@@ -4,6 +4,7 @@ prompts -> trajectories + estimates -> values [prompt, member, decision+1] -> ad
 [prompt, member, decision] -> update
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,32 +20,29 @@ from flowrl.core.protocols import (
     AnyReward,
     AnySampler,
     FlowPolicy,
-    ForwardLoss,
-    Sampler,
     Stateful,
-    extras,
     needs_of,
 )
-from flowrl.core.types import Condition, Prompt
+from flowrl.core.types import Condition, Prompt, whole
 from flowrl.credit import credit_of, read_columns, value_quality
 from flowrl.methods import Method, check_one_advantage
 from flowrl.nonfinite import NonFiniteCheck
-from flowrl.probes import ValueProbe, whole
-from flowrl.rollout import Groups, Usage, log_probs, predicted, transition_weights, usable
-from flowrl.rollout.batches import (
-    ForwardBatches,
-    LossBatches,
-    MicroBatch,
+from flowrl.probes import NoProbe, ValueProbe
+from flowrl.rollout import (
+    Groups,
+    Objective,
+    Rollout,
     Rows,
-    checked_loss,
-    credited,
-    micro_batches,
-    minibatch_rows,
+    Usage,
+    log_probs,
+    predicted,
+    transition_weights,
+    usable,
 )
-from flowrl.rollout.collector import Collected, Collector
-from flowrl.rollout.metrics import Clock, LossMetrics, reward_metrics
-from flowrl.rollout.order import PromptStream
-from flowrl.rollout.values import Inspect
+from flowrl.rollout.groups import PromptStream
+from flowrl.rollout.metrics import Clock, LossMetrics, credit_metrics, reward_metrics
+from flowrl.rollout.rollout import Collector
+from flowrl.rollout.values import Inspect, require_usable
 from flowrl.samplers import RandomSteps, trained_steps, transition_stds, windowed
 from flowrl.weights import Copies, LossScaler, update_average, weights_replaced
 
@@ -82,9 +80,17 @@ def asks_for_all(chosen: slice | RandomSteps, method: Method) -> bool:
     """Whether every column of the value table is estimated, whatever the rule reads: random trained
     steps are drawn after the rollout.
     """
-    forward = isinstance(method.loss, ForwardLoss)
-    every = needs_of(method.credit).columns is None
-    return isinstance(chosen, RandomSteps) or forward or every
+    every = isinstance(chosen, RandomSteps) or method.objective.draws_times
+    return every or needs_of(method.credit).columns is None
+
+
+def linear_rate(start: float, end: float, iterations: int) -> Callable[[int], float]:
+    """The learning rate after a number of iterations: linear from `start` to `start` x `end`."""
+
+    def rate(done: int) -> float:
+        return start * (end + (1 - end) * (1 - done / iterations))
+
+    return rate
 
 
 class Iteration(dict[str, Any]):
@@ -171,7 +177,8 @@ class Trainer:
         self.average = [parameter.detach().clone() for parameter in self.parameters.values()]
         self.optimizer = optimizer([*self.parameters.values()])
         self.scaler = LossScaler(updates.loss_scale, policy.device)
-        self.copies = Copies(method.loss, policy, self.parameters, processes)
+        self.objectives = method.objective
+        self.copies = Copies(getattr(method.loss, "copies", {}), policy, self.parameters, processes)
         self.reference = reference or policy.reference
         self.collector = Collector(
             policy,
@@ -200,75 +207,88 @@ class Trainer:
         sampler = self.draw_sampler()
         columns = self.asked_columns(sampler)
         with self.copies.sampling():
-            collected = self.collector.collect(
+            rollout, scored = self.collector.collect(
                 prompts, condition, noise, sampler, self.generator, usage, clock.enter, columns
             )
 
         # Credit: advantages and weights [prompt, member, decision]; what the reward marked invalid
         # has weight 0.
-        experience = self.experience(prompts, condition, sampler, collected)
+        experience = self.experience(scored, rollout, condition, sampler)
         credit = credit_of(self.method.credit, experience)
-        if (features := collected.values.features) is not None:
+        if scored.features is not None:
             probe = cast(ValueProbe, self.method.credit.probe)
-            probe.fit(features, collected.values.total[..., :-1], experience)
+            probe.fit(scored.features, scored.values[..., :-1], experience)
         drop_zeros = self.updates.drop_zero_advantages
         weights = transition_weights(credit, experience.decisions, drop_zeros)
 
-        # Update: one optimizer step per mini-batch. Micro-batches are transitions of this process,
-        # or (image, drawn time) rows; the weighted sum of their mean losses, over all processes, is
-        # the mean over the mini-batch.
+        # Update: one optimizer step per mini-batch.
         clock.enter("update")
-        if self.updates.learning_rate is not None:
-            self.optimizer.param_groups[0]["lr"] = self.updates.learning_rate(self.done)
-        loss, metrics, train_nfe = self.method.loss, LossMetrics(self.schedule.steps), 0
-        batches, rows = self.loss_batches(sampler, collected, experience, credit, weights)
-        first = collected.samples.start
-        check = NonFiniteCheck(self.done + 1, prompts, experience, credit, batches, first)
-        for minibatch, all_rows in self.minibatches(rows, collected):
-            self.optimizer.zero_grad()
-            with self.processes.shared_errors():
-                batches.prepare(minibatch)
-                train_nfe += all_rows.evaluations * batches.passes
-                share = all_rows.evaluated / all_rows.total
-                for number, micro in enumerate(minibatch, 1):
-                    batch = batches.of(micro.sample, micro.column, micro.shared)
-                    result = checked_loss(loss, batch)
-                    steps = batches.evaluated_steps(micro)
-                    metrics.add(micro.weight / len(rows), result, batch, steps, share)
-                    if extra := extras(self.policy, "velocity_network"):
-                        last = number == len(minibatch)
-                        self.processes.sum_in_backward(extra.velocity_network, last)
-                    self.scaler.scale(result.loss * micro.weight).backward()
-                losses = metrics.take()
-                check.losses(losses, minibatch)
-            metrics.merge(self.processes.gather(losses))
-            self.optimizer_step(minibatch, check, metrics)
+        objective = self.objective(sampler, rollout, experience, credit, weights)
+        check = NonFiniteCheck(self.done + 1, experience, credit, objective)
+        updated = self.update(objective, check)
         self.copies.after("iteration")
         clock.stop()
 
         self.done += 1
-        mask, advantages = experience.decisions.mask, credit.advantages
         row = {
             "iteration": self.done,
-            **reward_metrics(experience.values),
-            **value_quality(experience.values),
+            **self.value_metrics(experience),
             "invalid": int((~experience.valid).sum()),
             "trajectories": self.groups.samples,
             **vars(usage),
             "seconds": sum(clock.phases.values()),
             "phases": clock.phases,
+            **updated,
+            **credit_metrics(experience, credit),
+        }
+        if drop_zeros:
+            row["dropped"] = int((experience.decisions.mask.any(-1) & ~(weights > 0).any(-1)).sum())
+        return Iteration(row, experience.only(self.recorded), credit, weights)
+
+    def update(self, objective: Objective, check: NonFiniteCheck) -> dict[str, Any]:
+        """Minimise the objective by one optimizer step per mini-batch; returns metrics and costs.
+
+        Rows are transitions, or images at drawn times. The weighted sum of the mean losses of
+        micro-batches, over all processes, is the mean over the mini-batch.
+        """
+        updates, metrics, train_nfe = self.updates, LossMetrics(self.schedule.steps), 0
+        if updates.learning_rate is not None:
+            self.optimizer.param_groups[0]["lr"] = updates.learning_rate(self.done)
+        minibatches = objective.minibatches(self.draw_order(), updates.minibatches)
+        for rows in minibatches:
+            self.optimizer.zero_grad()
+            micro_batches = objective.micro_batches(rows, updates.micro_batch, self.processes)
+            with self.processes.shared_errors():
+                objective.prepare(micro_batches)
+                train_nfe += rows.evaluations * objective.passes
+                share = rows.evaluated / rows.total
+                for number, micro in enumerate(micro_batches, 1):
+                    batch = objective.batch(micro)
+                    result = objective.result(batch)
+                    steps = objective.evaluated_steps(micro)
+                    metrics.add(micro.share / len(minibatches), result, batch, steps, share)
+                    if (network := getattr(self.policy, "velocity_network", None)) is not None:
+                        self.processes.sum_in_backward(network, number == len(micro_batches))
+                    self.scaler.scale(result.loss * micro.share).backward()
+                losses = metrics.take()
+                if not all(math.isfinite(row["loss"]) for row in losses):
+                    check.losses(losses, micro_batches)
+            metrics.merge(self.processes.gather(losses))
+            self.optimizer_step(micro_batches, check, metrics)
+        evaluations = sum(rows.evaluations for rows in minibatches)
+        return {
             **metrics.means,
             "train_nfe": whole(train_nfe),
-            "gradient_nfe": whole(sum(r.evaluations for r in rows) * batches.with_gradient),
-            "zero_rows": sum(part.zeros for part in rows),
-            "abs_advantage": float(advantages[mask].abs().mean()),
+            "gradient_nfe": whole(evaluations * objective.with_gradient),
+            "zero_rows": sum(rows.zeros for rows in minibatches),
         }
-        if experience.parts:
-            tables = experience.parts.items()
-            row["parts"] = {name: float(table[..., -1].nanmean()) for name, table in tables}
-        if drop_zeros:
-            row["dropped"] = int((mask.any(-1) & ~(weights > 0).any(-1)).sum())
-        return Iteration(row, experience.only(self.recorded), credit, weights)
+
+    def value_metrics(self, experience: Experience) -> dict[str, Any]:
+        """Statistics of the rewards, and of the values of unfinished states if there are any."""
+        row = reward_metrics(experience.values)
+        if isinstance(self.method.credit.probe, NoProbe):
+            return row
+        return {**row, **value_quality(experience.values)}
 
     @property
     def with_memory(self) -> Mapping[str, Stateful]:
@@ -295,25 +315,23 @@ class Trainer:
         return read_columns(self.method.credit, torch.isin(drawn, self.trained_steps(stds)))
 
     def experience(
-        self,
-        prompts: Sequence[Prompt],
-        condition: Condition,
-        sampler: AnySampler,
-        collected: Collected,
+        self, scored: Experience, rollout: Rollout, condition: Condition, sampler: AnySampler
     ) -> Experience:
-        """The record of the iteration, in main memory, with the larger fields that the rule or
-        `recorded` names.
+        """The record of the iteration, in main memory, with the trained decisions, the predictions
+        of a `ValueProbe`, and the larger fields that the rule or `recorded` names.
         """
-        path, values = collected.rollout.trajectories, collected.values
-        total = predicted(self.method.credit.probe, values)
-        forward = isinstance(self.method.loss, ForwardLoss)
-        trained = None if forward else self.trained_steps(path.stds).tolist()
-        decisions = Decisions.of(path.schedule, path.stds, path.tree, usable(values.valid), trained)
-        experience = Experience(prompts, total, decisions, values.valid, values.parts)
+        require_usable(scored.valid)
+        path, values = rollout.trajectories, predicted(self.method.credit.probe, scored)
+        every = self.objectives.draws_times
+        trained = None if every else self.trained_steps(path.stds).tolist()
+        decisions = Decisions.of(path.schedule, path.stds, path.tree, usable(scored.valid), trained)
+        experience = replace(scored, values=values, decisions=decisions, features=None)
         fields = {*needs_of(self.method.credit).fields, *self.recorded}
         larger: dict[str, Any] = {}
         if fields & {"trajectories", "log_probs"}:
-            kept = collected.to_gather()
+            groups = rollout.groups  # those of this process alone, without repeated ones
+            own = self.processes.assign(groups.all).own
+            kept = rollout.part(own.start - groups.first, len(own)).trajectories
 
             def gathered(table: Tensor) -> Tensor:
                 return torch.cat(self.processes.gather(table.cpu()))
@@ -336,80 +354,33 @@ class Trainer:
         """
         return trained_steps(self.updates.trained_steps, stds, self.generator)
 
-    def loss_batches(
+    def objective(
         self,
         sampler: AnySampler,
-        collected: Collected,
+        rollout: Rollout,
         experience: Experience,
         credit: Credit,
         weights: Tensor,
-    ) -> tuple[LossBatches | ForwardBatches, list[Rows]]:
-        """A maker of the loss's batches, and the rows of each mini-batch among all processes.
-
-        Trajectories with a weight above 0 are split into mini-batches in random order, the same in
-        every process; rows that belong together, such as those of a branched tree, in the order of
-        their indices. Rows of advantage 0 are not evaluated if the loss declares that they have no
-        gradient.
-        """
-        rollout, condition, loss = collected.rollout, collected.condition, self.method.loss
-        # in main memory
-        advantages, weights = credit.advantages.flatten(0, 1), weights.flatten(0, 1)
-        samples, decisions = collected.samples, experience.decisions
-        device, tree = self.policy.device, rollout.trajectories.tree
-        on_device = advantages[samples].to(device), weights[samples].to(device)
-        if isinstance(loss, ForwardLoss):
-            times, seed = self.draw_times(loss)
-            parts = self.draw_parts(weights)
-            weights = weights.gather(1, credited(times.cpu(), decisions.time))
-            rows = minibatch_rows(parts, weights, tree, loss.unit, share_states=False)
-            copies, guidance = self.copies.by_name, self.updates.guidance
-            batches = ForwardBatches(
-                self.policy,
-                loss,
-                rollout,
-                condition,
-                *on_device,
-                times[samples],
-                decisions,
-                seed,
-                copies,
-                guidance,
-            )
-        else:
-            assert isinstance(sampler, Sampler), "log-probabilities need a kernel"
-            parts = self.draw_parts(weights)
-            check_one_advantage(loss, self.method.credit, credit.advantages, decisions.mask)
-            rows = minibatch_rows(parts, weights, tree, loss.unit)
-            if not loss.trains_zero_advantages:
-                rows = [part.without_zeros(advantages) for part in rows if len(part)]
-            given = (*on_device, sampler, experience.prompts)
-            batches = LossBatches(self.policy, loss, rollout, condition, *given)
-        batches.reference = self.reference
-        return batches, [part for part in rows if len(part)]
-
-    def draw_parts(self, weights: Tensor) -> Sequence[Tensor]:
-        """The samples of each mini-batch: those with a weight above 0 [sample, decision], in random
-        order.
-        """
-        order = self.draw_order().cpu()
-        order = order[(weights > 0).any(1)[order]]
-        return order.chunk(self.updates.minibatches) if len(order) else ()
-
-    def draw_times(self, loss: ForwardLoss) -> tuple[Tensor, int]:
-        """The times [sample, draw] of all samples of this iteration, and the seed of their
-        noise.
-        """
-        generator = self.generator
-        times = loss.times.draw(self.schedule, self.groups.samples, generator)
-        return times, int(torch.randint(2**62, (), generator=generator, device=generator.device))
-
-    def minibatches(
-        self, rows: Sequence[Rows], collected: Collected
-    ) -> Iterator[tuple[list[MicroBatch], Rows]]:
-        """This process's micro-batches of each mini-batch, and the rows of all processes in it."""
-        size = self.updates.micro_batch
-        for part in rows:
-            yield micro_batches(part, size, collected, self.processes), part
+    ) -> Objective:
+        """The loss with the rows of this iteration."""
+        if getattr(self.method.loss, "one_advantage", False):
+            rule, mask = self.method.credit, experience.decisions.mask
+            check_one_advantage(self.method.loss, rule, credit.advantages, mask)
+        return self.objectives(
+            self.policy,
+            self.method.loss,
+            rollout,
+            experience.decisions,
+            credit.advantages,
+            weights,
+            sampler,
+            self.schedule,
+            self.generator,
+            experience.prompts,
+            self.reference,
+            self.copies.by_name,
+            self.updates.guidance,
+        )
 
     def draw_order(self) -> Tensor:
         """This iteration's order of all samples, a random permutation."""
@@ -417,7 +388,7 @@ class Trainer:
         return torch.randperm(self.groups.samples, generator=self.generator, device=device)
 
     def optimizer_step(
-        self, minibatch: Sequence[MicroBatch], check: NonFiniteCheck, metrics: LossMetrics
+        self, minibatch: Sequence[Rows], check: NonFiniteCheck, metrics: LossMetrics
     ) -> None:
         """Sum the gradients over the processes, clip, step and average; a step with overflowed
         float16 gradients is skipped.
@@ -426,7 +397,7 @@ class Trainer:
         self.processes.all_reduce_gradients(parameters)
         norm = self.scaler.clip(self.optimizer, self.updates.max_grad_norm)
         scaled = self.scaler.is_enabled()
-        if not scaled:
+        if not scaled and not math.isfinite(norm):
             check.gradient(norm, minibatch)
         taken = self.scaler.take(self.optimizer)
         if scaled:

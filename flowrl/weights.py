@@ -13,7 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from flowrl.core.errors import TrainingError
 from flowrl.core.forward import WeightCopy
 from flowrl.core.processes import Processes
-from flowrl.core.protocols import FlowPolicy, ForwardLoss, PolicyLoss, extras
+from flowrl.core.protocols import FlowPolicy, extras
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -155,16 +155,15 @@ class Behaviour:
 
 
 class Copies:
-    """All copies that a loss declares, by name. `steps` counts the optimizer's steps."""
+    """The copies that a loss declares (`copies`), by name. `steps` counts the optimizer's steps."""
 
     def __init__(
         self,
-        loss: PolicyLoss | ForwardLoss,
+        declared: Mapping[str, WeightCopy],
         policy: FlowPolicy,
         parameters: Mapping[str, nn.Parameter],
         processes: Processes = Processes(),
     ) -> None:
-        declared = loss.copies if isinstance(loss, ForwardLoss) else {}
         self.by_name = {
             name: Behaviour(copy, policy, parameters, processes) for name, copy in declared.items()
         }

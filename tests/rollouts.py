@@ -81,7 +81,7 @@ def rolled(
 
 def valued(policy, probe, reward=SQUARES, **options):
     """The value table of a rollout."""
-    return score_rollout(policy, reward, rolled(policy, probe, **options)[0], PROMPTS).total
+    return score_rollout(policy, reward, rolled(policy, probe, **options)[0], PROMPTS).values
 
 
 def tree_weights(tree, stds, valid):
@@ -102,21 +102,28 @@ class Compared(Trainer):
     mini-batch, each with a network evaluation of its own.
     """
 
-    def loss_batches(self, *arguments):
-        self.weights, self.tree = arguments[-1], arguments[1].rollout.trajectories.tree
-        self.batches, self.rows = super().loss_batches(*arguments)
-        self.left = list(self.rows)
-        return self.batches, self.rows
+    def objective(self, *arguments):
+        self.weights, self.tree = arguments[-1], arguments[1].trajectories.tree
+        self.made = super().objective(*arguments)
+        self.rows, minibatches = [], self.made.minibatches
+
+        def kept(*given):
+            self.rows = minibatches(*given)
+            self.left = list(self.rows)
+            return self.rows
+
+        self.made.minibatches = kept
+        return self.made
 
     def optimizer_step(self, minibatch, check, metrics):
         rows = self.left.pop(0)
-        self.batches.prepare([])
-        loss = self.method.loss.loss(self.batches.of(rows.sample, rows.column)).loss
+        self.made.prepare([])
+        loss = self.method.loss.loss(self.made.batch(rows)).loss
         share = rows.evaluated / rows.total
         expected = torch.autograd.grad(loss * share, [*self.parameters.values()])
         for parameter, gradient in zip(self.parameters.values(), expected, strict=True):
             scale = max(float(gradient.abs().max()), 1e-6)
             actual, wanted = parameter.grad / scale, gradient / scale
             torch.testing.assert_close(actual, wanted, atol=2e-5, rtol=1e-4)
-        assert abs(sum(micro.weight for micro in minibatch) - share) < 1e-6
+        assert abs(sum(micro.share for micro in minibatch) - share) < 1e-6
         super().optimizer_step(minibatch, check, metrics)

@@ -14,8 +14,8 @@ from small_run import MIXTURE, TINY_RUN, error_of, flowrl_, model_files, words
 
 import flowrl.run.watch as watch
 from flowrl.compare.comparison import CompareConfig
-from flowrl.core.calls import part_call, state_of
-from flowrl.core.errors import ConfigError, PartError
+from flowrl.core.calls import state_of
+from flowrl.core.errors import ConfigError, PartError, part_call
 from flowrl.core.types import Prompt
 from flowrl.probes import Completion, NoProbe
 from flowrl.run.build import unread

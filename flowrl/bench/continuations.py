@@ -23,6 +23,7 @@ from flowrl.bench.gradients import Setting, assigned
 from flowrl.core.errors import require
 from flowrl.core.experience import CreditTable, Decisions, ValueTable
 from flowrl.core.protocols import CreditAssigner, RewardModel
+from flowrl.core.tree import Tree
 from flowrl.probes import NoProbe, Probe
 from flowrl.rollout import Groups, Rollout, Usage, Walk, score
 
@@ -152,6 +153,7 @@ def _on_a_tree(
     once, without error.
     """
     tree, count = result.trajectories.tree, result.groups.prompts
+    assert isinstance(tree, Tree)
     last, walk = (
         int(setting.stds.nonzero().max()),
         walk_of(setting, result.groups, seed, usage),

@@ -12,7 +12,7 @@ are multiplied by -K d.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,16 +33,16 @@ from flowrl.flow import expand
 from flowrl.losses import PolicyGradientLoss
 from flowrl.probes import NoProbe, Probe
 from flowrl.rollout import (
-    ForwardBatches,
+    ForwardObjective,
     Groups,
-    LossBatches,
     Rollout,
+    Rows,
+    TransitionObjective,
     Usage,
     log_probs,
     rollout,
     score_rollout,
     transition_weights,
-    usable,
 )
 from flowrl.samplers import transition_stds
 from flowrl.weights import Copies
@@ -105,12 +105,9 @@ class Setting:
         setting's reward if it is given.
         """
         path = result.trajectories
-        values = score_rollout(self.policy, reward or self.reward, result, self.prompts, usage)
-        decisions = Decisions.of(path.schedule, path.stds, path.tree, usable(values.valid))
+        scored = score_rollout(self.policy, reward or self.reward, result, self.prompts, usage)
         logs, condition = log_probs(self.sampler, path), self.policy.encode(self.prompts)
-        return Experience(
-            self.prompts, values.total, decisions, values.valid, values.parts, path, logs, condition
-        )
+        return replace(scored, trajectories=path, log_probs=logs, condition=condition)
 
 
 @dataclass(frozen=True)
@@ -219,26 +216,20 @@ def policy_gradients(
     """
     generator = torch.Generator().manual_seed(seed)
     groups = Groups(len(setting.prompts), members, shared_noise)
-    condition = setting.policy.encode(setting.prompts)
     elements = math.prod(setting.policy.latent_shape)
     count = int((setting.stds > 0).sum())
     sample, column = torch.cartesian_prod(torch.arange(groups.samples), torch.arange(count)).unbind(
         1
     )
-    rows = []
+    rows, every = [], Rows.of(sample, column)
     for _ in range(batches):
-        credited = _credited(setting, rule, groups, generator, usage, reward)
-        batches_of = LossBatches(
-            setting.policy,
-            loss,
-            credited.result,
-            condition,
-            credited.advantages,
-            credited.weights,
-            setting.sampler,
+        result, record = _rolled(setting, rule, groups, generator, usage, reward)
+        tables = credit_tables(rule, record)
+        objective = TransitionObjective(
+            setting.policy, loss, result, record.decisions, *tables, setting.sampler
         )
-        result = loss.loss(batches_of.of(sample, column))
-        rows.append(-flat(torch.autograd.grad(result.loss, setting.parameters)) * count * elements)
+        value = loss.loss(objective.batch(every)).loss
+        rows.append(-flat(torch.autograd.grad(value, setting.parameters)) * count * elements)
     return torch.stack(rows)
 
 
@@ -260,59 +251,44 @@ def forward_gradients(
     """
     generator = torch.Generator().manual_seed(seed)
     groups = Groups(len(setting.prompts), members)
-    condition = setting.policy.encode(setting.prompts)
-    copies = Copies(loss, setting.policy, dict(setting.policy.trainable())).by_name
-    rows = []
+    copies = Copies(loss.copies, setting.policy, dict(setting.policy.trainable())).by_name
+    draws, rows = loss.times.draws(setting.schedule), []
+    sample, draw = torch.cartesian_prod(torch.arange(groups.samples), torch.arange(draws)).unbind(1)
     for _ in range(batches):
-        credited = _credited(setting, rule, groups, generator, usage)
-        times = loss.times.draw(setting.schedule, groups.samples, generator)
-        noise_seed = int(torch.randint(2**62, (), generator=generator))
-        every = ForwardBatches(
+        result, record = _rolled(setting, rule, groups, generator, usage)
+        objective = ForwardObjective(
             setting.policy,
             loss,
-            credited.result,
-            condition,
-            credited.advantages,
-            credited.weights,
-            times,
-            credited.decisions,
-            noise_seed,
-            copies,
+            result,
+            record.decisions,
+            *credit_tables(rule, record),
+            setting.sampler,
+            setting.schedule,
+            generator,
+            copies=copies,
         )
-        sample, draw = torch.cartesian_prod(
-            torch.arange(groups.samples), torch.arange(times.shape[1])
-        ).unbind(1)
-        rows.append(
-            -flat(torch.autograd.grad(loss.loss(every.of(sample, draw)).loss, setting.parameters))
-        )
+        value = loss.loss(objective.batch(Rows.of(sample, draw))).loss
+        rows.append(-flat(torch.autograd.grad(value, setting.parameters)))
     return torch.stack(rows)
 
 
-@dataclass(frozen=True)
-class _Credited:
-    """A rollout of all prompts, and a rule's advantages and weights [sample, decision] for it."""
-
-    result: Rollout
-    decisions: Decisions
-    advantages: Tensor
-    weights: Tensor
-
-
-def _credited(
+def _rolled(
     setting: Setting,
     rule: CreditAssigner,
     groups: Groups,
     generator: torch.Generator,
     usage: Usage | None,
     reward: RewardModel | None = None,
-) -> _Credited:
+) -> tuple[Rollout, Experience]:
+    """A rollout of all prompts with the rule's probe, and its record."""
     result = setting.rollout(groups, generator, rule.probe, usage)
-    experience = setting.experience(result, reward=reward)
-    credit = assigned(rule, experience)
-    weights = transition_weights(credit, experience.decisions)
-    return _Credited(
-        result, experience.decisions, credit.advantages.flatten(0, 1), weights.flatten(0, 1)
-    )
+    return result, setting.experience(result, reward=reward)
+
+
+def credit_tables(rule: CreditAssigner, record: Experience) -> tuple[Tensor, Tensor]:
+    """A rule's advantages and the weights of the transitions [prompt, member, decision]."""
+    credit = assigned(rule, record)
+    return credit.advantages, transition_weights(credit, record.decisions)
 
 
 def update_evaluations(setting: Setting, members: int) -> int:

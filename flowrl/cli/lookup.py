@@ -151,7 +151,7 @@ def composition(method: str) -> Iterator[str]:
 
     made = METHODS[method]()
     yield fitted(f"{inspect.getdoc(METHODS[method])}\n")
-    noise = {0: "their own noise", 1: "the same noise"}.get(
+    noise = {0.0: "their own noise", 1.0: "the same noise"}.get(
         made.shared_noise, f"noise of which {made.shared_noise:.4g} of the variance is common"
     )
     parts = {"sampler": made.sampler, "window": made.window, "rule": made.credit}

@@ -105,7 +105,7 @@ def asked_to_stop(runs: Sequence["Run"] = ()) -> Iterator[threading.Event]:
 
 def _left(run: "Run") -> str:
     """What to print when a second signal ends `run`."""
-    from flowrl.core.calls import calls_in_progress
+    from flowrl.core.errors import calls_in_progress
     from flowrl.run.checkpoint import Checkpoints, to_resume
 
     calls = calls_in_progress()

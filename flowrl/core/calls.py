@@ -1,37 +1,11 @@
-"""Calls of the user's parts: what they raise is named, and so is the call in progress."""
+"""The memory of a user's parts."""
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from flowrl.core.errors import FlowrlError, PartError, part_errors
-
-_calls: dict[object, tuple[str, float]] = {}
-"""The calls in progress, the longest first, and when each began."""
-
-
-@contextmanager
-def part_call(call: str) -> Iterator[None]:
-    """The context of a call of a part of the user: what it raises is a `PartError` that names it
-    and the line, and `call` is among the `calls_in_progress`.
-    """
-    key = object()
-    _calls[key] = (call, time.monotonic())
-    try:
-        with part_errors():
-            yield
-    finally:
-        del _calls[key]
-
-
-def calls_in_progress() -> list[tuple[str, float]]:
-    """The calls of parts that have not returned, the outermost first, and when each began
-    (`time.monotonic`).
-    """
-    return [*_calls.copy().values()]
+from flowrl.core.errors import FlowrlError, PartError, part_call
 
 
 def state_of(name: str, part: Any, error: type[FlowrlError] = PartError) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ values.
 
 import errno
 import sysconfig
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,6 +115,31 @@ def part_errors() -> Iterator[None]:
         if not call:
             raise
         raise PartError(f"{call} failed: {type(error).__name__}: {error}") from error
+
+
+_calls: dict[object, tuple[str, float]] = {}
+"""The calls in progress, the longest first, and when each began."""
+
+
+@contextmanager
+def part_call(call: str) -> Iterator[None]:
+    """The context of a call of a part of the user: what it raises is a `PartError` that names it
+    and the line, and `call` is among the `calls_in_progress`.
+    """
+    key = object()
+    _calls[key] = (call, time.monotonic())
+    try:
+        with part_errors():
+            yield
+    finally:
+        del _calls[key]
+
+
+def calls_in_progress() -> list[tuple[str, float]]:
+    """The calls of parts that have not returned, the outermost first, and when each began
+    (`time.monotonic`).
+    """
+    return [*_calls.copy().values()]
 
 
 def is_disk_error(error: BaseException) -> bool:

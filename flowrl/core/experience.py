@@ -11,9 +11,9 @@ decision+1  columns of a value table: column k < D is the value of the state tha
 ==========  =====================================================================================
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,7 +24,7 @@ from flowrl.core.errors import require
 from flowrl.core.options import checked_options
 from flowrl.core.prompt import Prompt
 from flowrl.core.tree import Tree
-from flowrl.core.types import Condition, Schedule, Trajectories
+from flowrl.core.types import Condition, Paths, Schedule, Trajectories
 
 ValueTable = Float[Tensor, "prompt member column"]
 CreditTable = Float[Tensor, "prompt member decision"]
@@ -72,7 +72,7 @@ class Decisions:
     def of(
         schedule: Schedule,
         stds: Tensor,
-        tree: Tree,
+        tree: Paths,
         valid: Bool[Tensor, "prompt member"],
         trained: Sequence[int] | None = None,
     ) -> "Decisions":
@@ -97,7 +97,9 @@ class Decisions:
         if trained is not None:
             kept = torch.isin(step, torch.as_tensor(trained, dtype=step.dtype))
         mask = valid[:, :, None] & drawn & kept
-        return Decisions(step, time, delta, std, kept, drawn, mask, tree if tree.branched else None)
+        return Decisions(
+            step, time, delta, std, kept, drawn, mask, tree if isinstance(tree, Tree) else None
+        )
 
     @staticmethod
     def like(
@@ -154,6 +156,8 @@ class Experience:
         log_probs: log-probabilities of the transitions under the policy that drew them, mean over
             latent elements [prompt, member, decision]; NaN where nothing was drawn.
         condition: the prompts' embeddings, one row per prompt.
+        features: those of a `ValueProbe` [prompt, member, decision, feature]; NaN in columns that
+            were not asked for.
     """
 
     prompts: Sequence[Prompt]
@@ -164,6 +168,26 @@ class Experience:
     trajectories: Trajectories | None = None
     log_probs: CreditTable | None = None
     condition: Condition | None = None
+    features: FeatureTable | None = None
+
+    @staticmethod
+    def cat(records: Sequence["Experience"]) -> "Experience":
+        """The records of consecutive groups as one, without the `LARGER` fields."""
+        first = records[0]
+
+        def joined(tables: Iterable[Tensor]) -> Tensor:
+            return torch.cat(list(tables))
+
+        return Experience(
+            [prompt for record in records for prompt in record.prompts],
+            joined(record.values for record in records),
+            replace(first.decisions, mask=joined(record.decisions.mask for record in records)),
+            joined(record.valid for record in records),
+            {name: joined(record.parts[name] for record in records) for name in first.parts},
+            features=None
+            if first.features is None
+            else joined(cast(Tensor, record.features) for record in records),
+        )
 
     def only(self, fields: Collection[str]) -> "Experience":
         """The record without those of the `LARGER` fields that `fields` does not contain."""

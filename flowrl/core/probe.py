@@ -13,8 +13,7 @@ from torch import Tensor
 from flowrl.core.checks import checked
 from flowrl.core.experience import CreditTable, Experience, FeatureTable
 from flowrl.core.options import checked_options
-from flowrl.core.tree import Tree
-from flowrl.core.types import Condition, Gaussian, Prompt, Schedule, Trajectories
+from flowrl.core.types import Condition, Gaussian, Paths, Prompt, Schedule, Trajectories, whole
 
 Key = int | tuple[str, int]
 """The key of an estimate: a node, or (a name, a node) for a further estimate of that node."""
@@ -78,7 +77,7 @@ class Shape:
 
     groups: int
     schedule: Schedule
-    tree: Tree
+    tree: Paths
     nodes: Sequence[int]
 
     @property
@@ -123,14 +122,6 @@ class Cost:
     def nfe(self) -> float:
         """Number of network evaluations; an integer unless calls cost less than an evaluation."""
         return whole(sum(call.rows * call.share for call in self.calls))
-
-
-def whole(evaluations: float) -> float:
-    """A number of network evaluations without rounding errors from sums of fractions; an integer if
-    possible.
-    """
-    rounded = round(float(evaluations), 6)
-    return int(rounded) if rounded.is_integer() else rounded
 
 
 @checked

@@ -1,17 +1,18 @@
-"""The states that the trajectories of a group share: independent ones, a common start, or the
-branches of a tree.
+"""The branches of a tree, and the paths of groups without one: independent trajectories, or a
+common start.
 """
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowrl.core.checks import checked
+from flowrl.core.types import Paths
 
 Mean = Literal["leaf", "child"]
 Weight = Literal["leaf", "edge", "step"]
@@ -19,22 +20,14 @@ Weight = Literal["leaf", "edge", "step"]
 
 @checked
 @dataclass(frozen=True)
-class Tree:
-    """The states of one group and their parents; every group of an iteration has the same tree.
+class Tree(Paths):
+    """The branches of a group with a branching probe: one member per leaf.
 
-    A *unit* is a distinct state; units are numbered by node. The value of a unit in a branched tree
-    is a mean over the members behind it. In the update, a parent is evaluated once for all its
-    children.
+    The value of a unit is a mean over the members behind it. In the update, a parent is evaluated
+    once for all its children.
 
     Args:
-        parent: the unit from which each unit was reached [unit]; -1 for initial noise.
-        node: node of each unit on the time grid [unit].
-        drawn: whether each unit was drawn from the sampler's distribution [unit], so that the edge
-            into it is a decision; other edges are ODE steps.
-        paths: the units of each member's trajectory [member, node], one member per leaf; at nodes
-            that an ODE step skips, the unit before.
-        branched: whether this is the tree of a branching probe and not a plain group, whose members
-            at most share their initial noise.
+        parent, node, drawn, paths: as in `flowrl.core.types.Paths`.
         mean: mean over the members behind a unit ("leaf"), or recursively over its children
             ("child").
         weight: a decision counts once per member behind it ("leaf": the loss is the mean over
@@ -42,64 +35,14 @@ class Tree:
             per step over that of its step, so that all steps weigh the same.
     """
 
-    parent: Int[Tensor, " unit"]
-    node: Int[Tensor, " unit"]
-    drawn: Bool[Tensor, " unit"]
-    paths: Int[Tensor, "member node"]
-    branched: bool = False
+    branched: ClassVar[bool] = True
+
     mean: Mean = "leaf"
     weight: Weight = "leaf"
     strides: Int[Tensor, " member"] | None = None
     """Nodes per ODE step by which each member is finished, if there are several strides
     (`flowrl.probes.Comb`).
     """
-
-    @property
-    def steps(self) -> int:
-        """T, the number of transitions."""
-        return self.paths.shape[1] - 1
-
-    @property
-    def members(self) -> int:
-        """Number of trajectories of the group."""
-        return len(self.paths)
-
-    @property
-    def units(self) -> int:
-        """Number of distinct states."""
-        return len(self.node)
-
-    @cached_property
-    def counts(self) -> list[int]:
-        """n_i, the number of units at each node. A rollout evaluates the network sum_{i < T} n_i
-        times for a group.
-        """
-        return torch.bincount(self.node, minlength=self.steps + 1).tolist()
-
-    def at(self, node: int) -> slice:
-        """The units at a node."""
-        start = sum(self.counts[:node])
-        return slice(start, start + self.counts[node])
-
-    @cached_property
-    def edges(self) -> list[list["Edges"]]:
-        """The edges that start at each node, in the order of the units that they lead to."""
-        edges: list[list[Edges]] = []
-        for start in range(self.steps):
-            units = self.at(start)
-            children = (self.parent >= units.start) & (self.parent < units.stop)
-            kinds = torch.stack([self.node, self.drawn.long()], 1)
-            edges.append([])
-            for node, drawn in dict.fromkeys(map(tuple, kinds[children].tolist())):
-                ends = (children & (self.node == node) & (self.drawn == drawn)).nonzero().flatten()
-                edges[start].append(Edges(node, bool(drawn), ends, self.parent[ends] - units.start))
-        return edges
-
-    @cached_property
-    def passes(self) -> Bool[Tensor, "member unit"]:
-        """Mask of the units that a member's trajectory passes."""
-        passes = torch.zeros(self.members, self.units, dtype=torch.bool)
-        return passes.scatter_(1, self.paths, torch.tensor(True).expand_as(self.paths))
 
     @cached_property
     def leaves(self) -> Int[Tensor, " unit"]:
@@ -110,18 +53,6 @@ class Tree:
     def roots(self) -> Int[Tensor, " unit"]:
         """The root (initial noise) of each unit: units of one root are one tree."""
         return self.paths[self.passes.to(torch.uint8).argmax(0), 0]
-
-    @cached_property
-    def decisions(self) -> Bool[Tensor, "member step"]:
-        """Mask of the steps of a member's trajectory that are decisions."""
-        following = self.paths[:, 1:]
-        arrives = self.node[following] == torch.arange(1, self.steps + 1)
-        return self.drawn[following] & arrives
-
-    @cached_property
-    def drawn_steps(self) -> list[int]:
-        """The steps at which any member's trajectory was drawn, in order: the axis of decisions."""
-        return (self.node[self.drawn].unique() - 1).tolist()
 
     @cached_property
     def decision_of(self) -> Int[Tensor, " unit"]:
@@ -196,24 +127,6 @@ class Tree:
         return torch.where(self.drawn, first[:, 0] + means, torch.zeros_like(means))
 
 
-@checked
-@dataclass(frozen=True)
-class Edges:
-    """Edges from one node to another.
-
-    Args:
-        node: the node to which they lead.
-        drawn: whether they are decisions.
-        units: the units to which they lead [edge].
-        parents: the units from which they start [edge], numbered within their node.
-    """
-
-    node: int
-    drawn: bool
-    units: Int[Tensor, " edge"]
-    parents: Int[Tensor, " edge"]
-
-
 Visits = Sequence[tuple[int, Hashable]]
 """The states of one member: nodes in order, each with a key that members in the same state share.
 """
@@ -225,12 +138,12 @@ def tree_of(
     mean: Mean = "leaf",
     weight: Weight = "leaf",
     branched: bool = True,
-) -> Tree:
-    """The tree of the members with the states `visits`, one unit per distinct state.
+) -> Any:
+    """The `Tree` of the members with the states `visits`, one unit per distinct state; their
+    `Paths` unless `branched`.
 
     Every member starts at node 0 and ends at the same last node; nodes ascend. `drawn` selects the
-    states (node, key) that were drawn from the sampler; `mean`, `weight` and `branched` are those
-    of `Tree`.
+    states (node, key) that were drawn from the sampler; `mean` and `weight` are those of `Tree`.
     """
     states = {state: None for path in visits for state in path}
     order = sorted(states, key=lambda state: state[0])  # stable: members stay in order
@@ -244,13 +157,15 @@ def tree_of(
             paths[member, node:] = number
     node = torch.tensor([node for node, _ in order])
     flags = torch.tensor([node > 0 and drawn(node, key) for node, key in order])
-    return Tree(parent, node, flags, paths, branched, mean, weight)
+    if not branched:
+        return Paths(parent, node, flags, paths)
+    return Tree(parent, node, flags, paths, mean, weight)
 
 
 @cache
 def plain_tree(
     members: int, steps: int, decisions: tuple[int, ...], shared_noise: bool = False
-) -> Tree:
+) -> Paths:
     """Independent trajectories; with `shared_noise` from the same initial noise, so that they
     differ only after the first decision.
     """

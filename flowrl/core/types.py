@@ -18,19 +18,19 @@ Time runs from t=1 (noise) to t=0 (data): x_t = (1-t) x_0 + t eps, velocity v = 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from flowrl.core.checks import checked
 from flowrl.core.errors import require
 from flowrl.core.prompt import Prompt as Prompt
-from flowrl.core.tree import Tree
 
-Rows = TypeVar("Rows", bound="LossRows")
+Batch = TypeVar("Batch", bound="LossRows")
 
 Latents = Float[Tensor, "sample *latent"]
 ImagesOrVideos = Float[Tensor, "sample *frame channel height width"]
@@ -46,6 +46,14 @@ def tensor_problem(tensor: Tensor) -> str:
     if tensor.device.type == "meta":
         return "has no values: its device is meta"
     return f"has complex numbers ({tensor.dtype})" if tensor.is_complex() else ""
+
+
+def whole(evaluations: float) -> float:
+    """A number of network evaluations without rounding errors from sums of fractions; an integer if
+    possible.
+    """
+    rounded = round(float(evaluations), 6)
+    return int(rounded) if rounded.is_integer() else rounded
 
 
 def to_main_memory(tensor: Tensor) -> Tensor:
@@ -71,6 +79,21 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@checked
+def expand(values: Shaped[Tensor, " sample"], like: Latents) -> Tensor:
+    """`values` [sample] viewed as [sample, 1, ..., 1], so that it broadcasts over the latent axes
+    of `like`.
+
+    Args:
+        values: one value per sample [sample].
+        like: latents [sample, *latent]; only the number of their axes is used.
+
+    Returns:
+        The view, with as many axes as `like`.
+    """
+    return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
 @checked
@@ -151,7 +174,7 @@ class Condition:
     tensors: Mapping[str, Tensor]
     keys: frozenset[int] = frozenset()
 
-    def take(self, index: Tensor) -> "Condition":
+    def take(self, index: Tensor | slice) -> "Condition":
         """The rows `index` of every tensor."""
         return Condition({name: tensor[index] for name, tensor in self.tensors.items()}, self.keys)
 
@@ -178,6 +201,110 @@ class Condition:
 
 @checked
 @dataclass(frozen=True)
+class Paths:
+    """The states of one group and the way of each member through them; every group of an iteration
+    has the same ones.
+
+    A *unit* is a distinct state; units are numbered by node. Members of a plain group share at most
+    their first states; those of a branching probe share the states of a tree
+    (`flowrl.core.tree.Tree`).
+
+    Args:
+        parent: the unit from which each unit was reached [unit]; -1 for initial noise.
+        node: node of each unit on the time grid [unit].
+        drawn: whether each unit was drawn from the sampler's distribution [unit], so that the edge
+            into it is a decision; other edges are ODE steps.
+        paths: the units of each member's trajectory [member, node]; at nodes that an ODE step
+            skips, the unit before.
+    """
+
+    parent: Int[Tensor, " unit"]
+    node: Int[Tensor, " unit"]
+    drawn: Bool[Tensor, " unit"]
+    paths: Int[Tensor, "member node"]
+    branched: ClassVar[bool] = False
+    """Whether this is the tree of a branching probe."""
+
+    @property
+    def steps(self) -> int:
+        """T, the number of transitions."""
+        return self.paths.shape[1] - 1
+
+    @property
+    def members(self) -> int:
+        """Number of trajectories of the group."""
+        return len(self.paths)
+
+    @property
+    def units(self) -> int:
+        """Number of distinct states."""
+        return len(self.node)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """n_i, the number of units at each node. A rollout evaluates the network sum_{i < T} n_i
+        times for a group.
+        """
+        return torch.bincount(self.node, minlength=self.steps + 1).tolist()
+
+    def at(self, node: int) -> slice:
+        """The units at a node."""
+        start = sum(self.counts[:node])
+        return slice(start, start + self.counts[node])
+
+    @cached_property
+    def edges(self) -> list[list["Edges"]]:
+        """The edges that start at each node, in the order of the units that they lead to."""
+        edges: list[list[Edges]] = []
+        for start in range(self.steps):
+            units = self.at(start)
+            children = (self.parent >= units.start) & (self.parent < units.stop)
+            kinds = torch.stack([self.node, self.drawn.long()], 1)
+            edges.append([])
+            for node, drawn in dict.fromkeys(map(tuple, kinds[children].tolist())):
+                ends = (children & (self.node == node) & (self.drawn == drawn)).nonzero().flatten()
+                edges[start].append(Edges(node, bool(drawn), ends, self.parent[ends] - units.start))
+        return edges
+
+    @cached_property
+    def passes(self) -> Bool[Tensor, "member unit"]:
+        """Mask of the units that a member's trajectory passes."""
+        passes = torch.zeros(self.members, self.units, dtype=torch.bool)
+        return passes.scatter_(1, self.paths, torch.tensor(True).expand_as(self.paths))
+
+    @cached_property
+    def decisions(self) -> Bool[Tensor, "member step"]:
+        """Mask of the steps of a member's trajectory that are decisions."""
+        following = self.paths[:, 1:]
+        arrives = self.node[following] == torch.arange(1, self.steps + 1)
+        return self.drawn[following] & arrives
+
+    @cached_property
+    def drawn_steps(self) -> list[int]:
+        """The steps at which any member's trajectory was drawn, in order: the axis of decisions."""
+        return (self.node[self.drawn].unique() - 1).tolist()
+
+
+@checked
+@dataclass(frozen=True)
+class Edges:
+    """Edges from one node to another.
+
+    Args:
+        node: the node to which they lead.
+        drawn: whether they are decisions.
+        units: the units to which they lead [edge].
+        parents: the units from which they start [edge], numbered within their node.
+    """
+
+    node: int
+    drawn: bool
+    units: Int[Tensor, " edge"]
+    parents: Int[Tensor, " edge"]
+
+
+@checked
+@dataclass(frozen=True)
 class Trajectories:
     """A batch of sampled trajectories: every distinct state once, and the network's output there.
     Float32, detached.
@@ -197,7 +324,7 @@ class Trajectories:
     states: Float[Tensor, "prompt unit *latent"]
     outputs: Float[Tensor, "prompt inner *latent"]
     schedule: Schedule
-    tree: Tree
+    tree: Paths
     stds: Float[Tensor, " step"]
 
     def __post_init__(self) -> None:
@@ -249,7 +376,7 @@ class LossRows:
             return (torch.arange(len(batch.time), device=batch.time.device),)
         return (batch.sample,) if unit == "trajectory" else (batch.group, batch.time)
 
-    def rows(self: Rows, index: Tensor | slice) -> Rows:
+    def rows(self: Batch, index: Tensor | slice) -> Batch:
         """The rows `index` of every field; gradients reach this batch's tensors."""
         given = {name: value for name, value in vars(self).items() if name != "velocity"}
         whole = {"prompts": given.pop("prompts")} if "prompts" in given else {}

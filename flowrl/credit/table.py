@@ -11,9 +11,8 @@ from annotated_types import Gt, Lt
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowrl.core.calls import part_call
 from flowrl.core.checks import checked
-from flowrl.core.errors import CreditError, require
+from flowrl.core.errors import CreditError, part_call, require
 from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, Mask, ValueTable
 from flowrl.core.protocols import CreditAssigner, needs_of
 from flowrl.core.types import tensor_problem

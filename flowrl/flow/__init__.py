@@ -2,10 +2,10 @@
 Gaussians, a Gaussian mixture.
 """
 
+from flowrl.core.types import expand
 from flowrl.flow.gaussian import kl, log_prob, log_prob_without_constants, sample
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.flow.path import (
-    expand,
     interpolate,
     noise_estimate,
     shifted_schedule,

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.checks import checked
-from flowrl.core.types import Gaussian, Latents, PerSample
-from flowrl.flow.path import expand
+from flowrl.core.types import Gaussian, Latents, PerSample, expand
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 

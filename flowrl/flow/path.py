@@ -9,12 +9,10 @@ latents and velocities [sample, *latent].
 import math
 
 import torch
-from jaxtyping import Shaped
-from torch import Tensor
 
 from flowrl.core.checks import checked
 from flowrl.core.errors import require
-from flowrl.core.types import Latents, PerSample, Schedule
+from flowrl.core.types import Latents, PerSample, Schedule, expand
 
 
 def uniform_schedule(steps: int) -> Schedule:
@@ -47,21 +45,6 @@ def shifted_schedule(steps: int, shift: float = 3.0) -> Schedule:
     require(math.isfinite(shift) and shift > 0, "shift", shift, "finite and above 0")
     even = torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64)
     return Schedule(times=(shift * even / (1.0 + (shift - 1.0) * even)).float())
-
-
-@checked
-def expand(values: Shaped[Tensor, " sample"], like: Latents) -> Tensor:
-    """`values` [sample] viewed as [sample, 1, ..., 1], so that it broadcasts over the latent axes
-    of `like`.
-
-    Args:
-        values: one value per sample [sample].
-        like: latents [sample, *latent]; only the number of their axes is used.
-
-    Returns:
-        The view, with as many axes as `like`.
-    """
-    return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
 @checked

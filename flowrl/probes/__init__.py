@@ -16,7 +16,6 @@ from flowrl.core.probe import (
     Shape,
     Solver,
     ValueProbe,
-    whole,
 )
 from flowrl.probes.branching import Branch, Branching, Comb
 from flowrl.probes.critic import Critic, LatentReward
@@ -46,5 +45,4 @@ __all__ = [
     "Substeps",
     "Tweedie",
     "ValueProbe",
-    "whole",
 ]

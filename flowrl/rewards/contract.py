@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 import torch
 from torch import Tensor
 
-from flowrl.core.calls import part_call
-from flowrl.core.errors import ConfigError, FlowrlError, RewardContractError
+from flowrl.core.errors import ConfigError, FlowrlError, RewardContractError, part_call
 from flowrl.core.protocols import AnyReward, GroupReward
 from flowrl.core.types import Prompt, tensor_problem
 

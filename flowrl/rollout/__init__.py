@@ -2,31 +2,34 @@
 counted.
 """
 
-from flowrl.rollout.batches import ForwardBatches, LossBatches, minibatch_rows
+from flowrl.rollout.batches import Objective, Rows, TransitionObjective, minibatch_rows
+from flowrl.rollout.forward import ForwardObjective
 from flowrl.rollout.groups import Groups
-from flowrl.rollout.rollout import ProbeRun, Rollout, Walk, group_tree, log_probs, rollout
+from flowrl.rollout.probing import ProbeRun, log_probs
+from flowrl.rollout.rollout import group_tree, rollout
 from flowrl.rollout.sampling import EVALUATION_SEED, ImageBatch, initial_noise, sample_images
-from flowrl.rollout.solvers import SOLVERS, Usage, solve
+from flowrl.rollout.solvers import SOLVERS, solve
 from flowrl.rollout.values import (
-    Values,
     predicted,
     score,
     score_rollout,
     transition_weights,
     usable,
 )
+from flowrl.rollout.walk import Rollout, Usage, Walk
 
 __all__ = [
     "EVALUATION_SEED",
     "SOLVERS",
-    "ForwardBatches",
+    "ForwardObjective",
     "Groups",
     "ImageBatch",
-    "LossBatches",
+    "Objective",
     "ProbeRun",
     "Rollout",
+    "Rows",
+    "TransitionObjective",
     "Usage",
-    "Values",
     "Walk",
     "group_tree",
     "initial_noise",

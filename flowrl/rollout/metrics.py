@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.experience import Credit, Experience
 from flowrl.core.forward import ForwardBatch
 from flowrl.core.types import LossBatch, LossResult
 
@@ -57,6 +58,15 @@ def reward_metrics(values: Tensor) -> Row:
     if bool(values.isfinite().all()):
         metrics["mean_abs_gain"] = values.diff(dim=-1).abs().mean(0).tolist()
     return metrics
+
+
+def credit_metrics(experience: Experience, credit: Credit) -> Row:
+    """The mean size of the advantages, and the mean score of every component of the reward."""
+    row: Row = {"abs_advantage": float(credit.advantages[experience.decisions.mask].abs().mean())}
+    if experience.parts:
+        tables = experience.parts.items()
+        row["parts"] = {name: float(table[..., -1].nanmean()) for name, table in tables}
+    return row
 
 
 def step_gradients(

@@ -1,73 +1,229 @@
-"""Trajectories and the final states of their unfinished nodes, in as few network calls as
-possible.
+"""Rollouts: of groups (`rollout`), and of an iteration's groups in chunks, which are scored and
+joined (`Collector`).
 """
 
-import ctypes
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, cast
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.core.calls import part_call
-from flowrl.core.errors import ProbeError, require
-from flowrl.core.protocols import AnySampler, FlowPolicy, MultistepSolver, Sampler, extras
-from flowrl.core.tree import Edges, Tree, plain_tree
-from flowrl.core.types import Condition, Gaussian, Prompt, Schedule, Trajectories, to_device
-from flowrl.flow.gaussian import log_prob
-from flowrl.probes import (
-    Branching,
-    Estimates,
-    Grid,
-    NetworkUse,
-    NoProbe,
-    Probe,
-    Probing,
-    Solver,
-    ValueProbe,
+from flowrl.core.errors import require
+from flowrl.core.experience import Experience
+from flowrl.core.processes import Processes
+from flowrl.core.protocols import AnyReward, AnySampler, FlowPolicy, MultistepSolver
+from flowrl.core.tree import plain_tree
+from flowrl.core.types import (
+    Condition,
+    Paths,
+    Prompt,
+    Schedule,
+    Trajectories,
+    copies_done,
+    to_main_memory,
+    whole,
 )
+from flowrl.probes import Branching, NoProbe, Probe
 from flowrl.rollout.groups import Groups
-from flowrl.rollout.solvers import Solution, Usage, advance
+from flowrl.rollout.probing import run_probe
+from flowrl.rollout.solvers import deterministic
+from flowrl.rollout.values import Inspect, score_rollout
+from flowrl.rollout.walk import Rollout, Usage, Walk
 from flowrl.samplers import transition_stds
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """Trajectories and estimates.
+@dataclass
+class Collector:
+    """Rolls out this process's groups and scores them.
+
+    A chunk draws the noise of the whole iteration from the same generator state and takes its rows,
+    so neither the chunk size nor the number of processes changes a group's noise. Network outputs
+    may differ in their last bits, because the batches differ.
 
     Args:
-        trajectories: the trajectories.
-        estimates: the probe's estimates of final latents.
-        groups: sizes of the groups.
+        policy: the policy.
+        reward: the reward.
+        schedule: the schedule.
+        groups: all groups of the iteration.
         probe: the probe.
-        nodes: the nodes that the probe was to estimate (`flowrl.probes.Probing`).
-        features: those of a `ValueProbe` at these nodes [prompt, member, node, feature].
+        processes: the processes.
+        max_batch: largest number of latents per network call.
+        chunk: groups per chunk; 0: all at once; "auto": if `overlap`, `chunk_size`.
+        overlap: decode and score in a second thread, on a CUDA stream of its own, while the next
+            chunk is rolled out. The policy's `decode` and the reward then run in parallel with
+            `velocity`; the results are the same.
+        offload: keep trajectories in main memory until the update.
+        inspect: called once, with the images, prompts and scores of the next batch.
     """
 
-    trajectories: Trajectories
-    estimates: Estimates
+    policy: FlowPolicy
+    reward: AnyReward
+    schedule: Schedule
     groups: Groups
-    probe: Probe = NoProbe()
-    nodes: Sequence[int] = ()
-    features: Tensor | None = None
+    probe: Probe
+    processes: Processes
+    max_batch: int
+    chunk: int | Literal["auto"] = 0
+    overlap: bool = False
+    offload: bool = False
+    inspect: Inspect | None = None
 
-    def part(self, first: int, count: int) -> "Rollout":
-        """`count` of its groups, from index `first` on."""
-        chosen, path, prompts = slice(first, first + count), self.trajectories, self.groups.prompts
-        return replace(
-            self,
-            trajectories=replace(path, states=path.states[chosen], outputs=path.outputs[chosen]),
-            estimates={
-                key: rows.unflatten(0, (prompts, -1))[chosen].flatten(0, 1)
-                for key, rows in self.estimates.items()
-            },
-            groups=self.groups.part(first, count),
-            features=None if self.features is None else self.features[chosen],
+    def collect(
+        self,
+        prompts: Sequence[Prompt],
+        condition: Condition,
+        noise: Tensor,
+        sampler: AnySampler,
+        generator: torch.Generator,
+        usage: Usage,
+        enter: Callable[[str], None],
+        columns: Tensor | None = None,
+    ) -> tuple[Rollout, Experience]:
+        """Roll out this process's groups and score them: the trajectories, without estimates, and
+        the record of all groups of all processes.
+
+        `noise` [sample, *latent] and `condition` [prompt] are of all groups. `usage` is set to the
+        costs of all processes. `enter` is called with "rollout" and "reward" when these phases
+        begin. `columns`: see `rollout`. An error of a part is raised in every process.
+        """
+        assigned, members = self.processes.assign(self.groups.prompts), self.groups.members
+        device, start = self.policy.device, generator.get_state()
+        scored, paths, jobs = Usage(), list[Trajectories](), list[Future[Experience]]()
+        rewards = self._executor()
+        try:
+            with self.processes.shared_errors():
+                for first, count in assigned.chunks(self._size(assigned.count)):
+                    enter("rollout")
+                    for job in jobs:
+                        if job.done():
+                            job.result()  # raises its error before the next chunk
+                    generator.set_state(start)
+                    result = rollout(
+                        self.policy,
+                        sampler,
+                        self.schedule,
+                        condition.take(slice(first, first + count)),
+                        noise[first * members : (first + count) * members],
+                        generator,
+                        self.groups.part(first, count),
+                        self.probe,
+                        usage,
+                        self.max_batch,
+                        columns,
+                        prompts[first : first + count],
+                    )
+                    paths.append(self._kept(result.trajectories))
+                    if own := assigned.own_within(first, count):
+                        enter("rollout" if self.overlap else "reward")
+                        part = result.part(own.start - first, len(own))
+                        texts, ready = prompts[own.start : own.stop], self._ready()
+                        jobs.append(rewards.submit(self._score, part, texts, scored, ready))
+                enter("reward")
+                own_records = [job.result() for job in jobs]
+        finally:
+            rewards.shutdown(cancel_futures=True)
+        gathered = self.processes.gather((own_records, scored))
+        self._count(usage, assigned.count, [counts for _, counts in gathered])
+        copies_done(device)
+        scored_groups = Experience.cat([record for records, _ in gathered for record in records])
+        groups, own = self.groups.part(assigned.first, assigned.count), assigned.first
+        condition = condition.take(slice(own, own + assigned.count))
+        return Rollout(_joined(paths), groups, condition), scored_groups
+
+    def _count(self, usage: Usage, count: int, scored: Sequence[Usage]) -> None:
+        """Set `usage`, that of the network for `count` groups of this process, to the costs of all
+        processes, whose decoded and `scored` images are given.
+        """
+        usage.nfe, usage.probe_nfe = (
+            whole(evaluations / count * self.groups.prompts)
+            for evaluations in (usage.nfe, usage.probe_nfe)
         )
+        usage.decodes += sum(counts.decodes for counts in scored)
+        usage.reward_calls += sum(counts.reward_calls for counts in scored)
+
+    def _size(self, count: int) -> int:
+        """Groups per chunk of `count` groups; 0: all."""
+        if self.chunk != "auto":
+            return self.chunk
+        return chunk_size(count, self.groups.members, self.max_batch) if self.overlap else count
+
+    def _ready(self) -> Any:
+        """A CUDA event after what this thread has queued, if another one scores; else None."""
+        device = self.policy.device
+        if not self.overlap or device.type != "cuda":
+            return None
+        return torch.cuda.current_stream(device).record_event()
+
+    def _score(
+        self, result: Rollout, prompts: Sequence[Prompt], usage: Usage, ready: Any
+    ) -> Experience:
+        """The record of a chunk, whose latents are complete after the event `ready`."""
+        inspect, self.inspect = self.inspect, None
+        if not ready:
+            return score_rollout(self.policy, self.reward, result, prompts, usage, inspect=inspect)
+        ready.wait()
+        record = score_rollout(self.policy, self.reward, result, prompts, usage, inspect=inspect)
+        # the rollout's stream may use the memory of `result` again as soon as the caller frees it
+        torch.cuda.current_stream(self.policy.device).synchronize()
+        return record
+
+    def _kept(self, path: Trajectories) -> Trajectories:
+        """The trajectories, in main memory if `offload` is set."""
+        if not self.offload:
+            return path
+        states, outputs = to_main_memory(path.states), to_main_memory(path.outputs)
+        return replace(path, states=states, outputs=outputs)
+
+    def _executor(self) -> Executor:
+        """A second thread, with this thread's device and number of threads and a CUDA stream of
+        its own, or this thread.
+        """
+        if not self.overlap:
+            return _Immediate()
+        threads, device = torch.get_num_threads(), self.policy.device
+        current = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def begin() -> None:
+            torch.set_num_threads(threads)
+            if current is not None:
+                torch.cuda.set_device(current)
+            if device.type == "cuda":
+                torch.cuda.set_stream(torch.cuda.Stream(device))
+
+        return ThreadPoolExecutor(1, "rewards", begin)
+
+
+def _joined(paths: Sequence[Trajectories]) -> Trajectories:
+    """The trajectories of consecutive chunks."""
+    if len(paths) == 1:
+        return paths[0]
+    states, outputs = (torch.cat([getattr(p, n) for p in paths]) for n in ("states", "outputs"))
+    return replace(paths[0], states=states, outputs=outputs)
+
+
+def chunk_size(groups: int, members: int, max_batch: int) -> int:
+    """The smallest number of groups per chunk with which all `groups` of `members` samples need as
+    many calls of at most `max_batch` samples as without chunks.
+    """
+
+    def calls(size: int) -> int:
+        whole, rest = divmod(groups, size)
+        return whole * -(-size * members // max_batch) + -(-rest * members // max_batch)
+
+    return next(size for size in range(1, groups + 1) if calls(size) <= calls(groups))
+
+
+class _Immediate(Executor):
+    """Runs each job when it is submitted."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """The finished job; its error is raised here."""
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
 
 
 def rollout(
@@ -117,42 +273,25 @@ def rollout(
         ConfigError: the policy lacks what the probe needs.
         ProbeError: the probe breaks its contract.
     """
-    guided = None
-    if probe.network.guidance == "off":
-        guided = extras(policy, "guided", "guidance_scale")
-        fits = guided is not None and guided.guidance_scale != 1
-        require(fits, "guidance of the probe", "off", "own: the policy samples without guidance")
     require(max_batch >= 1, "max_batch", max_batch, "1 or more")
     require(len(noise) == groups.samples, "noise rows", len(noise), f"{groups.samples} samples")
     stds = transition_stds(sampler, schedule).cpu()
     if isinstance(sampler, MultistepSolver):
-        grid, steps = sampler.grid(schedule), schedule.steps
-        fits = isinstance(grid, Schedule) and grid.steps == steps
-        require(fits, f"{type(sampler).__name__}.grid", grid, f"a Schedule of {steps} steps")
-        schedule = grid
-        sampler = _Deterministic(sampler.solution(grid, lambda x: groups.normal(x, generator)))
-    tree = group_tree(stds, groups, probe, generator)
-    nodes, usage = tree.drawn_steps, usage or Usage()
-    before = usage.nfe
-    if columns is not None:
-        nodes = [step for step, asked in zip(nodes, columns.tolist(), strict=False) if asked]
+        draw = partial(groups.normal, generator=generator)
+        schedule, sampler = deterministic(sampler, schedule, draw)
+    tree, usage = group_tree(stds, groups, probe, generator), usage or Usage()
     walk = Walk(policy, sampler, schedule, stds, condition, groups, generator, usage, max_batch)
-    values = probe if isinstance(probe, ValueProbe) else None
-    recorder = HiddenStates(policy) if values and values.reads_hidden else None
     with policy.frozen(), torch.no_grad():
-        path, completed = walk.run(noise, tree, probe.ahead(nodes), recorder)
-        last, hidden = path.images_latent, recorder.table if recorder else None
-        given = path, last, nodes, completed, condition, prompts, hidden
-        run = ProbeRun(*given, walk, probe.network)
-        features = run.features(values) if values else None
-        with guided.guided(1.0) if guided else nullcontext():
-            estimates = run.estimates(probe)
-    # every output is an evaluation of the trajectories themselves
-    usage.probe_nfe += usage.nfe - before - path.outputs.shape[:2].numel()
-    return Rollout(path, estimates, groups, probe, nodes, features)
+        if isinstance(probe, NoProbe):
+            path, _ = walk.run(noise, tree, ())
+            return Rollout(path, groups, condition)
+        nodes = tree.drawn_steps
+        if columns is not None:
+            nodes = [step for step, asked in zip(nodes, columns.tolist(), strict=False) if asked]
+        return run_probe(probe, walk, noise, tree, nodes, prompts)
 
 
-def group_tree(stds: Tensor, groups: Groups, probe: Probe, generator: torch.Generator) -> Tree:
+def group_tree(stds: Tensor, groups: Groups, probe: Probe, generator: torch.Generator) -> Paths:
     """The tree of states that the trajectories of a group share.
 
     The generator is used only by a probe whose tree is drawn anew every iteration.
@@ -176,307 +315,3 @@ def group_tree(stds: Tensor, groups: Groups, probe: Probe, generator: torch.Gene
     shape, wanted = (tree.branched, tree.members, tree.steps), (True, groups.members, steps)
     require(shape == wanted, "tree: (branched, leaves, steps)", shape, f"{wanted}")
     return tree
-
-
-@dataclass(frozen=True)
-class Walk:
-    """The steps of a sampler from given states, in batches of all groups.
-
-    Args:
-        policy: the policy that computes velocities.
-        sampler: the sampler.
-        schedule: the time grid.
-        stds: standard deviations of the sampler's transitions, in main memory [step].
-        condition: the prompts' embeddings, one row per prompt.
-        groups: sizes of the groups.
-        generator: the source of the draws.
-        usage: counters of network evaluations, which are updated.
-        max_batch: largest number of latents per network call.
-    """
-
-    policy: FlowPolicy
-    sampler: Sampler
-    schedule: Schedule
-    stds: Tensor
-    condition: Condition
-    groups: Groups
-    generator: torch.Generator
-    usage: Usage
-    max_batch: int = 1024
-
-    @cached_property
-    def stochastic(self) -> list[bool]:
-        """Whether the sampler draws at each step."""
-        return (self.stds > 0).tolist()
-
-    def conditions(self, latents: Tensor) -> Condition:
-        """The condition of each of `latents`, equally many for every prompt."""
-        return self.condition.repeat(len(latents) // self.groups.prompts)
-
-    def velocity(
-        self, latents: Tensor, timestep: Tensor, condition: Condition, share: float = 1
-    ) -> Tensor:
-        """The network's output, counted as `share` of an evaluation per latent."""
-        return self.usage.velocity(self.policy, latents, timestep, condition, self.max_batch, share)
-
-    def run(
-        self,
-        noise: Tensor,
-        tree: Tree,
-        ahead: Sequence[int],
-        recorder: "HiddenStates | None" = None,
-    ) -> tuple[Trajectories, dict[int, Tensor]]:
-        """The trajectories from `noise` [sample, *latent], and the ends of the ODE from the nodes
-        in `ahead`. `recorder` keeps the trajectories' hidden states.
-
-        One batched call per step, for all states of a node and all ODE solutions that have begun.
-        """
-        schedule, prompts, shape = self.schedule, self.groups.prompts, noise.shape[1:]
-        edges_from, _ = tree.edges, self.stochastic  # computed before the device is busy
-        states = noise.new_empty(prompts, tree.units, *shape, dtype=torch.float32)
-        outputs = torch.empty_like(states[:, : tree.at(schedule.steps).start])
-        members = noise.float().unflatten(0, (prompts, -1)).unbind(1)
-        for member in reversed(range(tree.members)):  # the first member's noise is its tree's
-            states[:, int(tree.paths[member, 0])] = members[member]
-        ends: dict[int, Tensor] = {}
-        walk = replace(self, policy=cast(FlowPolicy, recorder)) if recorder else self
-        for i in range(schedule.steps):
-            x = states[:, tree.at(i)]
-            parts = [x.flatten(0, 1), *ends.values()]
-            conditions = Condition.cat([self.conditions(part) for part in parts])
-            batch = torch.cat(parts)
-            timestep = schedule.network_timesteps[i].expand(len(batch))
-            velocity, *others = walk.velocity(batch, timestep, conditions).split(
-                [len(part) for part in parts]
-            )
-            if recorder:
-                recorder.keep(len(velocity), prompts)
-            if i in ahead:
-                ends[i], others = parts[0], [*others, velocity]
-            for node, other in zip(ends, others, strict=True):
-                ends[node] = ends[node] - schedule.deltas[i] * other
-            outputs[:, tree.at(i)] = velocity = velocity.view_as(x)
-            for edges in edges_from[i]:
-                following = self._following(x, velocity, i, edges)
-                states[:, to_device(edges.units, x.device)] = following.unflatten(0, (prompts, -1))
-        return Trajectories(states, outputs, schedule, tree, self.stds), ends
-
-    def _following(self, x: Tensor, velocity: Tensor, step: int, edges: Edges) -> Tensor:
-        """The states [prompt x edge, *latent] to which `edges` lead from the states x [prompt,
-        unit, *latent]: a draw from the sampler, its deterministic step, or an ODE step.
-        """
-        parents = to_device(edges.parents, x.device)
-        x, velocity = x[:, parents].flatten(0, 1), velocity[:, parents].flatten(0, 1)
-        if edges.drawn or (edges.node == step + 1 and not self.stochastic[step]):
-            gaussian = self.transition(x, velocity, step)
-        else:  # it may skip nodes
-            length = self.schedule.times[edges.node] - self.schedule.times[step]
-            gaussian = Gaussian(x + length * velocity, x.new_zeros(len(x)))
-        return self.groups.draw(gaussian, self.generator) if edges.drawn else gaussian.mean
-
-    def transition(self, latents: Tensor, velocity: Tensor, step: int) -> Gaussian:
-        """The sampler's distribution over node `step` + 1."""
-        index = torch.full((len(latents),), step, device=latents.device)
-        return self.sampler.transition(latents, velocity, self.schedule, index)
-
-    def continued(
-        self, nodes: Tensor, start: int, count: int, generator: torch.Generator
-    ) -> Tensor:
-        """Final latents of `count` independent continuations from each of `nodes`, which are
-        adjacent: [sample x count, *latent], float32.
-
-        Takes `count` (T - `start`) network evaluations per sample. Gradients are computed if they
-        are enabled in the caller.
-
-        Args:
-            nodes: latents [sample, *latent] at node `start`, equally many for every prompt.
-            start: index of the node.
-            count: continuations per sample.
-            generator: the source of their draws.
-
-        Returns:
-            The latents.
-        """
-        x = nodes.repeat_interleave(count, dim=0)
-        conditions = self.conditions(x)
-        for i in range(start, self.schedule.steps):
-            timestep = self.schedule.network_timesteps[i].expand(len(x))
-            gaussian = self.transition(x, self.velocity(x, timestep, conditions), i)
-            x = self.groups.draw(gaussian, generator) if self.stochastic[i] else gaussian.mean
-        return x
-
-
-class HiddenStates:
-    """A policy that records its last hidden states, means over tokens, in every call.
-
-    Args:
-        policy: the policy, with a `hidden_layer`.
-
-    Raises:
-        ConfigError: the policy has none.
-    """
-
-    def __init__(self, policy: FlowPolicy) -> None:
-        extra = extras(policy, "hidden_layer")
-        allowed = "one with a hidden_layer, which the probe reads"
-        require(extra is not None, "policy", type(policy).__name__, allowed)
-        self.policy, self.layer = policy, extra.hidden_layer
-        self.rows, self.kept = list[Tensor](), list[Tensor]()
-
-    def velocity(self, latent: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
-        """The policy's; the states of its last `len(latent)` rows are those of the prompts, since
-        guidance evaluates the negative prompt first.
-        """
-        calls = list[Tensor]()
-
-        def record(layer: Any, inputs: tuple[Tensor, ...]) -> None:
-            hidden = inputs[0].float()
-            calls.append(hidden.flatten(1, -2).mean(1) if hidden.ndim > 2 else hidden)
-
-        handle = self.layer.register_forward_pre_hook(record)
-        try:
-            velocity = self.policy.velocity(latent, timestep, condition)
-        finally:
-            handle.remove()
-        self.rows.append(torch.cat(calls)[-len(latent) :])
-        return velocity
-
-    def keep(self, count: int, prompts: int) -> None:
-        """Keep the first `count` rows since the last call of this method."""
-        self.kept.append(torch.cat(self.rows)[:count].unflatten(0, (prompts, -1)))
-        self.rows.clear()
-
-    @property
-    def table(self) -> Tensor:
-        """What was kept [prompt, unit, feature]."""
-        return torch.cat(self.kept, 1)
-
-
-@dataclass(frozen=True)
-class ProbeRun(Probing):
-    """The input of a probe that calls the network `walk.policy` as `network` says."""
-
-    walk: Walk
-    network: NetworkUse
-
-    @cached_property
-    def generator(self) -> torch.Generator:
-        """The probe's generator, seeded by the state of the trajectories' generator, which does not
-        change.
-        """
-        source = self.walk.generator
-        state = source.get_state()  # bytes in main memory, whatever the generator's device
-        digest = hashlib.sha256(ctypes.string_at(state.data_ptr(), state.numel())).digest()
-        return torch.Generator(source.device).manual_seed(int.from_bytes(digest[:7]))
-
-    def velocity(self, latents: Tensor, timestep: Tensor) -> Tensor:
-        """The network, counted."""
-        rows, prompts = len(latents), self.groups
-        require(rows % prompts == 0, "latents", rows, f"equally many for each of {prompts} prompts")
-        return self._velocity(latents, timestep, self.walk.conditions(latents))
-
-    def _velocity(self, latents: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
-        use, device = self.network, self.walk.policy.device.type
-        with torch.autocast(device, torch.bfloat16, enabled=use.dtype == "bfloat16"):
-            return self.walk.velocity(latents, timestep, condition, use.share).float()
-
-    def solve(
-        self,
-        grids: Mapping[int, Grid],
-        solver: Solver = "euler",
-        members: int | None = None,
-    ) -> dict[int, Tensor]:
-        """The ends of the ODE, all nodes together."""
-        solutions: dict[int, Solution] = {}
-        for node, grid in grids.items():
-            x, velocity = self.start(node, members)
-            solutions[node] = Solution(x, grid, self.walk.conditions(x), solver, velocity)
-        advance(list(solutions.values()), self._velocity)
-        return {node: solution.x for node, solution in solutions.items()}
-
-    def continued(self, node: int, count: int) -> Tensor:
-        """Stochastic continuations."""
-        return self.walk.continued(self.trajectories.at(node), node, count, self.generator)
-
-    def rand(self, *shape: int) -> Tensor:
-        """Uniform random numbers."""
-        return self.walk.groups.rand(shape, self.generator)
-
-    def draw(self, gaussian: Gaussian) -> Tensor:
-        """Draws of Gaussians."""
-        return self.walk.groups.draw(gaussian, self.generator)
-
-    def features(self, probe: ValueProbe) -> Tensor:
-        """The probe's features. Raises `ProbeError` if it returns anything but numbers
-        [prompt, member, node, feature].
-        """
-        name, groups = f"{type(probe).__name__}.features", self.walk.groups
-        with part_call(name):
-            features: Any = probe.features(self)
-        shape = (groups.prompts, groups.members, len(self.nodes))
-        fits = isinstance(features, Tensor) and features.is_floating_point() and features.ndim == 4
-        if not fits or features.shape[:3] != shape or not bool(features.isfinite().all()):
-            given = tuple(features.shape) if fits else type(features).__name__
-            allowed = f"finite numbers [prompt, member, node, feature] = {(*shape, '...')}"
-            raise ProbeError(f"{name} returned {given}; allowed: {allowed}")
-        return features.detach().float().cpu()
-
-    def estimates(self, probe: Probe) -> Estimates:
-        """The probe's estimates. Raises `ProbeError` for anything but latents of `nodes`."""
-        name, path = f"{type(probe).__name__}.estimate", self.trajectories
-        with part_call(name):
-            estimates = dict(probe.estimate(self))
-        groups, latent = self.walk.groups, path.states.shape[2:]
-        for key, latents in estimates.items():
-            node = key[1] if isinstance(key, tuple) and len(key) == 2 else key
-            counts = (1, groups.members) if key == node else range(1, groups.members + 1)
-            shapes = [(groups.prompts * count, *latent) for count in counts]
-            shape = tuple(latents.shape) if isinstance(latents, Tensor) else type(latents).__name__
-            if node not in self.nodes or shape not in shapes:
-                allowed = f"latents of {shapes} for the nodes {list(self.nodes)}"
-                raise ProbeError(f"{name} returned {shape} for {key!r}; allowed: {allowed}")
-        return estimates
-
-
-@dataclass
-class _Deterministic:
-    """The steps of a multistep solver, one call for each in order, as a sampler without noise."""
-
-    step: Callable[[int, Tensor, Tensor], Tensor]
-    number: int = 0
-
-    def transition(
-        self, latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor
-    ) -> Gaussian:
-        """The next state, with std 0."""
-        if self.number == schedule.steps:
-            raise ProbeError("a multistep solver has no continuations; use a probe of the ODE")
-        following = self.step(self.number, velocity, latent)
-        self.number += 1
-        return Gaussian(following, latent.new_zeros(len(latent)))
-
-
-def log_probs(sampler: AnySampler, trajectories: Trajectories) -> Tensor:
-    """Log-probabilities of the drawn transitions under the policy that drew them.
-
-    Args:
-        sampler: the sampler of the rollout.
-        trajectories: the trajectories.
-
-    Returns:
-        Means over latent elements [prompt, member, decision], in main memory; NaN where nothing was
-        drawn.
-    """
-    path, tree = trajectories, trajectories.tree
-    # the decision is the initial noise
-    if isinstance(sampler, MultistepSolver) or not tree.drawn_steps:
-        return torch.full((len(path.states), tree.members, 1), torch.nan)
-    columns = []
-    for step in tree.drawn_steps:
-        latent, units = path.at(step), to_device(tree.paths[:, step], path.states.device)
-        velocity = path.outputs[:, units].flatten(0, 1)
-        index = torch.full((len(latent),), step, device=latent.device)
-        gaussian = sampler.transition(latent, velocity, path.schedule, index)
-        density = log_prob(gaussian, path.at(step + 1)).unflatten(0, (-1, tree.members)).cpu()
-        columns.append(density.masked_fill(~tree.decisions[:, step], torch.nan))
-    return torch.stack(columns, -1).float()

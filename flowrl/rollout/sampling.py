@@ -7,10 +7,12 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import TrainingError, require
+from flowrl.core.errors import require
 from flowrl.core.protocols import FlowPolicy, extras
 from flowrl.core.types import Prompt
-from flowrl.rollout.solvers import Usage, solve
+from flowrl.rollout.solvers import solve
+from flowrl.rollout.values import decoded
+from flowrl.rollout.walk import Usage
 
 EVALUATION_SEED = 20240
 """Seed of the noise that evaluations share, so that their scores are comparable."""
@@ -40,32 +42,6 @@ class ImageBatch:
 
     def __getitem__(self, samples: slice) -> "ImageBatch":
         return ImageBatch(self.images[samples], self.latents[samples], self.prompts[samples])
-
-
-def decoded(policy: FlowPolicy, latents: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-    """`policy.decode(latents)`. Raises `TrainingError` if a latent or an image is not finite; the
-    message names what is: embeddings, latents, or images of the decoder.
-    """
-    images = policy.decode(latents)
-    if bool(latents.isfinite().all() & images.isfinite().all()):
-        return images
-    finite = latents.isfinite().flatten(1).all(1)
-    what, advice = (
-        "sampled latents",
-        "use bfloat16 or float32, or in training a smaller noise_level",
-    )
-    if bool(finite.all()):
-        finite = images.isfinite().flatten(1).all(1)
-        what, advice = "decoder's images", "use decode_dtype float32, or check its weights"
-    for tensor in policy.encode(prompts).tensors.values():
-        if not bool(tensor.isfinite().all()):
-            finite = tensor.isfinite().flatten(1).all(1)
-            what, advice = "embeddings of the prompts", "check the text encoder's weights and dtype"
-    bad = (~finite).nonzero().flatten().tolist()
-    raise TrainingError(
-        f"the {what} have values that are not finite in {len(bad)} of {len(finite)} samples, first"
-        f" for the prompt {prompts[bad[0]].text!r}; {advice}"
-    )
 
 
 def initial_noise(policy: FlowPolicy, count: int, seed: int = EVALUATION_SEED) -> Tensor:

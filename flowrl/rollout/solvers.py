@@ -9,53 +9,16 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import require
-from flowrl.core.protocols import FlowPolicy
-from flowrl.core.types import Condition, Schedule
+from flowrl.core.errors import ProbeError, require
+from flowrl.core.protocols import FlowPolicy, MultistepSolver
+from flowrl.core.types import Condition, Gaussian, Schedule
 from flowrl.probes import Grid, Solver
+from flowrl.rollout.walk import Usage
 from flowrl.samplers import Multistep
 from flowrl.samplers.multistep import scheduler_steps
 
 SOLVERS: tuple[str, ...] = (*get_args(Solver), "sa")
 """The names of the solvers of `solve`."""
-
-
-@dataclass
-class Usage:
-    """Costs of one iteration.
-
-    Args:
-        nfe: network evaluations, one per latent; a fraction for calls that compute less.
-        probe_nfe: those of `nfe` that a probe adds to the trajectories.
-        calls: sequential network calls; a call that is split to respect `max_batch` counts once.
-        decodes: decoded latents.
-        reward_calls: scored images.
-    """
-
-    nfe: float = 0
-    probe_nfe: float = 0
-    calls: int = 0
-    decodes: int = 0
-    reward_calls: int = 0
-
-    def velocity(
-        self,
-        policy: FlowPolicy,
-        latent: Tensor,
-        timestep: Tensor,
-        condition: Condition,
-        max_batch: int,
-        share: float = 1,
-    ) -> Tensor:
-        """`policy.velocity` in chunks of at most `max_batch`, counted as `share` of an evaluation
-        per latent.
-        """
-        self.nfe += len(latent) * share
-        self.calls += 1
-        if len(latent) <= max_batch:
-            return policy.velocity(latent, timestep, condition)
-        rows = torch.arange(len(latent), device=latent.device).split(max_batch)
-        return torch.cat([policy.velocity(latent[r], timestep[r], condition.take(r)) for r in rows])
 
 
 @dataclass
@@ -155,3 +118,31 @@ def solve(
         solution = Solution(noise.float(), grid, condition, solver)
         advance([solution], lambda x, t, c: usage.velocity(policy, x, t, c, max_batch))
     return solution.x
+
+
+def deterministic(
+    solver: MultistepSolver, schedule: Schedule, draw: Callable[[Tensor], Tensor]
+) -> tuple[Schedule, "Deterministic"]:
+    """The grid of a multistep solver, and a new solution as a sampler (see `MultistepSolver`)."""
+    grid, steps = solver.grid(schedule), schedule.steps
+    fits = isinstance(grid, Schedule) and grid.steps == steps
+    require(fits, f"{type(solver).__name__}.grid", grid, f"a Schedule of {steps} steps")
+    return grid, Deterministic(solver.solution(grid, draw))
+
+
+@dataclass
+class Deterministic:
+    """The steps of a multistep solver, one call for each in order, as a sampler without noise."""
+
+    step: Callable[[int, Tensor, Tensor], Tensor]
+    number: int = 0
+
+    def transition(
+        self, latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor
+    ) -> Gaussian:
+        """The next state, with std 0."""
+        if self.number == schedule.steps:
+            raise ProbeError("a multistep solver has no continuations; use a probe of the ODE")
+        following = self.step(self.number, velocity, latent)
+        self.number += 1
+        return Gaussian(following, latent.new_zeros(len(latent)))

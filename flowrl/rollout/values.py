@@ -3,32 +3,55 @@ credit to the weights in the loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from flowrl.core.calls import part_call
 from flowrl.core.checks import checked
-from flowrl.core.errors import ProbeError, RewardError, require
-from flowrl.core.experience import Credit, CreditTable, Decisions
+from flowrl.core.errors import ProbeError, RewardError, TrainingError, part_call, require
+from flowrl.core.experience import Credit, CreditTable, Decisions, Experience
 from flowrl.core.protocols import AnyReward, FlowPolicy, GroupReward
+from flowrl.core.tree import Tree
 from flowrl.core.types import Prompt
-from flowrl.probes import Key, Probe, Scored, ValueProbe
+from flowrl.probes import Key, NoProbe, Probe, Scored, ValueProbe
 from flowrl.rewards.contract import (
     ComponentScores,
     check_scores,
     component_methods,
     marks_invalid,
 )
-from flowrl.rollout.rollout import Rollout
-from flowrl.rollout.sampling import decoded
-from flowrl.rollout.solvers import Usage
+from flowrl.rollout.walk import Rollout, Usage
 
 Inspect = Callable[[Tensor, Sequence[Prompt], Tensor], None]
 """A function of images, their prompts and their scores."""
+
+
+def decoded(policy: FlowPolicy, latents: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+    """`policy.decode(latents)`. Raises `TrainingError` if a latent or an image is not finite; the
+    message names what is: embeddings, latents, or images of the decoder.
+    """
+    images = policy.decode(latents)
+    if bool(latents.isfinite().all() & images.isfinite().all()):
+        return images
+    finite = latents.isfinite().flatten(1).all(1)
+    what, advice = (
+        "sampled latents",
+        "use bfloat16 or float32, or in training a smaller noise_level",
+    )
+    if bool(finite.all()):
+        finite = images.isfinite().flatten(1).all(1)
+        what, advice = "decoder's images", "use decode_dtype float32, or check its weights"
+    for tensor in policy.encode(prompts).tensors.values():
+        if not bool(tensor.isfinite().all()):
+            finite = tensor.isfinite().flatten(1).all(1)
+            what, advice = "embeddings of the prompts", "check the text encoder's weights and dtype"
+    bad = (~finite).nonzero().flatten().tolist()
+    raise TrainingError(
+        f"the {what} have values that are not finite in {len(bad)} of {len(finite)} samples, first"
+        f" for the prompt {prompts[bad[0]].text!r}; {advice}"
+    )
 
 
 def score(
@@ -77,36 +100,6 @@ def score(
     return ComponentScores(total.detach().float().flatten(), flat)
 
 
-@checked
-@dataclass(frozen=True)
-class Values:
-    """A value table, and the same for every component of a composite reward
-    (`flowrl.core.experience`).
-
-    Args:
-        total: [prompt, member, decision+1]; NaN in columns that were not estimated, and for invalid
-            samples.
-        parts: a table [prompt, member, decision+1] per component; empty for other rewards.
-        valid: False where the reward marked the sample invalid in any column [prompt, member].
-        features: those of a `ValueProbe` [prompt, member, decision, feature]; NaN in columns that
-            were not asked for.
-    """
-
-    total: Tensor
-    parts: Mapping[str, Tensor]
-    valid: Bool[Tensor, "prompt member"]
-    features: Tensor | None = None
-
-    @staticmethod
-    def cat(tables: Sequence["Values"]) -> "Values":
-        """Concatenate along the prompts."""
-        parts = {name: torch.cat([t.parts[name] for t in tables]) for name in tables[0].parts}
-        total, valid = ([getattr(t, name) for t in tables] for name in ("total", "valid"))
-        features = [table.features for table in tables if table.features is not None]
-        learned = torch.cat(features) if features else None
-        return Values(torch.cat(total), parts, torch.cat(valid), learned)
-
-
 def score_rollout(
     policy: FlowPolicy,
     reward: AnyReward,
@@ -115,8 +108,9 @@ def score_rollout(
     usage: Usage | None = None,
     max_batch: int = 512,
     inspect: Inspect | None = None,
-) -> Values:
-    """The value table of a rollout, in total and for each component of a composite reward.
+) -> Experience:
+    """The record of a rollout: its value table, also for each component of a composite reward, and
+    its decisions.
 
     Column D is the score of the finished trajectory, column k < D that of the estimate from the
     state at which decision k starts, or the value that the probe computes from such scores. Columns
@@ -137,7 +131,7 @@ def score_rollout(
         inspect: called with the images, prompts and total scores of the first batch.
 
     Returns:
-        The tables.
+        The record without its larger fields; all drawn decisions are trained.
 
     Raises:
         ConfigError: a group reward is combined with a probe that leaves out members.
@@ -178,19 +172,25 @@ def score_rollout(
         valid &= judged
     for table in tables.values():
         table[~valid] = float("nan")
-    total, features = tables.pop(_TOTAL), result.features
-    if features is not None:
-        steps = result.trajectories.tree.drawn_steps
-        shape = (*total.shape[:2], total.shape[-1] - 1, features.shape[-1])
-        columns_of = [steps.index(node) for node in result.nodes]
-        features = torch.full(shape, float("nan")).index_copy_(
-            2, torch.tensor(columns_of), features
-        )
-    return Values(total, tables, valid, features)
+    total = tables.pop(_TOTAL)
+    path = result.trajectories
+    decisions = Decisions.of(path.schedule, path.stds, path.tree, usable(valid))
+    features = _features(result, total)
+    return Experience(prompts, total, decisions, valid, tables, features=features)
 
 
 _TOTAL = ""
 """The key of the total among the component names."""
+
+
+def _features(result: Rollout, total: Tensor) -> Tensor | None:
+    """The features of a `ValueProbe` in the columns of the value table `total` but the last."""
+    if result.features is None:
+        return None
+    steps = result.trajectories.tree.drawn_steps
+    shape = (*total.shape[:2], total.shape[-1] - 1, result.features.shape[-1])
+    columns = torch.tensor([steps.index(node) for node in result.nodes])
+    return torch.full(shape, float("nan")).index_copy_(2, columns, result.features)
 
 
 def _table(
@@ -200,23 +200,25 @@ def _table(
     and whether the reward could judge a sample in all of them.
     """
     tree = result.trajectories.tree
-    if tree.branched:
+    if isinstance(tree, Tree):
         return tree.value_table(tree.values(final)), ~final.isnan()
     steps = tree.drawn_steps or [-1]  # without decisions, the initial noise is the only one
-    values = {**result.probe.rewards(Scored(rewards, final, result.nodes)), tree.steps: final}
+    values = {tree.steps: final}
+    if not isinstance(result.probe, NoProbe):
+        values = {**result.probe.rewards(Scored(rewards, final, result.nodes)), **values}
     filled = torch.stack([*values.values()], -1)
     table = torch.full((*final.shape, len(steps) + 1), float("nan"))
     table[..., [[*steps, tree.steps].index(node) for node in values]] = filled
     return table, ~filled.isnan().any(-1)
 
 
-def predicted(probe: Probe, values: Values) -> Tensor:
-    """The value table [prompt, member, decision+1] of a probe: `values.total`, with the predictions
-    of a `ValueProbe`.
+def predicted(probe: Probe, experience: Experience) -> Tensor:
+    """The value table [prompt, member, decision+1] of a probe: that of the record, with the
+    predictions of a `ValueProbe`.
 
     Args:
         probe: the probe.
-        values: the tables of its rollout.
+        experience: the record of its rollout (`score_rollout`).
 
     Returns:
         The table; NaN in columns that were not asked for, and for invalid samples.
@@ -224,10 +226,10 @@ def predicted(probe: Probe, values: Values) -> Tensor:
     Raises:
         ProbeError: the predictions are not finite numbers of the table's shape.
     """
-    if not isinstance(probe, ValueProbe) or values.features is None:
-        return values.total
-    table, features = values.total.clone(), values.features
-    asked = features.isfinite().all(-1) & values.valid[..., None]
+    if not isinstance(probe, ValueProbe) or experience.features is None:
+        return experience.values
+    table, features = experience.values.clone(), experience.features
+    asked = features.isfinite().all(-1) & experience.valid[..., None]
     name, estimates = f"{type(probe).__name__}.predict", table[..., :-1]
     with part_call(name):
         result: Any = probe.predict(features, estimates)
@@ -248,15 +250,15 @@ def usable(valid: Bool[Tensor, "prompt member"]) -> Bool[Tensor, "prompt member"
 
     Returns:
         A mask [prompt, member].
-
-    Raises:
-        RewardError: no sample remains.
     """
-    used = valid & (valid.sum(1) >= 2)[:, None]
-    if not bool(used.any()):
+    return valid & (valid.sum(1) >= 2)[:, None]
+
+
+def require_usable(valid: Tensor) -> None:
+    """Raise `RewardError` if no sample is `usable`."""
+    if not bool(usable(valid).any()):
         marked = f"the reward marked {int((~valid).sum())} of {valid.numel()} samples invalid"
         raise RewardError(f"{marked}; no prompt has two valid samples left to compare")
-    return used
 
 
 def transition_weights(

@@ -13,14 +13,15 @@ from typing import Any, TypeVar, cast
 import torch
 
 from flowrl.core.errors import CheckpointError, require
+from flowrl.core.processes import Processes
 from flowrl.core.protocols import (
     AnyReward,
     FlowPolicy,
-    ForwardLoss,
     GroupReward,
     MultistepSolver,
     PolicyOptions,
     RewardModel,
+    TimeDraw,
     World,
     needs_of,
 )
@@ -31,7 +32,7 @@ from flowrl.policies.pipeline import ModelOptions
 from flowrl.probes import NoProbe
 from flowrl.rewards import NoisyReward
 from flowrl.rewards.contract import is_remote, load_reward
-from flowrl.rollout.order import PromptStream
+from flowrl.rollout.groups import PromptStream
 from flowrl.run.checkpoint import load_weights
 from flowrl.run.config import RunConfig, load_config
 from flowrl.run.distributed import Distributed
@@ -43,7 +44,7 @@ from flowrl.run.reward_pool import pooled
 from flowrl.run.started import with_stored_prompts
 from flowrl.run.worlds import ModelWorld, check_hash, check_policy, prompts_of, world
 from flowrl.samplers import ODE, FixedWindow, RandomSteps, trained_steps, transition_stds, windowed
-from flowrl.trainer import Trainer, Updates
+from flowrl.trainer import Trainer, Updates, linear_rate
 
 Made = TypeVar("Made", bound=Trainer)
 
@@ -108,7 +109,7 @@ def run_method(config: RunConfig) -> Method:
         sampler = build("sampler", chosen.sampler, **noise)
     if chosen.loss:
         loss = build("loss", chosen.loss, **options)
-    fits = isinstance(loss, ForwardLoss) or not isinstance(method.loss, ForwardLoss)
+    fits = replace(method, loss=loss).objective.draws_times or not method.objective.draws_times
     require(fits, "loss", chosen.loss, f"a forward-process loss with {chosen.method}")
     shared = {"auto": method.shared_noise, "shared": True, "independent": False}
     credit = method.credit
@@ -134,8 +135,9 @@ def make_method(config: RunConfig) -> Method:
     `CreditError` if the rule breaks its contract.
     """
     method, stds, steps = run_method(config), trial_stds(config), config.rollout.num_steps
-    if isinstance(method.loss, ForwardLoss):
-        method.loss.times.draw(uniform_schedule(steps), 1, torch.Generator().manual_seed(0))
+    if method.objective.draws_times:
+        times: TimeDraw = cast(Any, method.loss).times
+        times.draw(uniform_schedule(steps), 1, torch.Generator().manual_seed(0))
         spec = config.algorithm.trained_steps
         require(spec == ":", "trained_steps", spec, "':': this loss draws training times")
         config.loss_guidance()  # raises for a scale that is not allowed
@@ -252,12 +254,6 @@ def build_trainer(
     """
     rollout, optim, batches = config.rollout, config.optim, config.batches
     prepare_policy(policy, distributed, batches.compile)
-    start, end = optim.learning_rate, optim.final_learning_rate
-
-    def rate(done: int) -> float:
-        """Linear from `learning_rate` to `learning_rate` x `final_learning_rate`."""
-        return start * (end + (1 - end) * (1 - done / config.iterations))
-
     updates = Updates(
         optim.minibatches,
         batches.micro_batch,
@@ -267,7 +263,7 @@ def build_trainer(
         steps_of(config.algorithm.trained_steps),
         config.algorithm.drop_zero_advantages,
         config.loss_guidance(),
-        rate,
+        linear_rate(optim.learning_rate, optim.final_learning_rate, config.iterations),
     )
     return kind(
         policy,
@@ -285,7 +281,7 @@ def build_trainer(
         overlap=overlaps_rewards(config, reward),
         offload=rollout.offload,
         reference=reference_weights(config.policy.reference, policy, distributed),
-        processes=distributed,
+        processes=distributed if distributed.world_size > 1 else Processes(),
         **given,
     )
 
@@ -358,7 +354,7 @@ def trial_stds(config: RunConfig) -> torch.Tensor:
     method, count = run_method(config), config.rollout.num_steps
     first = windowed(method.sampler, method.window, count, torch.Generator().manual_seed(0))
     stds = transition_stds(first, uniform_schedule(count))
-    if not isinstance(method.loss, ForwardLoss):
+    if not method.objective.draws_times:
         kernel, stochastic = part_text("sampler", method.sampler), bool((stds > 0).any())
         fits = not isinstance(method.sampler, ODE | MultistepSolver)
         require(fits, "sampler", kernel, "a stochastic sampler: the loss needs log-probabilities")

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from flowrl.core.calls import part_call, state_of
-from flowrl.core.errors import CheckpointError, ConfigError, FlowrlError
+from flowrl.core.calls import state_of
+from flowrl.core.errors import CheckpointError, ConfigError, FlowrlError, part_call
 from flowrl.core.processes import Processes
 from flowrl.run.config import load_config
 from flowrl.run.distributed import full_tensors, load_full_tensors

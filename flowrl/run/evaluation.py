@@ -36,8 +36,7 @@ from flowrl.rollout import (
     score,
     score_rollout,
 )
-from flowrl.rollout.sampling import decoded
-from flowrl.rollout.values import Inspect
+from flowrl.rollout.values import Inspect, decoded
 from flowrl.run.config import RunConfig
 from flowrl.run.distributed import Distributed
 from flowrl.run.io import write_bytes, write_json
@@ -320,7 +319,7 @@ def write_trajectory(
         Usage(),
         trainer.collector.max_batch,
     )
-    table = score_rollout(policy, trainer.reward, result, [prompt]).total[0]
+    table = score_rollout(policy, trainer.reward, result, [prompt]).values[0]
     # without decisions the ODE leads to the image
     table = torch.where(table.isnan(), table[:, -1:], table)
     chosen = int(table.diff(dim=1).abs().sum(1).nan_to_num(-1.0).argmax())

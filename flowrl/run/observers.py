@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from flowrl.core.calls import part_call, state_of
-from flowrl.core.errors import PartError, is_disk_error, require
+from flowrl.core.calls import state_of
+from flowrl.core.errors import PartError, is_disk_error, part_call, require
 from flowrl.core.experience import FIELDS, LARGER, Actions, Record
 from flowrl.core.options import Count, Fraction, NonNegative, Whole, checked_options
 from flowrl.core.protocols import Observer, Stateful

@@ -7,22 +7,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from flowrl.core.errors import require
 from flowrl.core.experience import Credit, Decisions
-from flowrl.core.forward import NetworkPrices, guidance_passes
-from flowrl.core.protocols import ForwardLoss
+from flowrl.core.forward import NetworkPrices, WeightCopy, guidance_passes
 from flowrl.core.tree import plain_tree
+from flowrl.core.types import whole
 from flowrl.credit import read_columns
 from flowrl.flow import uniform_schedule
-from flowrl.probes import Probe, Shape, whole
-from flowrl.rollout.batches import minibatch_rows
-from flowrl.rollout.order import PromptStream
-from flowrl.rollout.rollout import Groups, group_tree
-from flowrl.rollout.values import transition_weights
+from flowrl.probes import Probe, Shape
+from flowrl.rollout import Groups, group_tree, minibatch_rows, transition_weights
+from flowrl.rollout.groups import PromptStream
 from flowrl.run.build import (
     first_trained_steps,
     make_method,
@@ -131,22 +129,21 @@ def plan(config: RunConfig, processes: int = 1, launch: Launch = "ddp") -> Plan:
     all_groups = Groups(rollout.groups, rollout.group_size, method.shared_noise)
     # a tree that changes between iterations is one draw
     tree = group_tree(trial_stds(config), all_groups, method.credit.probe, generator)
-    forward, valid = isinstance(loss, ForwardLoss), torch.ones(1, tree.members, dtype=torch.bool)
-    trained = None if forward else first_trained_steps(config).tolist()
+    draws_times, valid = method.objective.draws_times, torch.ones(1, tree.members, dtype=torch.bool)
+    trained = None if draws_times else first_trained_steps(config).tolist()
     decisions = Decisions.of(grid, trial_stds(config), tree, valid, trained)
-    if isinstance(loss, ForwardLoss):
-        count = loss.times.draws(grid)
-        networks = 1 + sum(copy.evaluated for copy in loss.copies.values())
-        rows = evaluations = tree.members * count
-    else:
-        count, networks = int(decisions.trained.sum()), 1
-        weights = transition_weights(Credit(torch.ones(decisions.mask.shape)), decisions)[0]
-        states = decisions.tree or plain_tree(tree.members, 1, (0,))
-        (group,) = minibatch_rows([torch.arange(tree.members)], weights, states, loss.unit)
-        rows, evaluations = len(group), group.evaluations
+    weights = transition_weights(Credit(torch.ones(decisions.mask.shape)), decisions)[0]
+    if draws_times:
+        weights = torch.ones(tree.members, cast(Any, loss).times.draws(grid))
+    count = weights.shape[1] if draws_times else int(decisions.trained.sum())
+    states = decisions.tree or plain_tree(tree.members, 1, (0,))
+    whole_group = [torch.arange(tree.members)]
+    (group,) = minibatch_rows(whole_group, weights, states, loss.unit, not draws_times)
+    copies: Mapping[str, WeightCopy] = getattr(loss, "copies", {})
+    networks = 1 + sum(copy.evaluated for copy in copies.values())
 
     # All groups: the update.
-    samples, evaluations = rollout.groups * rollout.group_size, rollout.groups * evaluations
+    samples, evaluations = rollout.groups * rollout.group_size, rollout.groups * group.evaluations
     minibatches = torch.arange(samples).chunk(config.optim.minibatches)
     share = max(map(len, minibatches)) / samples
     per_process = math.ceil(evaluations * share * groups / rollout.groups)
@@ -177,7 +174,7 @@ def plan(config: RunConfig, processes: int = 1, launch: Launch = "ddp") -> Plan:
         groups_per_process=groups,
         trajectories=samples,
         trained_steps=count,
-        rows=rollout.groups * rows,
+        rows=rollout.groups * len(group),
         evaluations=evaluations,
         updates=len(minibatches),
         evaluations_per_update_and_process=per_process,

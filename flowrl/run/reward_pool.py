@@ -16,8 +16,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from flowrl.core.calls import part_call
-from flowrl.core.errors import FlowrlError, RewardError
+from flowrl.core.errors import FlowrlError, RewardError, part_call
 from flowrl.core.protocols import AnyReward, RewardModel
 from flowrl.core.types import Prompt
 from flowrl.rewards.contract import checked_scores, load_reward

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from flowrl.core.calls import calls_in_progress
+from flowrl.core.errors import calls_in_progress
 
 SLOW = 60.0
 """Seconds after which a call of a part is named on standard error."""

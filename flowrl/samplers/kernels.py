@@ -11,9 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.core.calls import part_call
 from flowrl.core.checks import checked
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, part_call
 from flowrl.core.options import NonNegative, Share, checked_options
 from flowrl.core.protocols import AnySampler, MultistepSolver, Sampler
 from flowrl.core.types import Gaussian, Latents, Schedule, StepIndex, tensor_problem

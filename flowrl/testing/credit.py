@@ -13,6 +13,7 @@ from torch import Tensor
 from flowrl.core.errors import ConfigError, CreditError, require
 from flowrl.core.experience import Decisions, Experience
 from flowrl.core.protocols import Stateful
+from flowrl.core.tree import Tree
 from flowrl.credit import credit_of, example, on_tree, read_columns
 from flowrl.probes import Branching
 from flowrl.run.parts.registry import check_part
@@ -307,13 +308,16 @@ def chosen(record: Any, prompts: Tensor, members: Tensor) -> Experience:
     # units that only other members pass are left out, and the others get new numbers
     kept = tree.passes[members].any(0)
     number, parent = kept.cumsum(0) - 1, tree.parent[kept]
+    branches = {}
+    if isinstance(tree, Tree) and tree.strides is not None:
+        branches["strides"] = tree.strides[members]
     tree = replace(
         tree,
         parent=torch.where(parent < 0, parent, number[parent]),
         node=tree.node[kept],
         drawn=tree.drawn[kept],
         paths=number[tree.paths[members]],
-        strides=None if tree.strides is None else tree.strides[members],
+        **branches,
     )
     inner = kept[: path.outputs.shape[1]]  # the leaves have no velocity
     states, outputs = path.states[prompts][:, kept], path.outputs[prompts][:, inner]

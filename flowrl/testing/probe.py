@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from flowrl.core.protocols import FlowPolicy
-from flowrl.core.types import Prompt
+from flowrl.core.types import Prompt, whole
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.policies.mixture import MixturePolicy
-from flowrl.probes import Branching, NetworkUse, NoProbe, Probe, Shape, whole
+from flowrl.probes import Branching, NetworkUse, NoProbe, Probe, Shape
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Rollout, Usage, predicted, rollout, score_rollout
 from flowrl.samplers import FlowSDE, Windowed

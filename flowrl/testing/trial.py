@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.protocols import AnyReward, ForwardLoss, GroupReward, MultistepSolver
+from flowrl.core.protocols import AnyReward, GroupReward, MultistepSolver
 from flowrl.core.types import Prompt
+from flowrl.methods import objective_of
 from flowrl.rollout.values import Inspect, score
 from flowrl.run.build import run_method, trial_stds
 from flowrl.run.config import RunConfig
@@ -106,7 +107,7 @@ def _contract(config: RunConfig, kind: str, part: Any) -> tuple[str, Contract]:
     """The function that checks a part, and its contract with the sizes of the run."""
     steps, members = config.rollout.num_steps, config.rollout.group_size
     if kind in ("loss", "times"):
-        forward = isinstance(part, ForwardLoss)
+        forward = objective_of(part).draws_times
         kind = "forward_loss" if forward else "loss"
         contract = (ForwardLossContract if forward else PolicyLossContract)(part)
     elif kind == "sampler" and isinstance(part, MultistepSolver):

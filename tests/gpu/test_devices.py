@@ -21,10 +21,10 @@ from host_sync import no_host_sync
 from seeded import rand, seeded
 from tiny_rewards import tiny_clip
 
+from flowrl.core.experience import Decisions
 from flowrl.core.types import copies_done, to_device, to_main_memory
 from flowrl.policies import DTYPES
-from flowrl.rollout import Usage, initial_noise, sample_images
-from flowrl.rollout.batches import LossBatches
+from flowrl.rollout import Rows, TransitionObjective, Usage, initial_noise, sample_images
 from flowrl.run.parts.registry import build
 
 EVERYWHERE = ["mixture", "shapes", *MODELS]
@@ -48,11 +48,11 @@ def kinds(*tensors):
 
 
 def iterated(trainer):
-    """A row of metrics, and what the trainer collected and split on the way."""
-    seen, collect, minibatches = {}, trainer.collector.collect, trainer.minibatches
+    """A row of metrics, and what the trainer collected and evaluated on the way."""
+    seen, collect, objective = {}, trainer.collector.collect, trainer.objective
     trainer.collector.collect = lambda *given: seen.setdefault("collected", collect(*given))
-    trainer.minibatches = lambda *given: seen.setdefault("parts", list(minibatches(*given)))
-    return trainer.iteration(), seen["collected"], seen["parts"][0][0][0]
+    trainer.objective = lambda *given: seen.setdefault("objective", objective(*given))
+    return trainer.iteration(), *seen["collected"], seen["objective"]
 
 
 def state_of(trainer):
@@ -68,17 +68,17 @@ def state_of(trainer):
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_what_an_iteration_makes_is_on_the_device(name, method, device):
     trainer = any_trainer(name, device, method=method, kl_weight=0.1, iterations=3)
-    row, collected, micro = iterated(trainer)
-    path = collected.rollout.trajectories
-    ones = torch.ones(6, len(path.tree.drawn_steps), device=device)
-    given = trainer.policy, trainer.method.loss, collected.rollout, collected.condition, ones, ones
-    batch = LossBatches(*given, trainer.draw_sampler()).of(micro.sample, micro.column)
+    row, rollout, scored, objective = iterated(trainer)
+    path = rollout.trajectories
+    (part,) = objective.minibatches(torch.arange(6), 1)
+    micro = objective.micro_batches(part, 100, trainer.processes)[0]
+    batch = objective.batch(micro)
     made = micro.sample, micro.column, path.states, path.outputs, path.schedule.times, path.stds
     rows = batch.next_node, batch.advantages, batch.weight, batch.delta
     means = batch.new.mean, batch.behaviour.mean
-    on_device = *state_of(trainer), *collected.condition.tensors.values(), *made, *rows, *means
+    on_device = *state_of(trainer), *rollout.condition.tensors.values(), *made, *rows, *means
     assert kinds(*on_device) == {device} and trainer.generator.device.type == device
-    assert kinds(collected.values.total, collected.values.valid) == {"cpu"}
+    assert kinds(scored.values, scored.valid) == {"cpu"}
     assert row["grad_norm"] > 0 and row["kl"] >= 0 and row["ratio_noise"] < most_noise(device)
 
 
@@ -88,7 +88,7 @@ def test_offloaded_trajectories_wait_in_main_memory_and_train_the_same(name, dev
     for offload, place in ((False, device), (True, "cpu")):
         trainer = any_trainer(name, device, offload=offload, chunk=1)
         before = flat(trainer.parameters.values())
-        path = iterated(trainer)[1].rollout.trajectories
+        path = iterated(trainer)[1].trajectories
         changes.append(flat(trainer.parameters.values()) - before)
         assert kinds(path.states, path.outputs) == {place}
     assert_same(*changes, device)
@@ -107,14 +107,14 @@ def test_only_the_network_is_narrow(name, dtype, device):
     network, ends = policy.transformer, ("attn.to_q", "attn1.to_q")
     layer = next(module for name, module in network.named_modules() if name.endswith(ends))
     layer.register_forward_hook(lambda module, given, result: activations.add(result.dtype))
-    row, collected, _ = iterated(trainer)
+    row, rollout, *_ = iterated(trainer)
     assert activations == {narrow} and not torch.is_autocast_enabled(torch.device(device).type)
     kept = set(network._keep_in_fp32_modules or ())  # as diffusers loads Wan
     frozen = {n: p.dtype for n, p in network.named_parameters() if not p.requires_grad}
     assert {d for n, d in frozen.items() if not kept & set(n.split("."))} == {narrow}
     rows = policy.prompts.rows(policy.encode(PROMPTS).tensors["prompt"]).values()
     assert {t.dtype for t in rows} - {torch.bool} == {narrow} and kinds(*rows) == {device}
-    path = collected.rollout.trajectories
+    path = rollout.trajectories
     wide = path.states, path.outputs, *state_of(trainer), policy.decode(path.images_latent)
     assert {t.dtype for t in wide} == {torch.float32}
     assert ("loss_scale" in row) == (dtype == "float16") and row["grad_norm"] > 0
@@ -143,18 +143,24 @@ def test_a_device_has_the_gradients_of_the_cpu(name, device):
     generator, condition = seeded(), trainer.policy.encode(prompts)
     noise = trainer.groups.noise(trainer.policy.latent_shape, generator)
     given = prompts, condition, noise, sampler, generator, Usage(), lambda phase: None
-    result = trainer.collector.collect(*given).rollout
+    result, _ = trainer.collector.collect(*given)
     path, count = result.trajectories, len(result.trajectories.tree.drawn_steps)
     for place in ("cpu", device):
         policy = model_policy(name, place)
         names = ("states", "outputs", "schedule", "stds")
         tensors = {name: getattr(path, name).to(place) for name in names}
-        moved = replace(result, trajectories=replace(path, **tensors))
-        advantages = torch.linspace(-1, 1, 6 * count, device=place).view(6, count)
-        credit = policy.encode(prompts), advantages, torch.ones_like(advantages)
-        batches = LossBatches(policy, trainer.method.loss, moved, *credit, sampler)
-        index = torch.arange(6, device=place)
-        trainer.method.loss.loss(batches.of(index, index % count)).loss.backward()
+        moved = replace(
+            result,
+            trajectories=replace(path, **tensors),
+            condition=policy.encode(prompts),
+        )
+        advantages = torch.linspace(-1, 1, 6 * count).view(2, 3, count)
+        decisions = Decisions.of(path.schedule, path.stds, path.tree, advantages[..., 0] > -2)
+        given = moved, decisions, advantages, torch.ones_like(advantages), sampler
+        objective = TransitionObjective(policy, trainer.method.loss, *given)
+        index = torch.arange(6)
+        batch = objective.batch(Rows.of(index, index % count))
+        trainer.method.loss.loss(batch).loss.backward()
         # the text stream's last projections reach no image in Qwen-Image
         gradients.append(flat(p.grad for p in policy.trainable().values() if p.grad is not None))
     difference = (gradients[0] - gradients[1]).norm() / gradients[0].norm()

@@ -47,7 +47,7 @@ def watched(trainer, device):
     every loop over micro-batches. Returns a dictionary that counts both.
     """
     policy, entered = trainer.policy, {"rollout": 0, "micro-batch": 0}
-    frozen, velocity, minibatches = policy.frozen, policy.velocity, trainer.minibatches
+    frozen, velocity, objective = policy.frozen, policy.velocity, trainer.objective
     sampling, steps = [], ExitStack()
 
     @contextmanager
@@ -74,9 +74,14 @@ def watched(trainer, device):
                     yield micro
 
     policy.frozen, policy.velocity = watched_frozen, watched_velocity
-    trainer.minibatches = lambda *given: [
-        (Watched(minibatch), count) for minibatch, count in minibatches(*given)
-    ]
+
+    def watched_objective(*given):
+        made = objective(*given)
+        micro_batches = made.micro_batches
+        made.micro_batches = lambda *rows: Watched(micro_batches(*rows))
+        return made
+
+    trainer.objective = watched_objective
     return entered
 
 

@@ -68,7 +68,7 @@ def sampled(policy, probe, **options):
 
 
 def totals(policy, result, *rewards):
-    return [score_rollout(policy, reward, result, DIRECTIONS).total for reward in rewards]
+    return [score_rollout(policy, reward, result, DIRECTIONS).values for reward in rewards]
 
 
 def test_members_are_compared_decision_by_decision_and_copy_by_copy(mixture_policy):
@@ -96,7 +96,7 @@ def test_batches_are_whole_groups(mixture_policy, max_batch, groups):
 
     watched = Watched(SQUARES)
     scores = score_rollout(mixture_policy, watched, result, DIRECTIONS, usage, max_batch)
-    assert torch.equal(scores.total, totals(mixture_policy, result, WinRate(SQUARES))[0])
+    assert torch.equal(scores.values, totals(mixture_policy, result, WinRate(SQUARES))[0])
     assert max(counts) == groups and usage.reward_calls == sum(counts) * 4 == 3 * 4 * 5
 
 
@@ -114,7 +114,7 @@ def test_parts_have_tables_of_their_own_and_broken_scores_are_refused(mixture_po
     scores = score_rollout(mixture_policy, SUM, result, DIRECTIONS)
     wins, sizes = totals(mixture_policy, result, WinRate(SQUARES), SIZE)
     torch.testing.assert_close(scores.parts, {"win": wins, "size": sizes})
-    assert torch.allclose(scores.total, wins + 0.5 * sizes)
+    assert torch.allclose(scores.values, wins + 0.5 * sizes)
 
     class Flat(WinRate):
         def score_groups(self, images, prompts):

@@ -2,12 +2,14 @@
 other state is estimated.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from rollouts import PROMPTS, SQUARES, Straight, rolled
 from torch.testing import assert_close
 
-from flowrl.core.experience import Credit, Decisions, Experience, Needs
+from flowrl.core.experience import Credit, Decisions, Needs
 from flowrl.core.tree import plain_tree
 from flowrl.core.types import Gaussian, Schedule
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, credit_of
@@ -40,12 +42,8 @@ def walk(times, probe, columns=None):
     times = sorted({*times, *(time - 1e-3 for time in DRAWN)}, reverse=True)
     options = dict(members=6, sampler=Jump(), columns=columns)
     result, usage = rolled(Straight(), probe, steps=Schedule(torch.tensor(times)), **options)
-    values = score_rollout(Straight(), SQUARES, result, PROMPTS, usage)
-    path = result.trajectories
-    decisions = Decisions.of(path.schedule, path.stds, path.tree, values.valid)
-    logs = log_probs(Jump(), path)
-    record = Experience(PROMPTS, values.total, decisions, values.valid, log_probs=logs)
-    return result, record, usage
+    record = score_rollout(Straight(), SQUARES, result, PROMPTS, usage)
+    return result, replace(record, log_probs=log_probs(Jump(), result.trajectories)), usage
 
 
 class ReadsLogProbs:
@@ -93,7 +91,7 @@ def test_a_sample_that_is_invalid_in_one_value_has_none():
     reward = WeightedSum({"all": SQUARES, "some": FunctionReward(marked, marks_invalid=True)})
     scored = score_rollout(Straight(), reward, result, PROMPTS)
     assert scored.valid.tolist() == [[True, True, True, False, True, True], [True] * 6]
-    for values in (scored.total, *scored.parts.values()):
+    for values in (scored.values, *scored.parts.values()):
         assert values[0, 3].isnan().all() and values[scored.valid].isfinite().all()
 
 

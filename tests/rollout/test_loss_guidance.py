@@ -2,7 +2,7 @@
 values, cost.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -18,31 +18,41 @@ from flowrl.core.tree import plain_tree
 from flowrl.core.types import Prompt, Trajectories
 from flowrl.flow import uniform_schedule
 from flowrl.losses import DiffusionNFT
-from flowrl.rollout import Groups
-from flowrl.rollout.batches import ForwardBatches
-from flowrl.rollout.rollout import Rollout
+from flowrl.rollout import ForwardObjective, Groups, Rollout, Rows
 from flowrl.run.build import build_trainer, make_method
 from flowrl.run.config import RunConfig
 from flowrl.run.plan import plan
+from flowrl.samplers import Multistep
 from flowrl.testing.tiny import TINY, tiny_sd3_policy
 
 PROMPTS = [Prompt("three red circles"), Prompt("a dog")]
 
 
-def batches_of(policy, loss, images, groups, times, condition, **options):
-    """The batches of finished latents [sample, *latent] of an ODE of one step, whose only decision
-    is the initial noise.
+@dataclass(frozen=True)
+class Given:
+    """Training times that are given [sample, draw]."""
+
+    times: torch.Tensor
+
+    def draws(self, schedule):
+        return self.times.shape[1]
+
+    def draw(self, schedule, samples, generator):
+        return self.times
+
+
+def objective_of(policy, loss, images, groups, condition, **options):
+    """A loss of finished latents [sample, *latent] of an ODE of one step, whose only decision is
+    the initial noise.
     """
     ends = images.unflatten(0, (groups.prompts, groups.members))
     grid, stds, tree = uniform_schedule(1), torch.zeros(1), plain_tree(groups.members, 1, ())
     states = torch.cat([ends, ends], 1)
     path = Trajectories(states, torch.zeros_like(ends), grid, tree, stds)
-    valid, ones = torch.ones(ends.shape[:2], dtype=torch.bool), torch.ones(groups.samples, 1)
+    valid, ones = torch.ones(ends.shape[:2], dtype=torch.bool), torch.ones(*ends.shape[:2], 1)
     decisions = Decisions.of(grid, stds, tree, valid)
-    result = Rollout(path, {}, groups)
-    return ForwardBatches(
-        policy, loss, result, condition, ones, ones, times, decisions, 7, **options
-    )
+    given = Rollout(path, groups, condition), decisions, ones, ones
+    return ForwardObjective(policy, loss, *given, Multistep(), **options)
 
 
 @pytest.mark.parametrize(
@@ -58,9 +68,10 @@ def test_velocities_have_the_guidance_that_was_chosen(scale, guidance, scales):
     policy = disturbed(tiny_sd3_policy(replace(TINY, guidance_scale=scale)))
     images = randn(4, *policy.latent_shape)
     times, condition = torch.tensor([[0.9, 0.4]]).repeat(4, 1), policy.encode(PROMPTS)
-    given = policy, DiffusionNFT(), images, Groups(2, 2), times, condition
+    given = policy, DiffusionNFT(times=Given(times)), images, Groups(2, 2), condition
     sample = torch.arange(4)
-    batch = batches_of(*given, guidance=guidance).of(sample, sample % 2)
+    objective = objective_of(*given, guidance=guidance)
+    batch = objective.batch(Rows.of(sample, sample % 2))
     # x_t = x_0 + t (eps - x_0)
     state = images + batch.time.view(-1, 1, 1, 1) * batch.target
     inputs = state, 1000 * batch.time, condition.take(sample // 2)

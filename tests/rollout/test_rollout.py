@@ -11,7 +11,7 @@ from flowrl.flow import shifted_schedule
 from flowrl.probes import Completion, NoProbe, Substeps
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import Groups, rollout, score
-from flowrl.rollout.collector import chunk_size
+from flowrl.rollout.rollout import chunk_size
 from flowrl.samplers import CPS, ODE, FlowSDE, Windowed
 
 MEMBERS, STEPS = 4, 10

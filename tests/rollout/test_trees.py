@@ -50,7 +50,7 @@ def test_every_state_is_stored_and_evaluated_once_in_as_many_calls_as_steps(mixt
     weights = decisions.mask.flatten(0, 1).float()
     (rows,) = minibatch_rows([torch.arange(2 * members)], weights, path.tree)
     assert rows.evaluations == 2 * training
-    table = score_rollout(mixture_policy, SOFT, result, DIRECTIONS[:2], usage).total
+    table = score_rollout(mixture_policy, SOFT, result, DIRECTIONS[:2], usage).values
     assert usage.reward_calls == 2 * members and table.isfinite().all()
 
 
@@ -96,7 +96,7 @@ def test_strides_skip_nodes(mixture_policy):
 
 def test_values_are_means_over_the_valid_leaves_behind_a_state(mixture_policy):
     result, _ = run(mixture_policy, Branch({0: 2, 3: 3}), 12, 6)
-    complete = score_rollout(mixture_policy, SOFT, result, DIRECTIONS[:2]).total
+    complete = score_rollout(mixture_policy, SOFT, result, DIRECTIONS[:2]).values
     final = complete[..., -1].view(2, 2, 2, 3)
     for column, axes in ((0, (2, 3)), (2, 3)):
         expected = final.mean(axes, keepdim=True).expand_as(final).reshape(2, 12)
@@ -105,8 +105,8 @@ def test_values_are_means_over_the_valid_leaves_behind_a_state(mixture_policy):
     reward = FunctionReward(lambda *given: SOFT.score(*given) + invalid, marks_invalid=True)
     values = score_rollout(mixture_policy, reward, result, DIRECTIONS[:2])
     assert (~values.valid).nonzero().tolist() == [[0, 5]]
-    assert values.total[0, 5].isnan().all() and torch.equal(values.total[1], complete[1])
-    assert_close(values.total[0, 0, 0], complete[0, :5, -1].mean())
+    assert values.values[0, 5].isnan().all() and torch.equal(values.values[1], complete[1])
+    assert_close(values.values[0, 0, 0], complete[0, :5, -1].mean())
 
 
 METHODS = {

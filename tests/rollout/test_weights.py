@@ -22,6 +22,7 @@ from flowrl.probes import Branch, Comb, NoProbe
 from flowrl.rewards import Clipped, FunctionReward, WeightedSum
 from flowrl.rewards.contract import marks_invalid
 from flowrl.rollout import score, transition_weights, usable
+from flowrl.rollout.values import require_usable
 from flowrl.run.build import make_reward, make_world, trial_stds
 from flowrl.run.evaluation import evaluate
 from flowrl.samplers import FixedWindow, FlowSDE
@@ -32,11 +33,12 @@ NAN = float("nan")
 def test_a_sample_left_alone_does_not_count():
     valid = torch.tensor([[False, False, True], [True, False, True]])
     assert usable(valid).tolist() == [[False] * 3, [True, False, True]]
+    require_usable(valid)
     valid[1, 0] = False
     with pytest.raises(
         RewardError, match="marked 4 of 6 samples invalid; no prompt has two valid samples left"
     ):
-        usable(valid)
+        require_usable(valid)
 
 
 @dataclass

@@ -34,8 +34,7 @@ from small_run import (
 )
 from torch.distributed import HashStore
 
-from flowrl.core.calls import part_call
-from flowrl.core.errors import ConfigError, FlowrlError, RewardError, TrainingError
+from flowrl.core.errors import ConfigError, FlowrlError, RewardError, TrainingError, part_call
 from flowrl.core.experience import Actions
 from flowrl.core.types import Prompt
 from flowrl.rewards import FunctionReward

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Decisions
 from flowrl.core.types import Schedule
-from flowrl.rollout.batches import ForwardBatches, credited, finite_difference, training_noise
-from flowrl.rollout.rollout import Groups
+from flowrl.rollout import ForwardObjective, Groups, Rows
+from flowrl.rollout.forward import credited, finite_difference, training_noise
 from flowrl.run.build import make_method
 from flowrl.samplers import FlowSDE, Multistep, Windowed
 
@@ -82,48 +82,49 @@ def test_noise_does_not_depend_on_the_part_of_the_groups(noise):
     assert torch.equal(by_member[:, :, 0], by_member[:, :, 1]) == (noise == "group-all-times")
 
 
-def batches_of(trainer, sampler):
-    """The batches of a rollout with random advantages and weights, which are returned as well."""
+def objective_of(trainer, sampler):
+    """The loss on a rollout with random advantages and weights, which are returned as well."""
     prompts, schedule, generator = trainer.prompts.take(3), trainer.schedule, torch.Generator()
     options = dict(steps=schedule, sampler=sampler, prompts=prompts, generator=generator)
-    result, condition = rolled(trainer.policy, **options)[0], trainer.policy.encode(prompts)
-    times = trainer.method.loss.times.draw(schedule, 12, generator)
+    result = rolled(trainer.policy, **options)[0]
     path, valid = result.trajectories, torch.ones(3, 4, dtype=torch.bool)
     decisions = Decisions.of(path.schedule, path.stds, path.tree, valid)
-    credit = torch.rand(2, 12, len(decisions), generator=generator)
-    given = trainer.policy, trainer.method.loss, result, condition, *credit, times, decisions
-    return ForwardBatches(*given, 1, trainer.copies.by_name), *credit
+    credit = torch.rand(2, 3, 4, len(decisions), generator=generator)
+    given = trainer.policy, trainer.method.loss, result, decisions, *credit, sampler, schedule
+    objective = ForwardObjective(*given, generator, copies=trainer.copies.by_name)
+    return objective, *(table.flatten(0, 1) for table in credit)
 
 
 @pytest.mark.parametrize("sampler", [Windowed(FlowSDE(0.7), range(2, 5)), Multistep()], ids=repr)
 def test_a_row_takes_the_credit_of_the_last_decision_above_its_time(sampler):
     """Above the first decision that of the first; without decisions that of the initial noise."""
     trainer = trainer_for("awm(times=stratified(count=3))")
-    batches, advantages, weights = batches_of(trainer, sampler)
+    objective, advantages, weights = objective_of(trainer, sampler)
     sample = torch.arange(12).repeat(3)
-    batch = batches.of(sample, torch.arange(3).repeat_interleave(12))
-    above = batches.decisions.time >= batch.time[:, None] - 1e-6
+    batch = objective.batch(Rows.of(sample, torch.arange(3).repeat_interleave(12)))
+    above = objective.decisions.time >= batch.time[:, None] - 1e-6
     decision = (above.sum(1) - 1).clamp(min=0)
-    assert len(decision.unique()) > 1 or batches.decisions.step.tolist() == [-1]
+    assert len(decision.unique()) > 1 or objective.decisions.step.tolist() == [-1]
     assert torch.equal(batch.advantages, advantages[sample, decision])
     assert torch.equal(batch.weight, weights[sample, decision])
 
 
 def test_own_states_are_those_that_the_trajectory_has_passed():
     trainer = trainer_for("diffusion-nft(noise=path)")
-    batches, *_ = batches_of(trainer, trainer.draw_sampler())
+    objective, *_ = objective_of(trainer, trainer.draw_sampler())
     for draw in range(3):
-        batch = batches.of(torch.arange(12), torch.full((12,), draw))
+        batch = objective.batch(Rows.of(torch.arange(12), torch.full((12,), draw)))
         steps = credited(batch.time, trainer.schedule.times[:-1])
-        states = batches.images + batch.time.view(-1, 1, 1, 1) * batch.target
-        passed = batches.rollout.trajectories.nodes[torch.arange(12), steps]
+        states = objective.images + batch.time.view(-1, 1, 1, 1) * batch.target
+        passed = objective.rollout.trajectories.nodes[torch.arange(12), steps]
         assert_close(states, passed, atol=1e-5, rtol=1e-4)
 
 
 def test_finite_differences_pull_along_the_difference_from_the_group():
     trainer = trainer_for("awm(noise=difference)")
-    batches, *_ = batches_of(trainer, trainer.draw_sampler())
-    batch, path = batches.of(torch.arange(12), torch.zeros(12).long()), batches.rollout.trajectories
+    objective, *_ = objective_of(trainer, trainer.draw_sampler())
+    batch = objective.batch(Rows.of(torch.arange(12), torch.zeros(12).long()))
+    path = objective.rollout.trajectories
     images = path.images_latent.view(3, 4, -1)
     d = (images - images.mean(1, keepdim=True)).flatten(0, 1)
     steps = credited(batch.time, trainer.schedule.times[:-1])

@@ -19,7 +19,7 @@ from flowrl.core.experience import Credit
 from flowrl.core.types import Gaussian, Prompt
 from flowrl.losses import ClippedLoss
 from flowrl.nonfinite import NonFiniteCheck, NonFiniteError, culprit
-from flowrl.rollout.batches import MicroBatch
+from flowrl.rollout import Rows
 from flowrl.run.build import make_method
 from flowrl.run.config import preset
 from flowrl.run.job import Run
@@ -188,15 +188,19 @@ def test_the_term_that_broke_is_found(changes, term):
 
 
 def test_a_process_names_the_prompts_of_its_own_samples():
-    batches = SimpleNamespace(
-        of=lambda sample, column: batch(), origin=lambda sample, column: (column, column)
+    columns = torch.arange(4).expand(4, 4)
+    objective = SimpleNamespace(
+        batch=lambda rows: batch(),
+        place=lambda sample, column: (sample - 4, column),
+        steps=columns,
+        decided=0 * columns,
     )
-    record, credit = SimpleNamespace(values=torch.zeros(2, 4, 2)), Credit(torch.zeros(2, 4, 1))
     prompts, rows = [Prompt("first"), Prompt("second")], torch.arange(4)
+    record = SimpleNamespace(values=torch.zeros(2, 4, 2), prompts=prompts)
     check = NonFiniteCheck.__new__(NonFiniteCheck)
-    NonFiniteCheck.__init__(check, 1, prompts, record, credit, batches, first=4)
+    NonFiniteCheck.__init__(check, 1, record, Credit(torch.zeros(2, 4, 1)), objective)
     with pytest.raises(NonFiniteError, match="Prompts: 'second'"):
-        check.losses([{"loss": math.nan}], [MicroBatch(rows, 0 * rows, 1.0)])
+        check.losses([{"loss": math.nan}], [Rows.of(rows + 4, 0 * rows)])
 
 
 def fails(run, message):

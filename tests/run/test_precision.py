@@ -19,7 +19,7 @@ from torch import nn
 from flowrl.core.errors import ConfigError, RewardError, TrainingError
 from flowrl.core.types import Prompt
 from flowrl.rewards import Clipped, FunctionReward, NoisyReward, WeightedSum
-from flowrl.rollout.sampling import decoded
+from flowrl.rollout.values import decoded
 from flowrl.run.build import make_reward, overlaps_rewards
 from flowrl.run.checkpoint import restore_trainer, trainer_state
 from flowrl.run.config import OptimConfig, preset

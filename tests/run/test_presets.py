@@ -17,7 +17,6 @@ from tiny_rewards import tiny_clip, tiny_detector
 from flowrl.cli.options import base_of
 from flowrl.compare.comparison import CompareConfig
 from flowrl.core.errors import ConfigError
-from flowrl.core.protocols import ForwardLoss
 from flowrl.methods import METHODS, with_options
 from flowrl.run.build import first_trained_steps, make_method, make_world, run_method
 from flowrl.run.config import RunConfig, load_config, preset
@@ -79,9 +78,9 @@ def test_a_combination_can_be_planned_and_every_difference_has_a_reason(name):
     _, rows = combined(name)
     assert all(bool(row.why) != row.same and (row.where or not row.same) for row in rows)
     config = preset(name).apply()
-    counts, forward = plan(config), isinstance(make_method(config).loss, ForwardLoss)
+    counts, forward = plan(config), make_method(config).objective.draws_times
     assert "optimizer steps" in plan_text(counts, config)
-    assert forward == isinstance(METHODS[config.algorithm.method]().loss, ForwardLoss)
+    assert forward == METHODS[config.algorithm.method]().objective.draws_times
     # a comb trains one of the steps
     assert forward or 0 < counts.trained_steps <= len(first_trained_steps(config))
 

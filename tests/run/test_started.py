@@ -7,7 +7,7 @@ import pytest
 from small_run import MIXTURE, SMALL, error_of, flowrl_, model_files, numbers, trainer_of, words
 
 from flowrl.cli.main import main
-from flowrl.rollout.order import PromptStream
+from flowrl.rollout.groups import PromptStream
 from flowrl.run.checkpoint import restore_trainer, trainer_state
 from flowrl.run.job import Run
 from flowrl.run.parts.prompts import read_prompts

@@ -18,7 +18,7 @@ from flowrl.probes import Branch, NoProbe
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import minibatch_rows
 from flowrl.rollout.batches import Rows
-from flowrl.rollout.order import PromptStream
+from flowrl.rollout.groups import PromptStream
 from flowrl.run.build import check, make_method, named_method, steps_of, trial_stds
 from flowrl.run.config import RunConfig, preset
 from flowrl.run.evaluation import evaluate

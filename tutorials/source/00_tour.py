@@ -30,7 +30,6 @@ import torch
 
 from flowrl import preset, world
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, turning_points
-from flowrl.core.experience import Decisions
 from flowrl.probes import Completion
 from flowrl.rollout import Groups, rollout, score_rollout
 from flowrl.samplers import FlowSDE, Windowed
@@ -101,9 +100,9 @@ sampler = Windowed(FlowSDE(0.7), range(2, 7))  # steps 2 to 6 are random, the ot
 result = rollout(
     policy, sampler, schedule, policy.encode([prompt]), noise, torch.Generator().manual_seed(12), groups, Completion()
 )
-path, rewards = result.trajectories, score_rollout(policy, verifier, result, [prompt])
-table = rewards.total  # [prompt, member, decision+1]: 1 prompt, 12 members, 5 decisions and the finished image
-decisions = Decisions.of(path.schedule, path.stds, path.tree, rewards.valid)
+path, record = result.trajectories, score_rollout(policy, verifier, result, [prompt])
+table = record.values  # [prompt, member, decision+1]: 1 prompt, 12 members, 5 decisions and the finished image
+decisions = record.decisions
 order = table[0, :, -1].argsort(descending=True)
 images = policy.decode(path.images_latent)
 show_images(ImageRow(images[order], table[0, order, -1]), title=prompt.text)

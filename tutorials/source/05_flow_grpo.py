@@ -812,7 +812,7 @@ lesson.check_quiz(quiz)
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
-# | $R$ | reward of a finished image | the last column of the value table, `score_rollout(...).total[..., -1]` |
+# | $R$ | reward of a finished image | the last column of the value table, `score_rollout(...).values[..., -1]` |
 # | $A = (R - \operatorname{mean} R)/(\operatorname{std} R + 10^{-4})$ | uniform credit | `credit.Uniform` |
 # | $G$ | group size | `Groups(prompts, members)`, `--group-size` |
 # | window | the steps that are decisions | `samplers.Windowed`, `--window 2:7` |

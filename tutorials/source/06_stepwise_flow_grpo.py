@@ -788,7 +788,7 @@ lesson.check_quiz(quiz)
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
 # | decision $k$ | a transition that was drawn; ODE steps are not decisions | `Decisions`: `step`, `time`, `mask`, ... |
-# | $V_k$; $R$ | reward of the image that is estimated before decision $k$; of the finished image | value table: `score_rollout(...).total[..., k]`; `[..., -1]` |
+# | $V_k$; $R$ | reward of the image that is estimated before decision $k$; of the finished image | value table: `score_rollout(...).values[..., k]`; `[..., -1]` |
 # | $T'$ | Euler steps of the estimate | the probe `Substeps(5)`; `Tweedie()` is 1 |
 # | $g_k = V_{k+1} - V_k$ | gain of decision $k$, with the ODE steps up to the next one | `credit.gains` |
 # | joint $A_k$ | gains, one mean and std per group | `credit.StepwiseGain()` |

@@ -36,7 +36,7 @@ from flowrl.core.forward import ForwardBatch
 from flowrl.losses import AWM, DGPO, DiffusionNFT
 from flowrl.probes import NoProbe
 from flowrl.rollout import Groups
-from flowrl.rollout.batches import credited
+from flowrl.rollout.forward import credited
 from flowrl.samplers import ODE, FlowSDE, Multistep, Windowed
 from flowrl.worlds.mixture import WIDTH, ring
 from flowrl.bench.gradients import Setting, alignment, forward_gradients, pathwise_gradients, policy_gradients

@@ -35,7 +35,7 @@ from flowrl.credit import Uniform
 from flowrl.losses import AWM, GSPO, ClippedLoss
 from flowrl.methods import METHODS
 from flowrl.probes import Comb, NoProbe
-from flowrl.rollout import Groups, LossBatches
+from flowrl.rollout import Groups, Rows, TransitionObjective
 from flowrl.samplers import ODE, FlowSDE, Windowed
 from flowrl.worlds.mixture import WIDTH, ring
 from flowrl.bench.gradients import Setting, flat
@@ -173,7 +173,7 @@ lesson.check_before_and_after(before_and_after)
 
 # %%
 sampled, record = rolled(beginning, Groups(18, 8), 0)
-advantages = Uniform().assign(record.values, record.decisions).flatten(0, 1)  # [sample, decision]
+advantages = Uniform().assign(record.values, record.decisions)  # [prompt, member, decision]
 sample, column = torch.cartesian_prod(torch.arange(144), torch.arange(9)).unbind(1)
 sharing = {
     "step": ClippedLoss(clip_range=0.02),
@@ -182,12 +182,12 @@ sharing = {
 }
 sizes = {"step": (1,) * 9, "chunk": (2, 3, 4), "image": (9,)}
 optimizer = torch.optim.Adam(beginning.parameters, lr=1e-2)
-condition, ones = beginning.policy.encode(beginning.prompts), torch.ones_like(advantages)
-batches = LossBatches(beginning.policy, sharing["step"], sampled, condition, advantages, ones, SDE)
+credit = record.decisions, advantages, torch.ones_like(advantages)
+objective = TransitionObjective(beginning.policy, sharing["step"], sampled, *credit, SDE)
 print(f"{'after':<12}{'ratio per':<10}{'std of ratios':>14}{'clipped':>9}{'length':>9}{'cosine with steps':>19}")
 shown = []  # the log-ratios after one update, [sample, step]
 for update in range(4):
-    batch = batches.of(sample, column)
+    batch = objective.batch(Rows.of(sample, column))
     squares = [(batch.next_node - part.mean).square().flatten(1).mean(1) for part in (batch.behaviour, batch.new)]
     logs = ((squares[0] - squares[1]) / (2 * batch.behaviour.std.square())).detach().view(144, 9)
     shown.append(logs)

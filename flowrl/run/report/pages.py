@@ -11,8 +11,11 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
+OWN = "flowrl.run.report"
+"""The package with the templates that others extend."""
 
-def render(template: str, package: str = "flowrl.run.report", **values: Any) -> str:
+
+def render(template: str, package: str = OWN, **values: Any) -> str:
     """Render `template` from the folder ``templates`` of `package`.
 
     Templates of other packages can extend ``base.html.j2`` and import ``macros.html.j2`` (figures,
@@ -38,7 +41,7 @@ def render(template: str, package: str = "flowrl.run.report", **values: Any) -> 
 def _environment(package: str) -> "Environment":
     from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
-    loader = ChoiceLoader([PackageLoader(name) for name in dict.fromkeys((package, __package__))])
+    loader = ChoiceLoader([PackageLoader(name) for name in dict.fromkeys((package, OWN))])
     environment = Environment(
         loader=loader,
         autoescape=lambda name: name is None or not name.endswith(".md.j2"),

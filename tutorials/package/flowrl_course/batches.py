@@ -18,8 +18,9 @@ from flowrl.probes import NoProbe, Probe
 from flowrl.rollout import (
     Groups,
     ImageBatch,
-    LossBatches,
     Rollout,
+    Rows,
+    TransitionObjective,
     Usage,
     initial_noise,
     sample_images,
@@ -79,34 +80,24 @@ def credit_gradients(batch: Batch, rules: Sequence[CreditAssigner]) -> list[Tens
     decision) pairs.
     """
     samples = batch.rollout.groups.samples
-    credits = [credit_of(rule, batch.experience).advantages.flatten(0, 1) for rule in rules]
+    credits = [credit_of(rule, batch.experience).advantages for rule in rules]
     sample, column = torch.cartesian_prod(
         torch.arange(samples), torch.arange(len(batch.decisions))
     ).unbind(1)
-    weights = list(batch.policy.trainable().values())
-    ones = torch.ones_like(credits[0])
-    batches = LossBatches(
-        batch.policy,
-        PolicyGradientLoss(),
-        batch.rollout,
-        batch.condition,
-        credits[0],
-        ones,
-        batch.sampler,
+    weights, loss = list(batch.policy.trainable().values()), PolicyGradientLoss()
+    credit = credits[0], torch.ones_like(credits[0])
+    objective = TransitionObjective(
+        batch.policy, loss, batch.rollout, batch.decisions, *credit, batch.sampler
     )
     totals = [torch.zeros(sum(weight.numel() for weight in weights)) for _ in rules]
     for micro in torch.arange(len(sample)).split(256):
         chosen, at = sample[micro], column[micro]
-        pairs = batches.of(chosen, at)
+        pairs = objective.batch(Rows.of(chosen, at))
         for total, advantages in zip(totals, credits, strict=True):
-            loss = (
-                PolicyGradientLoss().loss(replace(pairs, advantages=advantages[chosen, at])).loss
-                * len(micro)
-                / len(sample)
-            )
-            total -= torch.cat(
-                [g.flatten() for g in torch.autograd.grad(loss, weights, retain_graph=True)]
-            )
+            pairs = replace(pairs, advantages=advantages.flatten(0, 1)[chosen, at])
+            value = loss.loss(pairs).loss * len(micro) / len(sample)
+            gradient = torch.autograd.grad(value, weights, retain_graph=True)
+            total -= torch.cat([part.flatten() for part in gradient])
     return totals
 
 
