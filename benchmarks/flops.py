@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from flowrl.policies import ModelOptions
-from flowrl.run.build import make_trainer, make_world, model_options
+from flowrl import PolicyOptions
+from flowrl.run.build import make_trainer, make_world, policy_options
 from flowrl.run.config import preset
 from flowrl.run.io import write_json
 from flowrl.run.models.memory import ARCHITECTURES, count, counts_key
@@ -68,7 +68,7 @@ def world(name: str) -> dict[str, int]:
 
 def sd35_medium() -> dict[str, dict[str, int]]:
     """SD3.5-Medium for one latent of 512 x 512 pixels, with a LoRA and with all weights trained."""
-    options = ModelOptions(height=512, width=512, lora_rank=RANK)
+    options = PolicyOptions(lora_rank=RANK)
     counts = {
         (tuning, on): count(
             ARCHITECTURES["sd3.5-medium"],
@@ -139,7 +139,7 @@ def preset_counts() -> dict[str, list[Any]]:
     for model in shipped()["models"]:
         config = preset(f"{model},flow-grpo,ocr").apply(planned=True)
         for on in (False, True):
-            options = replace(model_options(config), gradient_checkpointing=on)
+            options = replace(policy_options(config), gradient_checkpointing=on)
             known = ARCHITECTURES[model]
             key = counts_key(known, options)
             table[key] = list(astuple(count(known, options)))

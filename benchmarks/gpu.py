@@ -47,11 +47,11 @@ from gpu_compute import (
     share_of_ceiling,
 )
 
-from flowrl import Prompt, preset
+from flowrl import PolicyOptions, Prompt, preset
 from flowrl.bench.digest import code_digest
 from flowrl.bench.page import Table
 from flowrl.bench.results_file import ResultsFile
-from flowrl.policies import DTYPES, ModelOptions, PipelinePolicy
+from flowrl.policies import DTYPES, PipelinePolicy, compile_blocks
 from flowrl.rewards import FunctionReward
 from flowrl.run.build import build_trainer, make_method
 from flowrl.run.config import RunConfig
@@ -64,22 +64,22 @@ BRIGHTNESS = FunctionReward(lambda images, prompts: images.mean((1, 2, 3)))
 def build(case: Case, device: str) -> tuple[PipelinePolicy, Meter, NetworkCost]:
     """The policy with a meter around its network, and what an evaluation costs."""
     model, setting = MODELS[case.model], case.setting
-    options = ModelOptions(
-        height=setting.resolution,
-        width=setting.resolution,
+    options = PolicyOptions(
+        resolution=setting.resolution,
         device=device,
         dtype=setting.dtype,
         guidance_scale=setting.guidance,
         lora_rank=setting.rank,
         lora_alpha=2.0 * setting.rank,
         gradient_checkpointing=setting.checkpointing,
-        compile=setting.compile,
         decode_batch=setting.decode_batch,
         decode_dtype=setting.decode_dtype,
-        attention_backend=setting.attention,
+        attention_backend=setting.attention or None,
     )
     pipe = model.pipeline(device, DTYPES[setting.dtype])
     policy = PipelinePolicy(pipe, RandomEmbeddings(model.family, model.tokens), options)  # pyright: ignore[reportArgumentType]
+    if setting.compile:
+        compile_blocks(policy.transformer, setting.compile)
     condition = policy.encode([Prompt("a prompt")])
     cost = network_cost(policy, policy.prompts.rows(condition.tensors["prompt"]))
     meter = Meter(policy.device)

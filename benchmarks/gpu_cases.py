@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.policy_options import Precision
 from flowrl.policies import SD3, Family, Flux
 from flowrl.run.models.memory import ARCHITECTURES, Architecture
 from flowrl.testing import tiny
@@ -34,11 +35,11 @@ class Setting:
     updates: int = 2
     resolution: int = 512
     rank: int = 32
-    dtype: str = "bfloat16"
+    dtype: Precision = "bfloat16"
     max_batch: int = 24
     micro_batch: int = 8
     decode_batch: int = 8
-    decode_dtype: str = "float32"
+    decode_dtype: Precision = "float32"
     checkpointing: bool = True
     compile: str = ""
     guidance: float = 1.0

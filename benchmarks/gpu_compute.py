@@ -40,8 +40,8 @@ def network_cost(policy: PipelinePolicy, rows: Mapping[str, Tensor]) -> NetworkC
     with torch.device("meta"):
         twin: Any = type(policy.transformer).from_config(policy.transformer.config)
     options = policy.options
-    twin.requires_grad_(options.tuning == "full")
-    if options.tuning == "lora":
+    twin.requires_grad_(options.trained == "full")
+    if options.trained == "lora":
         Adapters(
             twin,
             options.lora_rank,

@@ -25,14 +25,15 @@ _HOMES = {
     "make_world": "flowrl.run.build",
     "world": "flowrl.run.worlds",
     "World": "flowrl.core.protocols",
-    "PolicyOptions": "flowrl.core.protocols",
+    "PolicyOptions": "flowrl.core.policy_options",
     "preset": "flowrl.run.config",
     "Prompt": "flowrl.core.types",
     "Schedule": "flowrl.core.types",
 }
 
 if TYPE_CHECKING:
-    from flowrl.core.protocols import PolicyOptions, World
+    from flowrl.core.policy_options import PolicyOptions
+    from flowrl.core.protocols import World
     from flowrl.core.types import Prompt, Schedule
     from flowrl.methods import METHODS, Method
     from flowrl.run.build import (

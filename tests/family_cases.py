@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from seeded import randn, seeded
 
+from flowrl import PolicyOptions
 from flowrl.core.types import Prompt
-from flowrl.policies import SD3, Flux, ModelOptions, PipelinePolicy, QwenImage, Wan
+from flowrl.policies import SD3, Flux, PipelinePolicy, QwenImage, Wan
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Usage, solve
 from flowrl.run.build import build_trainer, make_method
@@ -34,7 +35,7 @@ class Case:
     family: Any
     scale: str = "true_cfg_scale"
     plain: dict[str, Any] = field(default_factory=dict)
-    options: ModelOptions = TINY
+    options: PolicyOptions = TINY
 
     def policy(self, pipe=None, **changes):
         return PipelinePolicy(pipe or self.make(), self.family, replace(self.options, **changes))

@@ -8,6 +8,8 @@ import torch._dynamo.utils
 from device_cases import PROMPTS, SMALL, model_trainer
 from host_sync import HostSyncs
 
+from flowrl.policies import pipeline
+
 GROUPS, MEMBERS, STEPS = (SMALL[name] for name in ("groups", "group_size", "num_steps"))
 SAMPLES = GROUPS * MEMBERS
 
@@ -88,13 +90,14 @@ def test_synchronisations_grow_with_neither_steps_nor_micro_batches(method):
     assert count(minibatches=4) <= usual + 2 * 20
 
 
-def test_nothing_is_compiled_after_the_first_iteration():
+def test_nothing_is_compiled_after_the_first_iteration(monkeypatch):
     """Rollout, probing and update of blocks that are compiled, with batches of other sizes in every
     phase.
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    trained, graphs = trainer("tp-grpo", options=dict(compile="eager")), []
+    monkeypatch.setattr(pipeline, "COMPILER", "eager")
+    trained, graphs = trainer("tp-grpo", options=dict(compile=True)), []
     for _ in range(3):
         trained.iteration()
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])

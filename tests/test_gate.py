@@ -18,12 +18,12 @@ from flowrl.core.calls import state_of
 from flowrl.core.errors import ConfigError, PartError, part_call
 from flowrl.core.types import Prompt
 from flowrl.probes import Completion, NoProbe
-from flowrl.run.build import unread
 from flowrl.run.config import preset
 from flowrl.run.io import folder_lock, write_file, write_json
 from flowrl.run.job import Run
 from flowrl.run.parts.registry import check_part
 from flowrl.run.reading import read_bytes
+from flowrl.run.reads import unread
 from flowrl.run.watch import watched_calls
 from flowrl.testing.tiny import tiny_sd3_policy
 

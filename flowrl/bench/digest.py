@@ -120,10 +120,10 @@ def config_id(config: RunConfig) -> str:
 
 @cache
 def _changed(config: RunConfig) -> str:
-    default = RunConfig().flat()
+    default = RunConfig().typed()
     counted = {
         name: value
-        for name, value in config.flat().items()
+        for name, value in config.typed().items()
         if value != default[name] and name not in WITHOUT_EFFECT
     }
     return json.dumps(counted, sort_keys=True)
@@ -141,7 +141,7 @@ def own_files(config: RunConfig) -> list[Path]:
     chosen = {kind: getattr(algorithm, kind) for kind in ("credit", "sampler", "window", "loss")}
     world = {} if config.environment.world == "model" else {"world": config.environment.world}
     specs = {**chosen, "reward": reward, **world}
-    files = dict.fromkeys(path for kind, spec in specs.items() for path in _files(kind, spec))
+    files = dict.fromkeys(path for kind, spec in specs.items() for path in _files(kind, spec or ""))
     ours = [folder.resolve() for folder in PACKAGES.values()]
     return [
         path

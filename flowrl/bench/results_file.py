@@ -214,7 +214,7 @@ class ResultsFile:
         that is not trusted.
         """
         config = RunConfig.from_dict(line["config"], trust=True)
-        kept = {name: v for name, v in config.flat().items() if v not in self.own.values()}
+        kept = {name: v for name, v in config.typed().items() if v not in self.own.values()}
         require_trust(kept, self.path, self.trust)
         return config
 

@@ -97,7 +97,7 @@ class Evaluate:
         from rich.progress import Progress
 
         from flowrl.rewards import evaluation_reward
-        from flowrl.run.build import load_trained, make_policy, make_world, model_options
+        from flowrl.run.build import load_trained, make_policy, make_world, policy_options
         from flowrl.run.io import new_folder, require_no_links
         from flowrl.run.models.load import load_policy
         from flowrl.run.parts.prompts import read_prompts
@@ -126,7 +126,7 @@ class Evaluate:
             spec: evaluation_reward(build("reward", spec, device=options.device)) for spec in specs
         } or {form: world.reward(form) for form in world.forms}
         if self.model:
-            bare = replace(model_options(config), tuning="nothing", gradient_checkpointing=False)
+            bare = replace(policy_options(config), fixed=True, gradient_checkpointing=False)
             policy = load_policy(self.model, bare)
             load = partial(load_weights, policy, self.weights)
         else:
@@ -171,8 +171,8 @@ class Evaluate:
         """The settings of the run, or of the base model, with the options in their place."""
         import torch
 
-        from flowrl.run.build import require_read
         from flowrl.run.config import load_config, preset
+        from flowrl.run.reads import require_read
         from flowrl.run.started import with_stored_prompts
 
         changes = {name: getattr(self, name) for name in REPLACED}

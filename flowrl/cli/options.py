@@ -3,27 +3,34 @@ flat on the command line.
 """
 
 import argparse
-import ast
 import dataclasses
-import inspect
 import os
 import re
 import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import cache
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tyro
 
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import split
 from flowrl.run.config import RunConfig, preset
-from flowrl.run.parts.settings import fields_of, flat, groups_of
+from flowrl.run.parts.settings import (
+    TEXTS,
+    fields_of,
+    flat,
+    groups_of,
+    help_of,
+    infos,
+    is_switch,
+    plain,
+    typed_unset,
+)
 from flowrl.run.presets import combine, is_of_task, require_method
 
 Base = tyro.conf.Suppress[tyro.conf.Fixed[RunConfig]]
@@ -47,13 +54,10 @@ def with_help(command: type) -> Any:
     in its groups and subcommands.
     """
     for kind in {command, *_inside(command)}:
-        with suppress(OSError):  # options made from `RunConfig` have no source
-            body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-            for node, below in pairwise(cast(ast.ClassDef, body).body):
-                if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
-                    name = ast.unparse(node.target)
-                    text = argument(ast.literal_eval(below.value))
-                    kind.__annotations__[name] = Annotated[kind.__annotations__[name], text]
+        texts = help_of(kind)
+        for name in kind.__annotations__.keys() & texts:
+            text = texts[name]
+            kind.__annotations__[name] = Annotated[kind.__annotations__[name], argument(text)]
     return command
 
 
@@ -109,17 +113,40 @@ def options_class(name: str, without: Sequence[str] = ()) -> type[Any]:
 
 
 def _options(kind: type, without: Sequence[str]) -> list[tuple[str, Any, Any]]:
-    known = cast(Any, kind).__pydantic_fields__
     return [
-        (name, Annotated[known[name].annotation, argument(known[name].description)], item.default)
+        (
+            name,
+            Annotated[_typed_kind(name), argument(help_of(kind)[name])],
+            _typed(name, item.default),
+        )
         for item in fields_of(kind)
         if (name := item.name) not in (*without, *groups_of(kind))
     ]
 
 
+def _typed_kind(name: str) -> Any:
+    """The type of a setting on the command line, where "not set" has a value."""
+    info = infos(RunConfig)[name]
+    if (unset := typed_unset(info)) is None:
+        return info.annotation
+    if is_switch(info):
+        return Literal[(*TEXTS, unset)]  # pyright: ignore
+    kind = split(get_args(info.annotation)[0])[0]  # the other is None
+    if get_origin(kind) is Literal:
+        return Literal[(unset, *get_args(kind))]  # pyright: ignore
+    return kind | Literal[unset] if unset == "auto" else kind  # pyright: ignore
+
+
+def _typed(name: str, value: Any) -> Any:
+    """The value of an option on the command line."""
+    info = infos(RunConfig)[name]
+    value = typed_unset(info) if value is None else value
+    return str(value) if is_switch(info) else value
+
+
 def options_with(kind: type[Any], base: RunConfig) -> Any:
     """Options whose defaults are the settings of `base`, so that the help shows them."""
-    values = flat(base)
+    values = {name: _typed(name, value) for name, value in flat(base).items()}
     given = {
         item.name: values[item.name]
         if item.name in values
@@ -134,7 +161,9 @@ def changes(options: Any, base: RunConfig) -> dict[str, Any]:
     values, given = flat(base), {}
     for name, value in vars(options).items():
         given |= vars(value) if dataclasses.is_dataclass(value) else {name: value}
-    return {name: value for name, value in given.items() if value != values[name]}
+    known = infos(RunConfig)
+    plainly = {name: plain(known[name], value) for name, value in given.items()}
+    return {name: value for name, value in plainly.items() if value != values[name]}
 
 
 def early(arguments: Sequence[str], *names: str) -> dict[str, str]:
@@ -217,9 +246,9 @@ def run_name(config: RunConfig, base: RunConfig) -> str:
     """The method, the task or the model, the settings in which `config` differs from `base`, and
     the seed, as in ``tp-grpo,text,learning_rate=0.001,seed=1``; valid in a file system.
     """
-    subject = config.policy.model.rstrip("/") or config.environment.task
-    usual, names = flat(base), [_short(config.algorithm.method), _short(subject)]
-    for name, value in flat(config).items():
+    subject = (config.policy.model or "").rstrip("/") or config.environment.task
+    usual, names = base.typed(), [_short(config.algorithm.method), _short(subject)]
+    for name, value in config.typed().items():
         if value != usual[name] and name not in UNNAMED:
             names.append(f"{name}={_short(value)}")
     # `shorten` leaves out whole words

@@ -219,7 +219,7 @@ class Train:
         """The settings of the run to resume or repeat, or else the preset's with the given ones on
         top.
         """
-        from flowrl.run.build import NAMED, require_read
+        from flowrl.run.reads import NAMED, require_read
         from flowrl.run.sizes import profile_of
 
         if self.resume or self.config:
@@ -289,7 +289,7 @@ class Train:
         if self.resume or self.config or self.preset != "default":
             return ""
         source = "world" if self.settings == "world" else "method, as published"
-        return tuned_text(config.environment.world, config.flat(), source)
+        return tuned_text(config.environment.world, config.typed(), source)
 
     def _train(self) -> int:
         import torch

@@ -182,7 +182,7 @@ def check_arms(run: RunConfig, arms: Arms, seeds: Sequence[int]) -> None:
         for key in keys:
             other = names.setdefault(key, name)
             require(other is name, "arm", name, f"a folder and settings other than {other!r} has")
-    settings = [config.flat() for config in runs.values()]
+    settings = [config.typed() for config in runs.values()]
     for name in COMMON:
         values = [chosen[name] for chosen in settings]
         need = "the same in all arms, because they are evaluated alike"
@@ -197,7 +197,7 @@ def meaning(config: RunConfig) -> str:
     """A text that runs with equal settings share: other spellings of a part, and the label of a
     credit rule, do not count.
     """
-    settings, credit = config.flat(), config.algorithm.credit
+    settings, credit = config.typed(), config.algorithm.credit
     for name in PARTS:
         if isinstance(settings[name], str) and settings[name]:
             settings[name] = identity(settings[name])

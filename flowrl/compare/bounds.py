@@ -81,7 +81,7 @@ def shipped() -> list[dict[str, Any]]:
 
 def settings_that_count(run: Mapping[str, Any]) -> dict[str, Any]:
     """The settings on which a curve depends, by name; those that `run` lacks are the defaults."""
-    values = {**RunConfig().flat(), **run}
+    values = {**RunConfig().typed(), **run}
     known = {name: value for name, value in values.items() if name not in WITHOUT_EFFECT}
     return json.loads(json.dumps(known))  # JSON has no tuples
 

@@ -152,7 +152,7 @@ class Compare:
             return dataclasses.replace(loaded, run=self.base, command=typed_command())
         for name in self.methods:
             require(name in METHODS, "methods", name, ", ".join(METHODS))
-        base, usual = self.base, self.base.flat()
+        base, usual = self.base, self.base.typed()
         chosen = changes(self.run, base)
         run = base.replace(**chosen)
         file = load_arms(self.arms, self.trust) if self.arms else {}

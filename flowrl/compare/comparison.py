@@ -18,7 +18,7 @@ from flowrl.core.errors import ConfigError, FlowrlError, PartError, require
 from flowrl.core.protocols import World
 from flowrl.methods import METHODS
 from flowrl.probes import NoProbe
-from flowrl.run.build import check, make_method, make_world, method_parts, require_read, unread
+from flowrl.run.build import check, make_method, make_world, method_parts
 from flowrl.run.config import RunConfig
 from flowrl.run.costs import prices_of
 from flowrl.run.format import FORMAT, require_format
@@ -31,6 +31,7 @@ from flowrl.run.parts.sources import first_paragraph
 from flowrl.run.parts.trust import code_of, require_trust, trust_option
 from flowrl.run.plan import Plan, plan
 from flowrl.run.reading import as_kind, load_document, read_bytes, reading
+from flowrl.run.reads import require_read, unread
 from flowrl.run.results import has_progress, holds
 from flowrl.run.workers import Worker, usable_cores
 from flowrl.testing.trial import try_parts

@@ -101,7 +101,7 @@ def _is_tuned(comparison: Comparison, arm: str) -> bool:
     if not (known := of_method(world, method)):
         return False
     needed = {**method_overrides("default", world, method), **known}
-    usual = settings_that_count(preset("default").apply(world=world).flat() | needed)
+    usual = settings_that_count(preset("default").apply(world=world).typed() | needed)
     names = {*known, "credit", "sampler", "loss", *comparison.differences[arm]}
     names &= usual.keys() - {"iterations", "method"}
     return all(mine.get(name) == usual[name] for name in names)

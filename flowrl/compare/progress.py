@@ -76,7 +76,7 @@ class Display:
         """Print what is compared, the costs of an iteration, and where the results go."""
         from flowrl.compare.results import difference
 
-        arms, usual = self.config.examples(), self.config.run.flat()
+        arms, usual = self.config.examples(), self.config.run.typed()
         first = next(iter(arms.values()))
         tasks = [config.environment for config in arms.values()]
         rewards = list(dict.fromkeys(task.reward or task.reward_form for task in tasks))

@@ -5,9 +5,9 @@ from typing import Any
 
 from flowrl.compare.arms import Arms, arm_run, of_arm
 from flowrl.core.errors import require
-from flowrl.run.build import unread
 from flowrl.run.config import RunConfig
 from flowrl.run.presets import of_method
+from flowrl.run.reads import unread
 
 BASELINE = "flow-grpo"
 

@@ -88,20 +88,21 @@ class Guidance:
     """Scales of classifier-free guidance in a forward-process loss; 1: off.
 
     Args:
-        train: scale of the current network and the copies of the weights; 0: that of sampling.
-        reference: scale of the base model; 0: that of `train`.
+        train: scale of the current network and the copies of the weights; None: that of sampling.
+        reference: scale of the base model; None: that of `train`.
 
     Raises:
-        ConfigError: a scale is neither 0 nor 1 or more.
+        ConfigError: a scale is below 1.
     """
 
-    train: float = 0.0
-    reference: float = 0.0
+    train: float | None = None
+    reference: float | None = None
 
     def __post_init__(self) -> None:
         for name, scale in vars(self).items():
-            fits = scale == 0 or 1 <= scale < math.inf
-            require(fits, f"{name}_guidance_scale", scale, "1 (off) or more, or 0 (as sampled)")
+            fits = scale is None or 1 <= scale < math.inf
+            need = "1 (off) or more, or left out (as sampled)"
+            require(fits, f"{name}_guidance_scale", scale, need)
 
     def scales(self, own: float) -> tuple[float, float]:
         """Both scales, for a policy that samples with the scale `own`."""
@@ -145,8 +146,8 @@ class NetworkPrices:
 
     @staticmethod
     def of(policy: Mapping[str, Any]) -> "NetworkPrices":
-        """The prices of a run with these settings of the policy."""
-        own, train = (policy.get(f"{n}guidance_scale", d) for n, d in (("", 1.0), ("train_", 0.0)))
+        """The prices of a run with these settings of the policy, as in its config.json."""
+        own, train = policy.get("guidance_scale", 1.0), policy.get("train_guidance_scale") or None
         passes, guided = guidance_passes(own), Guidance(train).scales(own)[0] != 1
         half = guided and policy.get("guidance_gradient") == "prompt"
         gradient = CHECKPOINTED if policy.get("gradient_checkpointing") else GRADIENT

@@ -9,7 +9,7 @@ import inspect
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from numbers import Real
 from pathlib import PurePath
 from types import NoneType, UnionType
@@ -31,6 +31,19 @@ NonNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Gt(0), Le(1)]
 Share = Annotated[float, Ge(0), Le(1)]
 
+
+@dataclass(frozen=True)
+class Unset:
+    """In the annotation of an option that may be None, "not set": the value that means the same on
+    the command line and in files, where None cannot be written.
+    """
+
+    typed: Any
+
+
+Text = Annotated[str | None, Unset("")]
+"""A text; None, in files empty, if it is not set."""
+
 NAMES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -49,7 +62,10 @@ def words(kind: Any, bounds: Sequence[Any] = ()) -> str:
     if origin is tuple:
         return "a list of texts" if members[0] is str else f"values, each {words(members[0])}"
     if origin in (Union, UnionType):
-        return " or ".join(words(member, bounds) for member in members)
+        unset = [str(bound.typed) for bound in bounds if isinstance(bound, Unset)]
+        kept = [member for member in members if not unset or member is not NoneType]
+        texts = [words(member, bounds) for member in kept]
+        return " or ".join([*texts, *(text for text in unset if text and text not in texts[0])])
     return NAMES.get(kind, f"a {getattr(kind, '__name__', kind)}") + _range(kind, bounds)
 
 

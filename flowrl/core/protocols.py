@@ -7,7 +7,6 @@ and exported here.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,6 +16,7 @@ from flowrl.core.errors import require
 from flowrl.core.experience import Actions, Credit, Decisions, Needs, Record, ValueTable
 from flowrl.core.forward import ForwardLoss as ForwardLoss
 from flowrl.core.forward import TimeDraw as TimeDraw
+from flowrl.core.policy_options import PolicyOptions
 from flowrl.core.probe import Probe
 from flowrl.core.types import (
     Condition,
@@ -43,7 +43,6 @@ __all__ = [
     "MultistepSolver",
     "Observer",
     "PolicyLoss",
-    "PolicyOptions",
     "RewardModel",
     "Sampler",
     "Stateful",
@@ -462,28 +461,6 @@ class Observer(Protocol):
             Actions; None for none.
         """
         ...
-
-
-@dataclass(frozen=True)
-class PolicyOptions:
-    """Options of a world's policy. A policy without LoRA (arXiv 2106.09685), or with one precision,
-    ignores the others.
-
-    Args:
-        lora_rank: rank of the LoRA.
-        lora_alpha: alpha of the LoRA, which scales it by alpha / rank.
-        seed: seed of the initial values of what is trained.
-        device: name of the device.
-        dtype: type of the base weights.
-        base_weights: file that replaces the world's own weights; empty for these.
-    """
-
-    lora_rank: int = 8
-    lora_alpha: float = 16.0
-    seed: int = 0
-    device: str = "cpu"
-    dtype: str = "float32"
-    base_weights: str = ""
 
 
 @runtime_checkable

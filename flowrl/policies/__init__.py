@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         QwenImage,
         Wan,
         decode_scaled,
-        family_of,
         linear_guidance,
         packed_shape,
         resolution_shift,
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from flowrl.policies.mixture import MixturePolicy
     from flowrl.policies.pipeline import (
         DTYPES,
-        ModelOptions,
         PipelinePolicy,
         compile_blocks,
         has_compiled_blocks,
@@ -40,7 +38,6 @@ _HOMES = {
         "QwenImage",
         "Wan",
         "decode_scaled",
-        "family_of",
         "linear_guidance",
         "packed_shape",
         "resolution_shift",
@@ -50,7 +47,6 @@ _HOMES = {
     "mixture": ("MixturePolicy",),
     "pipeline": (
         "DTYPES",
-        "ModelOptions",
         "PipelinePolicy",
         "compile_blocks",
         "has_compiled_blocks",
@@ -66,7 +62,6 @@ __all__ = [
     "Family",
     "Flux",
     "MixturePolicy",
-    "ModelOptions",
     "PipelinePolicy",
     "QwenImage",
     "SmallSD3",
@@ -75,7 +70,6 @@ __all__ = [
     "compile_blocks",
     "decode_scaled",
     "device_of",
-    "family_of",
     "has_compiled_blocks",
     "linear_guidance",
     "packed_shape",

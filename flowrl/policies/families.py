@@ -5,7 +5,6 @@ Qwen-Image and Wan 2.1; docs/model-families.md explains how to add another.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import numpy as np
@@ -14,10 +13,9 @@ from annotated_types import Ge
 from einops import rearrange
 from torch import Tensor
 
-from flowrl.core.errors import ConfigError, require
+from flowrl.core.errors import require
 from flowrl.core.options import checked_options
 from flowrl.policies.lora import LORA_TARGETS
-from flowrl.run.parts.plugins import plugin
 
 Shape = tuple[int, ...]
 Embeddings = Mapping[str, Tensor]
@@ -249,7 +247,7 @@ class Flux(Family):
 
     Args:
         distilled_guidance: guidance input of a guidance-distilled model (FLUX.1-dev), 0 or more, at
-            no cost; separate from classifier-free guidance (`ModelOptions.guidance_scale`, the
+            no cost; separate from classifier-free guidance (`PolicyOptions.guidance_scale`, the
             pipeline's `true_cfg_scale`).
 
     Raises:
@@ -438,21 +436,6 @@ FAMILIES: dict[str, type[Family]] = {kind.pipeline: kind for kind in (SD3, Flux,
 """Built-in families by the class of their pipeline; a package adds one by an entry point of that
 name in `flowrl.families`.
 """
-
-
-def family_of(pipeline: str) -> Family:
-    """The family of a diffusers pipeline class. Raises `ConfigError` that lists the available
-    ones.
-    """
-    if pipeline in FAMILIES:
-        return FAMILIES[pipeline]()
-    if point := plugin("flowrl.families", pipeline, "model family"):
-        return point.load()()
-    known = ", ".join([*FAMILIES, *entry_points(group="flowrl.families").names])
-    raise ConfigError(
-        f"model: {pipeline} is not supported; supported pipelines: {known};"
-        " docs/model-families.md shows how to add one"
-    )
 
 
 def shape_of(pipe: Any, family: Family, height: int, width: int, frames: int) -> Shape:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.core.errors import CheckpointError, require
-from flowrl.run.distributed import full, is_sharded_network
-from flowrl.run.reading import reading
+from flowrl.core.sharded import full, is_sharded_network
 
 LORA_TARGETS = (
     *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
@@ -212,8 +211,11 @@ def _reading_lora(field: str, path: str) -> Iterator[None]:
     # checked first, because diffusers would look a missing path up on the Hub
     if not Path(path).exists():
         raise CheckpointError(f"{field}: {path} does not exist")
-    with reading(f"{field}: LoRA {path}", CheckpointError):
+    try:
         yield
+    except Exception as error:
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise CheckpointError(f"{field}: LoRA {path} cannot be read: {what}") from error
 
 
 def load_frozen_adapters(pipe: Any, specs: Sequence[str]) -> tuple[str, ...]:

@@ -10,24 +10,22 @@ from dataclasses import replace
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
-from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flowrl.core.errors import require
-from flowrl.core.options import Count, Whole
+from flowrl.core.policy_options import PolicyOptions, Precision
+from flowrl.core.processes import Processes
+from flowrl.core.sharded import full_tensors, is_sharded_network
 from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.policies.device import device_of
+from flowrl.policies.embeddings import MemoryStore, PromptEmbeddings, Store
 from flowrl.policies.families import Family, linear_guidance, shape_of, size_of
 from flowrl.policies.lora import Adapters, load_frozen_adapters
 from flowrl.policies.prompt_length import cut_prompts, quiet
-from flowrl.run.distributed import Distributed, full_tensors, is_sharded_network
-from flowrl.run.models.embedded import EmbeddingsFolder
-from flowrl.run.models.prompt_cache import PromptCache
-from flowrl.run.parts.settings import settings_group
 
 _LOG = logging.getLogger(__name__)
 EMBEDDED_TOGETHER = 8
@@ -37,110 +35,10 @@ COMPILED_VERSIONS = 64
 x batch sizes.
 """
 
-Dtype = Literal["float32", "bfloat16", "float16"]
-Quantize = Literal["none", "int8", "nf4"]
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
 """Precisions by their names in settings."""
-
-
-@settings_group
-class ModelOptions:
-    """Options of a policy over a pipeline. Sizes in pixels; the defaults are Flow-GRPO's for
-    SD3.5-Medium (arXiv 2505.05470).
-
-    Args:
-        height: height of the image.
-        width: width of the image.
-        device: cpu, cuda or cuda:NUMBER.
-        negative_prompt: the prompt of v_neg.
-        lora_rank: rank of the LoRA.
-        lora_alpha: alpha of the LoRA, which scales it by alpha / rank.
-
-    Raises:
-        ConfigError: an option is out of range.
-    """
-
-    height: Count = 512
-    width: Count = 512
-    num_frames: Count = 1
-    """Frames of a video (Wan: 1 more than a multiple of 4); 1 for models of images."""
-    device: str = "cpu"
-    dtype: Dtype = "float32"
-    """Precision of the frozen weights and of the network's arithmetic (autocast): float32, bfloat16
-    or float16. Trained weights, velocities, latents and everything computed from them are float32.
-    Use bfloat16 for training on a GPU; float16 needs a scaled loss (the run's `loss_scale`), or
-    small gradients vanish.
-    """
-    guidance_scale: Annotated[float, Ge(1)] = 1.0
-    """Classifier-free guidance s: v = v_neg + s (v_prompt - v_neg), for Qwen-Image rescaled to the
-    norm of v_prompt, in rollouts and updates alike; 1 = off (half the cost).
-    """
-    negative_prompt: str = ""
-    guidance_gradient: Literal["both", "prompt"] = "both"
-    """both, or prompt: v_neg is computed without a gradient (less memory; the values are the same).
-    """
-    tuning: Literal["lora", "full", "nothing"] = "lora"
-    """lora, full (all weights of the transformer) or nothing."""
-    lora_rank: Annotated[int, Ge(1), Le(2**14)] = 32
-    lora_alpha: Annotated[float, Gt(0)] = 64.0
-    lora_targets: tuple[str, ...] = ()
-    """Ends of the names of the layers that get a LoRA; empty: the family's default."""
-    adapter: str = ""
-    """Start from this LoRA: a file or folder that `load_lora_weights` can read."""
-    frozen_adapters: tuple[str, ...] = ()
-    """Further LoRAs, as NAME=PATH or PATH, which are active in sampling, training and the
-    reference, but not trained.
-    """
-    keep_reference: bool = True
-    """Full fine-tuning: keep a frozen copy of the transformer in `dtype`, for a KL to the base
-    model.
-    """
-    gradient_checkpointing: bool = False
-    """Gradient checkpointing: recompute activations in the backward pass instead of storing them.
-    """
-    max_sequence_length: Annotated[int, Ge(0), Le(512)] = 0
-    """Tokens of the T5 encoder, or of the family's only encoder; 0: the family's default."""
-    attention_backend: str = ""
-    """diffusers' name of the attention kernels, as in _native_cudnn or flash
-    (`set_attention_backend`); empty: diffusers' default, with which PyTorch chooses. All kernels
-    give the same result up to rounding.
-    """
-    rows: Whole = 0
-    """Rows of every call of the transformer: more are split, and fewer are filled up with copies,
-    so that sampling and training compute with the same kernels; 0: as many as there are.
-    """
-    quantize: Quantize = "none"
-    """Precision of the frozen weights of the transformer's linear layers under a LoRA: int8
-    (torchao), nf4 (bitsandbytes, on a GPU), or none: that of `dtype`.
-    """
-    load_to: Literal["device", "cpu", "meta"] = "device"
-    """Where the transformer's weights are loaded. Those that will be sharded over the processes
-    (`flowrl.run.distributed.shard`): cpu in the main process, and meta, without reading them, in
-    all others.
-    """
-    decode_batch: Count = 8
-    """Latents per call of the image decoder."""
-    decode_tiling: bool = False
-    """Decode an image in overlapping tiles whose seams are blended: less memory, slightly other
-    images.
-    """
-    decode_dtype: Dtype = "float32"
-    """Precision of the image decoder; images are float32 in any case. bfloat16 is faster and rounds
-    colours slightly.
-    """
-    compile: str = ""
-    """Backend (inductor) that compiles the transformer's blocks; empty: off. The first call of
-    every shape is slow. Sampling and training are then different programs, so the ratio of the
-    first update differs from 1 by rounding.
-    """
-    prompt_cache: Count = 2048
-    """Number of prompts whose embeddings are kept in main memory (SD3.5: 2.7 MB each in bfloat16 at
-    256 T5 tokens; FLUX and Wan: 4 MB at 512). Those of further prompts are read from disk.
-    """
-    seed: int = 0
-    """Seed of the LoRA's initial matrices."""
-
-
+COMPILER = "inductor"
+"""The backend of torch.compile."""
 RESIZABLE = ("rows", "gradient_checkpointing", "decode_batch", "compile")
 """Options that a policy can change (`PipelinePolicy.resize`)."""
 
@@ -173,18 +71,16 @@ class PipelinePolicy:
         family: the model family.
         options: sizes, device, dtype, guidance, adapter and memory settings.
         load_encoders: loads the text encoders of a `pipe` without them, by name.
-        embeddings: returns the folder of the prompts' embeddings, which other processes and runs
-            use too. If it returns None, or a text encoder, a tokenizer or a method of `pipe` was
-            replaced before the first prompt: a temporary folder that is deleted with the policy.
+        store: where the prompts' embeddings are kept; None: in main memory.
     """
 
     def __init__(
         self,
         pipe: Any,
         family: Family,
-        options: ModelOptions = ModelOptions(),
+        options: PolicyOptions = PolicyOptions(),
         load_encoders: Callable[[], Mapping[str, nn.Module]] | None = None,
-        embeddings: Callable[[], Path | None] = lambda: None,
+        store: Store | None = None,
     ) -> None:
         kind = type(pipe).__name__
         require(kind == family.pipeline, "pipeline", kind, family.pipeline)
@@ -194,7 +90,7 @@ class PipelinePolicy:
         self.velocity_network: nn.Module = pipe.transformer
         if family.hidden_layer:
             self.hidden_layer: nn.Module = getattr(pipe.transformer, family.hidden_layer)
-        trained = torch.float32 if options.tuning == "full" else self.dtype
+        trained = torch.float32 if options.trained == "full" else self.dtype
         first = self.device if options.load_to == "device" else torch.device("cpu")
         _place(self.transformer, first, trained)
         if name := options.attention_backend:
@@ -204,9 +100,8 @@ class PipelinePolicy:
             tiled = hasattr(pipe.vae, "enable_tiling")
             require(tiled, "decode_tiling", True, f"False with {type(pipe.vae).__name__}")
             pipe.vae.enable_tiling()
-        self.latent_size = size_of(pipe, options.height, options.width)
-        size = (options.height, options.width, options.num_frames)
-        self.latent_shape = shape_of(pipe, family, *size)
+        self.latent_size = size_of(pipe, *options.size)
+        self.latent_shape = shape_of(pipe, family, *options.size, options.num_frames)
         # Qwen-Image's decoder has no such entry
         channels = getattr(getattr(pipe.vae, "config", None), "out_channels", 3)
         require(channels == 3, "channels of the image decoder", channels, "3, red, green and blue")
@@ -214,34 +109,34 @@ class PipelinePolicy:
         self._load_encoders = load_encoders
         self._tokens = options.max_sequence_length or family.text_tokens
         self._counted = set[str]()
-        limit, self._place = options.prompt_cache, EmbeddingsFolder(pipe, family, embeddings)
-        self.prompts = PromptCache(self._embed, self.device, limit, self.dtype, self._place)
+        store = MemoryStore() if store is None else store
+        self.prompts = PromptEmbeddings(self._embed, self.device, self.dtype, store)
         self.guidance_scale = options.guidance_scale
         self.adapters: Adapters | None = None
         self._active = self.reference_network = self.transformer
         self._prepare_training(options, first)
 
-    def _prepare_training(self, options: ModelOptions, device: torch.device) -> None:
+    def _prepare_training(self, options: PolicyOptions, device: torch.device) -> None:
         for fits, need in (
-            (options.tuning == "lora", "unless tuning is lora"),
+            (options.trained == "lora", "unless tuning is lora"),
             (options.load_to == "device", "with sharded weights (fsdp2, zero2)"),
         ):
             fits = fits or options.quantize == "none"
             require(fits, "quantize", options.quantize, f"none {need}")
-        fits = options.tuning == "lora" or not options.frozen_adapters
+        fits = options.trained == "lora" or not options.frozen
         require(fits, "frozen_adapters", options.frozen_adapters, "none unless tuning is lora")
-        if options.tuning == "lora":
+        if options.trained == "lora":
             self.adapters = Adapters(
                 self.transformer,
                 options.lora_rank,
                 options.lora_alpha,
                 options.lora_targets or self.family.lora_targets,
                 options.seed,
-                load_frozen_adapters(self.pipe, options.frozen_adapters),
+                load_frozen_adapters(self.pipe, options.frozen),
             )
             if options.adapter:
                 self.adapters.load(options.adapter, type(self.pipe))
-        elif options.tuning == "full":
+        elif options.trained == "full":
             if options.keep_reference:
                 self.reference_network = copy.deepcopy(self.transformer)
                 _place(self.reference_network, device, self.dtype)
@@ -259,7 +154,7 @@ class PipelinePolicy:
             self.transformer.disable_gradient_checkpointing()
         for network in {self.transformer, self.reference_network}:
             if bool(options.compile) != has_compiled_blocks(network):
-                compile_blocks(network, options.compile)
+                compile_blocks(network, COMPILER if options.compile else "")
 
     def schedule(self, steps: int) -> Schedule:
         """The pipeline's own grid for this image size, float32."""
@@ -277,20 +172,20 @@ class PipelinePolicy:
     def warm(
         self,
         prompts: Sequence[Prompt],
-        distributed: Distributed = Distributed(),
+        processes: Processes = Processes(),
         report: Callable[[dict[str, Any]], None] = lambda state: None,
     ) -> None:
         """Embed all `prompts` and the negative prompt now, so that the text encoders move to the
-        device only once; the processes divide them (`PromptCache.warm`). A warning is logged of
-        those that are cut at the encoders' numbers of tokens.
+        device only once; the `processes` divide them (`PromptEmbeddings.warm`). A warning is
+        logged of those that are cut at the encoders' numbers of tokens.
         """
         texts = [self.options.negative_prompt, *(prompt.text for prompt in prompts)]
         new = [text for text in dict.fromkeys(texts) if text and text not in self._counted]
         self._counted.update(new)
-        if distributed.is_main:
+        if processes.is_main:
             for line in cut_prompts(self.pipe, self.family, new, self._tokens):
                 _LOG.warning("Warning: %s", line)
-        self.prompts.warm(texts, distributed, report)
+        self.prompts.warm(texts, processes, report)
 
     def _embed(self, texts: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
         """Embed on the device, always the same number at a time, so that the rounding of an
@@ -314,7 +209,6 @@ class PipelinePolicy:
         loaded = self._load_encoders() if self._load_encoders and absent else {}
         for name in loaded.keys() & absent:
             setattr(self.pipe, name, loaded[name])
-        self._place.require_same()
         given = {name: self.pipe.components.get(name) for name in self.family.encoders}
         encoders = {name: part for name, part in given.items() if part}  # SD3 may have no T5
         try:
@@ -382,7 +276,7 @@ class PipelinePolicy:
         """
         images, dtype = [], DTYPES[self.options.decode_dtype]
         with torch.no_grad():
-            for part in latent.to(dtype).split(self.options.decode_batch):
+            for part in latent.to(dtype).split(self.options.decode_batch or len(latent)):
                 pixels = self.family.decode(self.pipe, part, self.latent_size).float()
                 images.append((pixels / 2 + 0.5).clamp(0, 1).contiguous())
         return torch.cat(images)
@@ -396,7 +290,7 @@ class PipelinePolicy:
         """The base model, no gradients. Raises `ConfigError` for full fine-tuning without
         `keep_reference`.
         """
-        lost = self.options.tuning == "full" and not self.options.keep_reference
+        lost = self.options.trained == "full" and not self.options.keep_reference
         require(not lost, "keep_reference", False, "True: this loss compares with the base model")
         disabled = self.adapters.disabled() if self.adapters else nullcontext()
         self._active = self.reference_network
@@ -424,8 +318,8 @@ class PipelinePolicy:
         the new one is complete. With sharded weights all processes must call this; only the main
         one writes the full weights.
         """
-        tuning = self.options.tuning
-        require(tuning != "nothing", "tuning", tuning, "lora or full: there is nothing to save")
+        fits = self.options.trained is not None
+        require(fits, "fixed", True, "False: there is nothing to save")
         new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
         shutil.rmtree(new, ignore_errors=True)
         if self.adapters is not None:

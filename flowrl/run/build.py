@@ -4,7 +4,7 @@ runs.
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,13 @@ from typing import Any, TypeVar, cast
 import torch
 
 from flowrl.core.errors import CheckpointError, require
+from flowrl.core.policy_options import PolicyOptions
 from flowrl.core.processes import Processes
 from flowrl.core.protocols import (
     AnyReward,
     FlowPolicy,
     GroupReward,
     MultistepSolver,
-    PolicyOptions,
     RewardModel,
     TimeDraw,
     World,
@@ -28,7 +28,6 @@ from flowrl.core.protocols import (
 from flowrl.core.types import Prompt
 from flowrl.flow import uniform_schedule
 from flowrl.methods import METHODS, Method, check_one_advantage, try_credit, with_options
-from flowrl.policies.pipeline import ModelOptions
 from flowrl.probes import NoProbe
 from flowrl.rewards import NoisyReward
 from flowrl.rewards.contract import is_remote, load_reward
@@ -57,13 +56,9 @@ def make_world(config: RunConfig, distributed: Distributed = Distributed()) -> W
     """
     environment, model = config.environment, config.policy.model
     if model:
-        files = environment.prompts, environment.heldout_prompts
-        options = model_options(config)
-        if distributed.sharded:
-            options = replace(options, load_to="cpu" if distributed.is_main else "meta")
-        spec = environment.reward
-        device = environment.reward_device
-        chosen = ModelWorld(model, *files, spec, options, device, distributed)
+        parts = environment.prompts, environment.heldout_prompts, environment.reward
+        device = environment.reward_device or config.policy.device
+        chosen = ModelWorld(model, *parts, device, distributed)
     else:
         chosen = world(environment.world)
     for name, value, known in (
@@ -74,7 +69,7 @@ def make_world(config: RunConfig, distributed: Distributed = Distributed()) -> W
     return chosen
 
 
-def named_method(name: str, credit: str = "") -> Method:
+def named_method(name: str, credit: str | None = None) -> Method:
     """A method by name, as published, or with the credit rule of the spec `credit`, whose
     `Needs.shared_noise` replaces the method's unless it is None. With `credit`, a further name is a
     label of Flow-GRPO with this rule. Raises `ConfigError` for an unknown name.
@@ -94,14 +89,14 @@ def run_method(config: RunConfig) -> Method:
     """The method by name, as published, with the run's credit rule, kernel, window, loss and
     numbers in place of its own.
 
-    A `noise_level` or `clip_range` of 0 is the method's, the clip that for the elements of the
-    world's latents (`Method.clip_for`). Raises `ConfigError` for an unknown part, or for a policy
+    Settings that are None are the method's, the clip that for the elements of the world's latents
+    (`Method.clip_for`). Raises `ConfigError` for an unknown part, or for a policy
     loss with a method that needs a forward-process loss.
     """
     chosen, named = config.algorithm, config.environment.world
     method = named_method(chosen.method, chosen.credit)
     elements = 0 if config.policy.model else world(named).elements
-    noise = {"noise_level": chosen.noise_level} if chosen.noise_level > 0 else {}
+    noise = {} if chosen.noise_level is None else {"noise_level": chosen.noise_level}
     clip = chosen.clip_range or method.clip_for(elements or method.elements)
     options = {"kl_weight": chosen.kl_weight, **({"clip_range": clip} if clip > 0 else {})}
     sampler, loss = with_options(method.sampler, **noise), with_options(method.loss, **options)
@@ -111,7 +106,7 @@ def run_method(config: RunConfig) -> Method:
         loss = build("loss", chosen.loss, **options)
     fits = replace(method, loss=loss).objective.draws_times or not method.objective.draws_times
     require(fits, "loss", chosen.loss, f"a forward-process loss with {chosen.method}")
-    shared = {"auto": method.shared_noise, "shared": True, "independent": False}
+    shared = {None: method.shared_noise, "shared": True, "independent": False}
     credit = method.credit
     if getattr(credit, "seed", 0) is None:  # a rule that draws; None is the run's seed
         credit = with_options(credit, seed=config.seed)
@@ -146,7 +141,7 @@ def make_method(config: RunConfig) -> Method:
         need = "left out: log-probabilities are those of the velocities that sample"
         for name in ("train_guidance_scale", "reference_guidance_scale"):
             scale = getattr(config.policy, name)
-            require(scale == 0, name, scale, need)
+            require(scale is None, name, scale, need)
         trained = first_trained_steps(config)
     # if the sampler draws no transition, the initial noise is the only decision
     fits = bool((stds > 0).any()) or isinstance(method.credit.probe, NoProbe)
@@ -233,7 +228,7 @@ def make_trainer(
     prompts = prompts_of(world, config.environment.task, "train")
     prompts_of(world, config.environment.task, "heldout")
     if policy is None:
-        policy = world.policy(policy_options(config))
+        policy = world.policy(policy_options(config, distributed))
         check_policy(world, policy)
     require_room(config, policy.latent_shape, distributed.world_size)
     return build_trainer(config, policy, method, reward, prompts, distributed, **given)
@@ -291,8 +286,11 @@ def overlaps_rewards(config: RunConfig, reward: AnyReward) -> bool:
     the policy is on a GPU or a server computes the reward. Others would share the policy's cores.
     """
     rollout, elsewhere = config.rollout, config.policy.device != "cpu" or is_remote(reward)
-    auto = rollout.overlap_rewards == "auto" and rollout.chunk != 0 and elsewhere
-    return auto or rollout.overlap_rewards == "true"
+    return (
+        rollout.chunk != 0 and elsewhere
+        if rollout.overlap_rewards is None
+        else rollout.overlap_rewards
+    )
 
 
 def steps_of(text: str) -> slice | RandomSteps:
@@ -322,27 +320,17 @@ def require_room(config: RunConfig, latent_shape: Sequence[int], processes: int)
         require(needed <= memory, "groups", rollout.groups, f"what fits into {size}")
 
 
-def model_options(config: RunConfig) -> ModelOptions:
-    """The policy options of the run's diffusers pipeline: the settings of the same names, and a few
-    with another form.
+def policy_options(config: RunConfig, distributed: Distributed = Distributed()) -> PolicyOptions:
+    """The run's group `policy` with sizes in place of auto, and what follows from other settings:
+    the seed, the rows of a call, whether a loss compares with the base model, and where the weights
+    are loaded.
     """
-    p, names = config.policy, {item.name for item in fields(ModelOptions)}
-    sizes = vars(config.batches)
-    same = {n: value for n, value in {**config.flat(), **sizes}.items() if n in names}
-    other: dict[str, Any] = {
-        "height": p.resolution,
-        "width": p.width or p.resolution,
-        "keep_reference": run_method(config).loss.needs_reference and not p.reference,
-        "frozen_adapters": tuple(filter(None, p.frozen_adapters.split(","))),
-        "compile": "inductor" if sizes["compile"] else "",
-    }
-    return ModelOptions(**{**same, **other})
-
-
-def policy_options(config: RunConfig) -> PolicyOptions:
-    """The options of the world's policy; the seed draws the adapter's initial matrices."""
-    p = config.policy
-    return PolicyOptions(p.lora_rank, p.lora_alpha, config.seed, p.device, p.dtype, p.base_weights)
+    policy, sizes = config.policy, vars(config.batches)
+    settings = {name: value for name, value in sizes.items() if hasattr(policy, name)}
+    load_to = ("cpu" if distributed.is_main else "meta") if distributed.sharded else "device"
+    keep = run_method(config).loss.needs_reference and not policy.reference
+    own: dict[str, Any] = {"seed": config.seed, "keep_reference": keep, "load_to": load_to}
+    return replace(policy, **settings, **own)
 
 
 def trial_stds(config: RunConfig) -> torch.Tensor:
@@ -358,7 +346,7 @@ def trial_stds(config: RunConfig) -> torch.Tensor:
         kernel, stochastic = part_text("sampler", method.sampler), bool((stds > 0).any())
         fits = not isinstance(method.sampler, ODE | MultistepSolver)
         require(fits, "sampler", kernel, "a stochastic sampler: the loss needs log-probabilities")
-        require(stochastic, "window", config.algorithm.window, "at least one stochastic step")
+        require(stochastic, "window", config.algorithm.window or "", "at least one stochastic step")
     return stds
 
 
@@ -373,61 +361,6 @@ def first_trained_steps(config: RunConfig) -> torch.Tensor:
     need = "':' or random(fraction=...) with a window that changes between iterations"
     require(fits, "trained_steps", chosen, need)
     return trained_steps(steps_of(chosen), trial_stds(config), torch.Generator())
-
-
-NEEDS = {
-    **dict.fromkeys(("adapter", "frozen_adapters"), "tuning lora"),
-    **dict.fromkeys(("lora_rank", "lora_alpha", "lora_targets"), "tuning lora"),
-    **dict.fromkeys(("negative_prompt", "guidance_gradient"), "a guidance_scale above 1"),
-    **dict.fromkeys(("diversity_prompts", "diversity_samples"), "diversity"),
-    "strict": "observe",
-    "reward_form": "a reward of the task",
-}
-"""Settings by what they need so that something reads them."""
-NAMED = ("adapter", "frozen_adapters", "negative_prompt")
-"""Settings without a value in presets: those of a user's file need a reader, too."""
-
-
-def unread(config: RunConfig, chosen: Iterable[str]) -> list[str]:
-    """Those of the settings `chosen` that have no effect on this run."""
-    values, policy_settings = config.flat(), {item.name for item in fields(config.policy)}
-
-    def parts(config: RunConfig) -> str:
-        method = run_method(config)
-        return repr((method.sampler, method.loss, method.credit))
-
-    def has_effect(name: str) -> bool:
-        value = values[name]
-        if name in ("noise_level", "clip_range", "kl_weight"):
-            return value <= 0 or parts(config) != parts(config.replace(**{name: value / 2}))
-        if name == "window" and value:
-            return bool((trial_stds(config) > 0).any())  # else no step is drawn in any window
-        if name in NAMED and not value.strip():  # Qwen-Image's negative prompt is a space
-            return True
-        if NEEDS.get(name) == "tuning lora" and config.policy.model:
-            return config.policy.tuning == "lora"
-        if name in ("negative_prompt", "guidance_gradient"):
-            own = config.policy.guidance_scale
-            train, reference = config.loss_guidance().scales(own)
-            return train != 1 or (name == "negative_prompt" and (own, reference) != (1, 1))
-        if name in ("reference", "reference_guidance_scale"):
-            return run_method(config).loss.needs_reference
-        if NEEDS.get(name) in values:
-            return bool(values[NEEDS[name]])
-        if name == "reward_form":
-            return not config.environment.reward
-        if name in policy_settings and not config.policy.model:
-            return name in getattr(make_world(config), "reads", policy_settings)
-        return name != "loss_scale" or config.policy.dtype == "float16"
-
-    return [name for name in chosen if not has_effect(name)]
-
-
-def require_read(config: RunConfig, chosen: Iterable[str]) -> None:
-    """Raise `ConfigError` for one of the settings `chosen` without effect on this run."""
-    for name in unread(config, chosen):
-        without = f" without {NEEDS[name]}" if name in NEEDS else ""
-        require(False, name, config.flat()[name], f"left out{without}: nothing in this run uses it")
 
 
 def method_parts(config: RunConfig) -> dict[str, str]:
@@ -457,8 +390,7 @@ def method_text(config: RunConfig) -> str:
     """`method_parts` on one line; "[method]" marks parts that no setting replaces."""
     texts = []
     for name, text in method_parts(config).items():
-        # a KL weight of 0 is a choice, other empty settings are the method's
-        is_own = name != "kl_weight" and getattr(config.algorithm, name) in ("", "auto", 0.0)
+        is_own = getattr(config.algorithm, name) is None
         texts.append(f"{name} {text}" + " [method]" * is_own)
     return ", ".join(texts)
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from flowrl.core.calls import state_of
 from flowrl.core.errors import CheckpointError, ConfigError, FlowrlError, part_call
 from flowrl.core.processes import Processes
+from flowrl.core.sharded import full_tensors
 from flowrl.run.config import load_config
-from flowrl.run.distributed import full_tensors, load_full_tensors
+from flowrl.run.distributed import load_full_tensors
 from flowrl.run.io import flush_folder, write_bytes
 from flowrl.run.parts.prompts import prompts_digest
 from flowrl.run.parts.trust import trust_option

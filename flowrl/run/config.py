@@ -2,25 +2,28 @@
 `flowrl.run.build` uses them.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BeforeValidator, PlainValidator, model_validator
+from annotated_types import Ge, Le, Lt
+from pydantic import PlainValidator, model_validator
 
 from flowrl.core.errors import ConfigError, require
-from flowrl.core.options import Count, Seed, Share, Whole
+from flowrl.core.options import Count, NonNegative, Positive, Seed, Share, Text, Unset, Whole
+from flowrl.core.policy_options import Batch, PolicyOptions, Switch
 from flowrl.run.format import require_complete, require_format
 from flowrl.run.parts.settings import (
+    fields_of,
     flat,
+    grouped,
     groups_of,
-    nested,
     owners,
     read_settings,
     read_values,
     replaced,
     settings_group,
+    typed,
 )
 from flowrl.run.parts.trust import require_trust
 from flowrl.run.presets import (
@@ -35,23 +38,9 @@ from flowrl.run.reading import load_document, reading
 if TYPE_CHECKING:
     from flowrl.core.forward import Guidance
 
-Precision = Literal["float32", "bfloat16", "float16"]
-# settings are finite, so these need no upper limit
-Positive = Annotated[float, Gt(0)]
-NonNegative = Annotated[float, Ge(0)]
 Decay = Annotated[float, Ge(0), Lt(1)]
 Many = Annotated[int, Ge(1), Le(10**6)]
 Members = Annotated[int, Ge(2), Le(10**4)]
-Batch = Count | Literal["auto"]
-TEXTS = {"true": True, "false": False}
-Choice = Annotated[
-    bool | Literal["auto"],
-    BeforeValidator(lambda v: TEXTS.get(v, v) if isinstance(v, str) else v),
-]
-Switch = Annotated[
-    Literal["auto", "true", "false"],
-    BeforeValidator(lambda v: str(v).lower() if isinstance(v, bool) else v),
-]
 
 
 SIZES = ("micro_batch", "max_batch", "gradient_checkpointing", "decode_batch", "compile")
@@ -100,23 +89,23 @@ class EnvironmentConfig:
     """compositional, text or preference (shapes); direction (mixture); prompts (model)."""
     reward_form: str = "soft"
     """strict (0/1), graded (partial credit) or soft (continuous); reward (model)."""
-    reward: str = ""
+    reward: Text = None
     """A reward that replaces the task's: NAME, NAME(option=value) or path/to/file.py:Class; `flowrl
     parts` lists names.
     """
-    reward_device: str = ""
+    reward_device: Text = None
     """Device for the networks of `reward` and `heldout_rewards`, as in cuda:7; empty: the policy's.
     """
     reward_noise: NonNegative = 0.0
     """Standard deviation of the noise added to every training score; not added in evaluation."""
     reward_bias: float = 0.0
     """Weight of the mean pixel value added to every training score; not added in evaluation."""
-    prompts: str = ""
+    prompts: Text = None
     """Training prompts for `model`: a text file with one prompt per line, a .jsonl file with
     "prompt" and metadata, a slice of a generated list, as in compositional[0:500] (also text,
     images), or a dataset: hf(name=NAME, split=..., column=...).
     """
-    heldout_prompts: str = ""
+    heldout_prompts: Text = None
     """Evaluation prompts for `model`, in the same forms as `prompts`; default: the preset's, or
     with other `prompts` than the preset's the training prompts.
     """
@@ -147,18 +136,18 @@ class AlgorithmConfig:
     tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm, dgpo, v-grpo, epg, fdfo, rsm,
     step-nft or value-grpo; with `credit`, any name to show in tables.
     """
-    credit: str = ""
+    credit: Text = None
     """A credit rule that replaces the method's: NAME, NAME(option=value) or path/to/file.py:Class.
     """
-    sampler: str = ""
+    sampler: Text = None
     """Transition kernel; empty: the method's. flow-sde, dance-sde, cps, ddim-sde or, for
     forward-process losses, ode or multistep; a plug-in; path/to/file.py:Class.
     """
-    noise_level: NonNegative = 0.0
+    noise_level: Annotated[NonNegative | None, Unset(0.0)] = None
     """Noise level of the kernel: a in flow-sde and ddim-sde, eta in dance-sde and cps; 0 = the
     method's, or the kernel's default.
     """
-    window: str = ""
+    window: Text = None
     """Stochastic steps; empty: the method's. A Python slice, as in 2:7 (steps 2 to 6), : (all) or
     :-1 (all but the last); or random(size=3), random(size=3, high=5, geometric=0.5),
     sliding(size=4, stride=1, every=25), a plug-in or path/to/file.py:Class.
@@ -167,15 +156,15 @@ class AlgorithmConfig:
     """Stochastic steps that enter the loss: a Python slice of the steps, or random(fraction=0.6),
     drawn every iteration.
     """
-    initial_noise: Literal["auto", "shared", "independent"] = "auto"
+    initial_noise: Annotated[Literal["shared", "independent"] | None, Unset("auto")] = None
     """Initial noise within a group: auto (as the method requires), shared or independent."""
-    loss: str = ""
+    loss: Text = None
     """Loss; empty: the method's. clipped, gspo, kl-penalty, grpo-guard, flow-dppo, rsm, step-nft,
     distillation, policy-gradient or ascent, with options as in clipped(kl=without_delta); a plug-in
     or a file; or diffusion-nft, awm or dgpo. Methods that use one of these three accept no policy
     loss.
     """
-    clip_range: NonNegative = 0.0
+    clip_range: Annotated[NonNegative | None, Unset(0.0)] = None
     """Largest |ratio - 1|; transitions outside this range contribute no gradient (losses that
     clip). 0 = the method's, scaled to the number of elements in the world's latents.
     """
@@ -205,7 +194,7 @@ class RolloutConfig:
     """Groups that each process rolls out at a time; 0 = all; auto: if rewards overlap, the smallest
     number that needs no additional network calls.
     """
-    overlap_rewards: Switch = "auto"
+    overlap_rewards: Switch = None
     """Score finished chunks during the rollout of the next one: true (needs a `chunk`), false, or
     auto: with a chunk, if the policy is on a GPU or a server computes the reward. Rewards on the
     CPU (ocr, jpeg) then run in separate processes.
@@ -215,8 +204,8 @@ class RolloutConfig:
 
     @model_validator(mode="after")
     def _consistent(self) -> "RolloutConfig":
-        fits, need = self.chunk != 0 or self.overlap_rewards != "true", "with a `chunk` only"
-        require(fits, "overlap_rewards", self.overlap_rewards, need)
+        fits = self.chunk != 0 or not self.overlap_rewards
+        require(fits, "overlap_rewards", self.overlap_rewards, "with a `chunk` only")
         return self
 
 
@@ -249,98 +238,8 @@ class OptimConfig:
 
 
 @settings_group
-class PolicyConfig:
+class PolicyConfig(PolicyOptions):
     """The trained network."""
-
-    model: str = ""
-    """Train this model instead of a built-in one: the folder of a diffusers pipeline, or its name
-    on the Hub.
-    """
-    base_weights: str = ""
-    """Base weights for the world's policy instead of its own; `flowrl pretrain` makes them for
-    shapes.
-    """
-    reference: str = ""
-    """Folder of a finished run whose averaged weights replace the base model as the reference: the
-    teacher in distillation, or the reference of the KL penalty.
-    """
-    device: str = "cpu"
-    """cpu, cuda or cuda:NUMBER."""
-    dtype: Precision = "float32"
-    """Precision of the network: float32, bfloat16 or float16 (transition mathematics is always
-    float32).
-    """
-    tuning: Literal["lora", "full"] = "lora"
-    """Trained weights of `model`: lora or full."""
-    lora_rank: Annotated[int, Ge(1), Le(2**14)] = 8
-    """Rank of the LoRA."""
-    lora_alpha: Positive = 16.0
-    """Alpha of the LoRA: its matrix product is scaled by alpha / rank."""
-    lora_targets: tuple[str, ...] = ()
-    """Suffixes of the names of the layers of `model` that get a LoRA, as in attn.to_q; none: the
-    attention layers.
-    """
-    adapter: str = ""
-    """LoRA that `model` starts from (a file or folder that diffusers reads; `lora_rank` must equal
-    its rank).
-    """
-    frozen_adapters: str = ""
-    """LoRAs of `model` that are active but not trained: files or folders, as PATH or NAME=PATH,
-    separated by commas.
-    """
-    resolution: Annotated[int, Ge(1), Le(2**14)] = 512
-    """Height of the images or videos of `model` in pixels, and their width unless `width` is given.
-    """
-    width: Annotated[int, Ge(0), Le(2**14)] = 0
-    """Width in pixels; 0 = `resolution`."""
-    num_frames: Annotated[int, Ge(1), Le(2**12)] = 1
-    """Frames of the videos of `model`; 1 for images."""
-    guidance_scale: Annotated[float, Ge(1)] = 1.0
-    """Classifier-free guidance of `model` in sampling, training and evaluation; 1 = off."""
-    train_guidance_scale: NonNegative = 0.0
-    """Guidance of the velocities in a forward-process loss; 1 = off (conditional velocities); 0 =
-    `guidance_scale`.
-    """
-    reference_guidance_scale: NonNegative = 0.0
-    """Guidance of the base model's velocity in a forward-process loss; 0 = `train_guidance_scale`.
-    """
-    negative_prompt: str = ""
-    """Negative prompt for the guidance of `model`."""
-    guidance_gradient: Literal["both", "prompt"] = "both"
-    """Branches of the guidance that the gradient flows through: both, or prompt (not the branch of
-    the negative prompt).
-    """
-    max_sequence_length: Annotated[int, Ge(0), Le(512)] = 0
-    """Prompt length of the T5 encoder of `model`, or of its only encoder, in tokens; 0 = the
-    pipeline's default.
-    """
-    prompt_cache: Count = 2048
-    """Number of prompt embeddings of `model` kept in main memory; the others are read from disk."""
-    gradient_checkpointing: Choice = False
-    """Recompute activations of `model` in the backward pass: less memory, one more forward pass.
-    True, False or auto: whichever is measured to be faster.
-    """
-    attention_backend: str = ""
-    """Attention kernels of `model` by their name in diffusers, as in _native_cudnn or flash; empty:
-    diffusers' default.
-    """
-    decode_batch: Batch = 8
-    """Latents of `model` per call of its image decoder; auto: measured at the start."""
-    decode_tiling: bool = False
-    """Decode an image of `model` in overlapping tiles whose seams are blended: less memory,
-    slightly different images.
-    """
-    quantize: Literal["none", "int8", "nf4"] = "none"
-    """Precision of the frozen weights of the linear layers of `model` under a LoRA: int8 (needs
-    torchao), nf4 (needs bitsandbytes and a GPU), or none: the precision in `dtype`.
-    """
-    decode_dtype: Precision = "float32"
-    """Precision of the image decoder of `model`."""
-    compile: Choice = False
-    """Compile the network's blocks with torch.compile: a minute or more at the start, faster calls
-    afterwards. True, False or auto: on a GPU, if compilation is measured to be faster and
-    velocities are the same with and without gradients.
-    """
 
 
 @settings_group
@@ -359,7 +258,7 @@ class EvaluationConfig:
     """Rewards that are evaluated but never trained on: names as for `reward`; also strict, graded,
     soft, palette, balance and clarity (shapes), or strict, graded, soft and density (mixture).
     """
-    diversity: str = ""
+    diversity: Text = None
     """Features that measure the diversity of one prompt's samples in evaluation: pixels, latents,
     clip, or path/to/file.py:Class.
     """
@@ -373,7 +272,9 @@ class EvaluationConfig:
 class LoggingConfig:
     """Trackers, checkpoints, observers and recorded data."""
 
-    tracker: Literal["auto", "none", "tensorboard", "wandb", "trackio"] = "auto"
+    tracker: Annotated[Literal["none", "tensorboard", "wandb", "trackio"] | None, Unset("auto")] = (
+        None
+    )
     """none, tensorboard, wandb or trackio; auto is tensorboard for `model` if it is installed, and
     none otherwise.
     """
@@ -455,7 +356,7 @@ class RunConfig:
         from flowrl.core.forward import guidance_passes  # imports torch, which help does not need
 
         chosen, usual = self.flat(), {**DEFAULTS, **(MODEL_DEFAULTS if self.policy.model else {})}
-        auto = [name for name in SIZES if chosen[name] == "auto"]
+        auto = [name for name in SIZES if chosen[name] is None]
         sizes: Any = {name: usual[name] if name in auto else chosen[name] for name in SIZES}
         sampled, trained = guidance_passes(self.policy.guidance_scale), self.branches
         rows = 0
@@ -489,19 +390,19 @@ class RunConfig:
         """All settings by their own names."""
         return flat(self)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Groups of plain values, for JSON and YAML; a world that is an object is recorded by its
-        name and class.
+    def typed(self) -> dict[str, Any]:
+        """All settings by their own names as in a file: what is not set is empty, 0 or auto; a
+        world that is an object is recorded by its name and class.
         """
-        values = nested(self)
-        values["environment"]["world"] = self.environment.world_name
-        return values
+        return typed(self) | {"world": self.environment.world_name}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Groups of `typed` values, for JSON and YAML."""
+        return grouped(RunConfig, self.typed())
 
 
 DEFAULTS: dict[str, Any] = {
-    item.name: item.default
-    for group in groups_of(RunConfig).values()
-    for item in fields(cast(Any, group))
+    item.name: item.default for group in groups_of(RunConfig).values() for item in fields_of(group)
 }
 
 
@@ -550,7 +451,7 @@ class Preset:
             if planned or torch.cuda.is_available():
                 base |= {"device": "cuda", "dtype": "bfloat16"}
                 if str(chosen.get("device", "cuda")).startswith("cuda"):
-                    base |= dict.fromkeys(SIZES, "auto")
+                    base |= dict.fromkeys(SIZES)
             elif "device" not in chosen and "dtype" not in changes:
                 chosen.pop("dtype", None)
         # the world of a complete file is not built

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flowrl.core.errors import CheckpointError, part_errors, require
 from flowrl.core.protocols import Observer, extras
+from flowrl.core.sharded import full_tensors
 from flowrl.core.types import Prompt
 from flowrl.nonfinite import NonFiniteError
 from flowrl.rewards import evaluation_reward
@@ -41,7 +42,7 @@ from flowrl.run.checkpoint import (
     trainer_state,
 )
 from flowrl.run.config import SIZES, RunConfig, load_config
-from flowrl.run.distributed import Distributed, full_tensors
+from flowrl.run.distributed import Distributed
 from flowrl.run.evaluation import (
     Evaluation,
     evaluate,
@@ -291,7 +292,7 @@ class Run:
         if not path.exists():
             return {}
         recorded = load_config(path, trust=True).flat()
-        return {name: recorded[name] for name in SIZES if given[name] == "auto"}
+        return {name: recorded[name] for name in SIZES if given[name] is None}
 
     def _write_settings(self) -> None:
         """code.json, config.json, and config.yaml for ``flowrl train --config``."""

@@ -37,12 +37,12 @@ TRACKER_FILE = "tracker.json"
 
 
 def tracker_name(config: RunConfig) -> str:
-    """The run's tracker; "auto" is TensorBoard for a model if it is installed, else none.
+    """The run's tracker; None is TensorBoard for a model if it is installed, else none.
 
     Raises `ConfigError` if the tracker's package is not installed.
     """
     name = config.logging.tracker
-    if name == "auto":
+    if name is None:
         return "tensorboard" if config.policy.model and find_spec("tensorboard") else "none"
     installed = name == "none" or find_spec(name) is not None  # also the name of its package
     require(installed, "tracker", name, f"auto, none or an installed tracker (pip install {name})")
@@ -121,7 +121,7 @@ class Journal:
             tracker = kind("tensorboard", str(self.folder), **purge)
         else:
             tracker = kind("flowrl", **self._identity())
-        settings = self.config.flat() | method_parts(self.config)
+        settings = self.config.typed() | method_parts(self.config)
         # TensorBoard takes no lists
         plain = {
             name: ", ".join(map(str, value)) if isinstance(value, tuple) else value

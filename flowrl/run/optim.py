@@ -12,10 +12,11 @@ from torch import nn
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.forward import WeightCopy
 from flowrl.core.protocols import FlowPolicy, extras
+from flowrl.core.sharded import is_sharded_network
 from flowrl.policies import has_compiled_blocks
 from flowrl.run.checkpoint import load_matching, load_weights
 from flowrl.run.config import OptimConfig
-from flowrl.run.distributed import Distributed, is_sharded_network, shard
+from flowrl.run.distributed import Distributed, shard
 from flowrl.weights import Behaviour
 
 
@@ -76,7 +77,7 @@ def prepare_policy(
 
 
 def reference_weights(
-    folder: str, policy: FlowPolicy, distributed: Distributed
+    folder: str | None, policy: FlowPolicy, distributed: Distributed
 ) -> Callable[[], AbstractContextManager[None]]:
     """A function whose contexts give the policy the weights of the reference: its base model, or
     the averaged weights of the finished run in `folder`. Raises `ConfigError` if these do not fit.

@@ -26,7 +26,7 @@ from flowrl.run.build import (
     make_method,
     make_world,
     method_text,
-    model_options,
+    policy_options,
     prompts_to_embed,
     steps_of,
     trial_stds,
@@ -269,7 +269,7 @@ def memory(counts: Plan, config: RunConfig) -> Memory | None:
     nodes_and_velocities = groups * rollout.group_size * (2 * rollout.num_steps + 1)
     stored = 0 if rollout.offload else nodes_and_velocities
     shards, reshard = 1 if counts.launch == "ddp" else counts.processes, counts.launch == "fsdp2"
-    return count_memory(known, model_options(config), *rows, images, stored, shards, reshard)
+    return count_memory(known, policy_options(config), *rows, images, stored, shards, reshard)
 
 
 def memory_text(counts: Plan, config: RunConfig) -> str:
@@ -282,7 +282,7 @@ def memory_text(counts: Plan, config: RunConfig) -> str:
     assert known is not None
     stream = PromptStream(prompts_of(world, config.environment.task, "train"), config.seed)
     texts = {prompt.text for prompt in prompts_to_embed(config, world, stream)}
-    prompts, each = 1 + len(texts), known.embedding(model_options(config))
+    prompts, each = 1 + len(texts), known.embedding(policy_options(config))
     sharded = (
         f", of which {counts.launch} stores 1 / {counts.processes} in each process, +"
         f" {size['gathered']} gathered"
@@ -301,7 +301,8 @@ def memory_text(counts: Plan, config: RunConfig) -> str:
         "on disk": f"{prompts:,} prompts x {each / 1e6:.1f} MB = {prompts * each / 1e9:.1f} GB of"
         " embeddings at most, in flowrl's cache folder",
     }
-    title = f"memory per process, computed from the architecture of {Path(policy.model).name} in"
+    name = Path(policy.model or "").name
+    title = f"memory per process, computed from the architecture of {name} in"
     return _table(f"{title} {policy.dtype}, not measured; GB = 10^9 bytes", lines)
 
 
@@ -381,7 +382,7 @@ def sized(config: RunConfig, card: str, processes: int = 1, launch: Launch = "dd
     (`run.sizes`).
     """
     values, known = config.flat(), known_architecture(config)
-    wanted = [name for name in SIZES if values[name] == "auto"]
+    wanted = [name for name in SIZES if values[name] is None]
     if not wanted or known is None:
         return config
     given = config.replace(**{name: getattr(config.batches, name) for name in wanted})
@@ -400,7 +401,7 @@ def sized(config: RunConfig, card: str, processes: int = 1, launch: Launch = "dd
             if (rows > 2 and rows % 4) or rows % config.branches:
                 continue
             if rows:
-                tried = tried.replace(micro_batch=rows // config.branches, max_batch="auto")
+                tried = tried.replace(micro_batch=rows // config.branches, max_batch=None)
             counts = plan(tried, processes, launch)
             if "decode_batch" in wanted:
                 tried = _decoding(tried, counts, room)
@@ -475,7 +476,7 @@ def times(counts: Plan, config: RunConfig, counted: Memory, card: str) -> Times:
     operations += math.ceil(gradient / micro) * counted.gradient_operations
     operations += math.ceil(rest / micro) * counted.forward_operations
     images = p.reward_calls * share
-    words = re.findall(r"[\w.]+", config.environment.reward)
+    words = re.findall(r"[\w.]+", config.environment.reward or "")
     narrow = config.policy.decode_dtype != "float32"
     decode = counted.decode_flops / (rate if narrow else rate / 2)  # TF32
     return Times(
@@ -565,7 +566,7 @@ def times_text(counts: Plan, config: RunConfig, card: str) -> str:
     evaluations = config.iterations / config.evaluation.eval_every
     hours = (config.iterations * t.iteration + evaluations * t.evaluation) / 3600
     known = [*REWARD_FLOPS, *REWARD_SECONDS]
-    unknown = not set(re.findall(r"[\w.]+", config.environment.reward)) & set(known)
+    unknown = not set(re.findall(r"[\w.]+", config.environment.reward or "")) & set(known)
     lines = {
         **used,
         "iteration": " + ".join(f"{name} {value:.1f}" for name, value in phases.items() if value)

@@ -24,7 +24,7 @@ import torch
 from flowrl.core.errors import ConfigError, TrainingError, require
 from flowrl.core.protocols import extras
 from flowrl.policies.pipeline import RESIZABLE
-from flowrl.run.build import model_options
+from flowrl.run.build import policy_options
 from flowrl.run.config import SIZES, RunConfig
 from flowrl.run.io import cache_folder, write_bytes
 from flowrl.run.parts.plugins import versions
@@ -193,8 +193,8 @@ def find_sizes(trainer: Trainer, config: RunConfig) -> tuple[dict[str, Any], str
 
     All processes call this. Raises `ConfigError` if not even a batch of 1 fits.
     """
-    wanted = [name for name in SIZES if config.flat()[name] == "auto"]
-    if "micro_batch" not in wanted or config.rollout.max_batch != "auto":
+    wanted = [name for name in SIZES if config.flat()[name] is None]
+    if "micro_batch" not in wanted or config.rollout.max_batch is not None:
         # one of the two follows from the other
         wanted = [name for name in wanted if name not in ("micro_batch", "max_batch")]
     resize = extras(trainer.policy, "resize", "velocity_network")
@@ -214,7 +214,7 @@ def find_sizes(trainer: Trainer, config: RunConfig) -> tuple[dict[str, Any], str
                 profile += f"kept in {path}"
             except OSError as error:  # the next run measures again
                 profile += f"not kept in {path} ({error.strerror})"
-    options = model_options(config.replace(**found))
+    options = policy_options(config.replace(**found))
     text = ", ".join(f"{name} {value}" for name, value in found.items())
     profile += f": {text}; {options.rows or 'any number of'} network rows per call"
     resize.resize(**{name: getattr(options, name) for name in RESIZABLE})
@@ -247,7 +247,7 @@ def measured_sizes(
     fastest = max(rates, key=rates.__getitem__)
     rate, batch = rates[fastest]
     need = "more GPU memory: a smaller resolution, lora_rank, dtype or model, chunk 1 or offload"
-    require(batch > 0, "micro_batch", config.optim.micro_batch, need)
+    require(batch > 0, "micro_batch", config.typed()["micro_batch"], need)
     policy.resize(gradient_checkpointing=fastest)
     found: dict[str, Any] = {"micro_batch": batch, "gradient_checkpointing": fastest}
     if "compile" in wanted:
@@ -272,7 +272,7 @@ def compiling_pays(
     late = trainer.policy.device.type != "cuda" or time.monotonic() > deadline - LIMIT / 2
     if distributed.any(late):
         return False
-    policy.resize(compile="inductor")
+    policy.resize(compile=True)
     compiled, _ = grow(trainer, config, "update", batch, deadline, batch)
     with torch.no_grad():
         sampled = velocities(trainer, batch, train=False)

@@ -15,7 +15,6 @@ from flowrl.run.config import SIZES, RunConfig, load_config
 from flowrl.run.io import write_bytes
 from flowrl.run.parts.prompts import prompt_lines
 from flowrl.run.parts.registry import KINDS
-from flowrl.run.parts.settings import flat
 from flowrl.run.reading import read_bytes
 from flowrl.run.worlds import prompts_of
 
@@ -29,10 +28,10 @@ def changed_settings(folder: Path, config: RunConfig) -> str:
     in "iterations 12 -> 24"; "" if there are none.
     """
     try:
-        before, now = flat(load_config(folder / "config.yaml", trust=True)), flat(config)
+        before = load_config(folder / "config.yaml", trust=True).typed()
     except ConfigError:  # missing or damaged: it is written again
         return ""
-    now["world"] = config.environment.world_name
+    now = config.typed()
     # what is measured at the start is the same in a resumed run
     now |= {name: before[name] for name in SIZES if now[name] == "auto"}
     changed = [name for name in now if now[name] != before[name]]

@@ -3,7 +3,6 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +12,9 @@ from pydantic import BaseModel, ConfigDict
 
 from flowrl.core.errors import CheckpointError, require
 from flowrl.core.options import Whole
-from flowrl.core.protocols import FlowPolicy, PolicyOptions, RewardModel, World
+from flowrl.core.policy_options import PolicyOptions
+from flowrl.core.protocols import FlowPolicy, RewardModel, World
 from flowrl.core.types import Prompt
-from flowrl.policies.pipeline import ModelOptions
 from flowrl.rewards import evaluation_reward
 from flowrl.run.distributed import Distributed
 from flowrl.run.models.load import load_policy
@@ -50,10 +49,9 @@ class ModelWorld:
     Args:
         model: folder of the pipeline, or its name on the Hub (see `load_policy`).
         prompts: file of the training prompts.
-        heldout_prompts: file of the held-out prompts; empty for the training prompts.
+        heldout_prompts: file of the held-out prompts; None: the training prompts.
         reward: spec of the reward.
-        options: options of the policy.
-        reward_device: device of the reward's network; empty: the policy's.
+        device: device of the reward's network.
         distributed: the processes.
 
     Raises:
@@ -68,18 +66,17 @@ class ModelWorld:
     def __init__(
         self,
         model: str,
-        prompts: str,
-        heldout_prompts: str,
-        reward: str,
-        options: ModelOptions,
-        reward_device: str = "",
+        prompts: str | None,
+        heldout_prompts: str | None,
+        reward: str | None,
+        device: str = "cpu",
         distributed: Distributed = Distributed(),
     ) -> None:
-        require(bool(prompts), "prompts", prompts, "a prompt file, or hf(name=NAME)")
+        prompts, reward = prompts or "", reward or ""
+        require(prompts != "", "prompts", prompts, "a prompt file, or hf(name=NAME)")
         allowed = "NAME of a reward or path/to/file.py:Class: a model has none of its own"
-        require(bool(reward), "reward", reward, allowed)
-        self._model, self._spec, self._options = model, reward, options
-        self._device = reward_device or options.device
+        require(reward != "", "reward", reward, allowed)
+        self._model, self._spec, self._device = model, reward, device
         files = "a file or a list: a resumed run reads the prompts again"
         require("-" not in (prompts, heldout_prompts), "prompts", "-", files)
         self._training = distributed.in_main(lambda: read_prompts(prompts))
@@ -106,9 +103,7 @@ class ModelWorld:
 
     def policy(self, options: PolicyOptions) -> FlowPolicy:
         """The pipeline's transformer, as a policy."""
-        names = ("lora_rank", "lora_alpha", "seed", "device", "dtype")
-        shared = {name: getattr(options, name) for name in names}
-        return load_policy(self._model, replace(self._options, **shared))
+        return load_policy(self._model, options)
 
 
 def world(named: str | World) -> World:

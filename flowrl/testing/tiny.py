@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from flowrl import PolicyOptions
 from flowrl.policies.families import SD3, Flux, QwenImage, Wan
-from flowrl.policies.pipeline import ModelOptions, PipelinePolicy
+from flowrl.policies.pipeline import PipelinePolicy
 
-TINY = ModelOptions(height=16, width=16, lora_rank=4, lora_alpha=8.0, max_sequence_length=24)
+TINY = PolicyOptions(resolution=16, lora_rank=4, lora_alpha=8.0, max_sequence_length=24)
 """Options that fit the tiny pipelines."""
 TINY_VIDEO = replace(TINY, num_frames=5)
 """Options that fit `tiny_wan`."""
@@ -199,10 +200,10 @@ def tiny_wan(seed: int = 0) -> Any:
         )
 
 
-def _policy(make: Callable[[int], Any], family: Any, default: ModelOptions) -> Any:
+def _policy(make: Callable[[int], Any], family: Any, default: PolicyOptions) -> Any:
     """A maker of policies over the pipelines of `make`."""
 
-    def policy(options: ModelOptions = default, seed: int = 0) -> PipelinePolicy:
+    def policy(options: PolicyOptions = default, seed: int = 0) -> PipelinePolicy:
         return PipelinePolicy(make(seed), family(), options)
 
     return policy

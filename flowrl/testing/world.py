@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from flowrl.core.errors import RewardError
-from flowrl.core.protocols import FlowPolicy, PolicyOptions
+from flowrl.core.policy_options import PolicyOptions
+from flowrl.core.protocols import FlowPolicy
 from flowrl.core.types import Prompt
 from flowrl.run.parts.registry import check_part
 from flowrl.testing.contract import Contract, basic, expect, promise, same, twice

@@ -2,7 +2,8 @@
 diffusers model.
 """
 
-from flowrl.core.protocols import PolicyOptions, World
+from flowrl.core.policy_options import PolicyOptions
+from flowrl.core.protocols import World
 from flowrl.run.worlds import ModelWorld, world
 from flowrl.worlds import mixture
 from flowrl.worlds.built_in import MixtureWorld, ShapesWorld

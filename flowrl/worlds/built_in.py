@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load
 
 from flowrl.core.errors import CheckpointError
-from flowrl.core.protocols import FlowPolicy, PolicyOptions, RewardModel
+from flowrl.core.policy_options import PolicyOptions
+from flowrl.core.protocols import FlowPolicy, RewardModel
 from flowrl.core.types import Prompt
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.small_sd3 import CHANNELS, SmallSD3, SmallSD3Policy

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flowrl.core.options import checked_options
-from flowrl.core.protocols import FlowPolicy, PolicyOptions, RewardModel
+from flowrl.core.policy_options import PolicyOptions
+from flowrl.core.protocols import FlowPolicy, RewardModel
 from flowrl.core.types import Prompt
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.policies import MixturePolicy

@@ -90,7 +90,7 @@ def test_two_arms_share_neither_a_folder_nor_their_settings(first, second, setti
 
 def test_a_method_has_its_own_credit_rule():
     run = TINY_RUN.replace(method="mine", credit="gdpo")
-    assert arm_run(run, {"method": "tp-grpo"}).algorithm.credit == ""
+    assert arm_run(run, {"method": "tp-grpo"}).algorithm.credit is None
     assert arm_run(run, {"loss": "gspo"}).algorithm.credit == "gdpo"
     assert arm_run(run, {"method": "other", "credit": "uniform"}).algorithm.credit == "uniform"
 

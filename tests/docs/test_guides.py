@@ -19,7 +19,7 @@ from small_run import TINY_RUN, rows_of
 from flowrl import preset
 from flowrl.cli.main import main
 from flowrl.core.types import Prompt
-from flowrl.run.build import make_trainer, model_options
+from flowrl.run.build import make_trainer, policy_options
 from flowrl.run.parts.registry import build
 from flowrl.run.plan import known_architecture
 from flowrl.testing import (
@@ -121,7 +121,7 @@ def test_sizes_of_embeddings_are_those_of_the_plan():
     assert len(rows) == 4
     for model, tokens, size, stored in rows:
         config = preset(f"{model},flow-grpo,pickscore").apply(dtype="bfloat16")
-        size_of_one = known_architecture(config).embedding(model_options(config))
+        size_of_one = known_architecture(config).embedding(policy_options(config))
         assert config.policy.max_sequence_length == int(tokens), model
         assert f"{size_of_one / 1e6:.1f}" == size and f"{25 * size_of_one / 1e6:.0f}" == stored, (
             model

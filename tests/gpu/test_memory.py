@@ -7,7 +7,8 @@ import torch
 from device_cases import PROMPTS, REDNESS
 from gpu_cases import RandomEmbeddings, random_pipeline
 
-from flowrl.policies import ModelOptions, PipelinePolicy
+from flowrl import PolicyOptions
+from flowrl.policies import PipelinePolicy
 from flowrl.run.build import build_trainer, make_method
 from flowrl.run.config import preset
 from flowrl.run.models.memory import ARCHITECTURES, StorageCounter, count_memory
@@ -29,11 +30,11 @@ def trainer_of(name, device, checkpointing, monkeypatch):
     known = ARCHITECTURES[name]
     config = {**known.config, **NARROW[name]}
     monkeypatch.setitem(ARCHITECTURES, name, replace(known, config=config))
-    sizes = dict(height=RESOLUTION, width=RESOLUTION, lora_rank=8, lora_alpha=8.0)
+    sizes = dict(resolution=RESOLUTION, lora_rank=8, lora_alpha=8.0)
     narrow = dict(device=device, dtype="bfloat16", gradient_checkpointing=checkpointing)
     family = RandomEmbeddings(known.family, known.clip_tokens + known.family.text_tokens)
     pipe = random_pipeline(name, device, torch.bfloat16)
-    policy = PipelinePolicy(pipe, family, ModelOptions(**sizes, **narrow))
+    policy = PipelinePolicy(pipe, family, PolicyOptions(**sizes, **narrow))
     config = preset("tiny").apply(method="flow-grpo", window=":-1", dtype="bfloat16")
     return build_trainer(config, policy, make_method(config), REDNESS, PROMPTS)
 

@@ -16,9 +16,9 @@ from flowrl.core.errors import ConfigError
 from flowrl.credit import GDPO, StepwiseGain
 from flowrl.flow import UniformTimes
 from flowrl.losses import ClippedLoss
-from flowrl.policies.families import family_of
 from flowrl.probes import Completion, NoProbe, Substeps
 from flowrl.run.config import RunConfig
+from flowrl.run.models.load import family_of
 from flowrl.run.parts.registry import KINDS, available, build, options_of, shadowed, summary_of
 from flowrl.run.parts.settings import owners
 from flowrl.run.parts.specs import Spec, parse_spec

@@ -12,6 +12,7 @@ from small_run import TINY_RUN
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.options import Count, Positive, check_ranges, checked_options
+from flowrl.core.policy_options import PolicyOptions
 from flowrl.credit import (
     GDPO,
     MovingAverageGain,
@@ -40,6 +41,8 @@ from flowrl.losses import (
     PolicyGradientLoss,
 )
 from flowrl.probes import Substeps
+from flowrl.run.config import RunConfig, load_config
+from flowrl.run.io import write_json
 from flowrl.samplers import (
     CPS,
     DDIMSDE,
@@ -51,6 +54,34 @@ from flowrl.samplers import (
     SlidingWindow,
     Windowed,
 )
+
+UNSET = {
+    **{"window": "", "reward": "", "clip_range": 0.0, "width": 0, "train_guidance_scale": 0.0},
+    **dict.fromkeys(("initial_noise", "overlap_rewards", "compile", "micro_batch"), "auto"),
+}
+
+
+def test_settings_that_are_not_set_are_none_in_python_and_typed_in_files(tmp_path):
+    run = RunConfig.of(**UNSET)
+    assert {name: run.flat()[name] for name in UNSET} == dict.fromkeys(UNSET)
+    assert {name: run.typed()[name] for name in UNSET} == UNSET
+    write_json(tmp_path / "config.json", run.as_dict())
+    assert load_config(tmp_path / "config.json") == run
+    older = {"rollout": {"chunk": 2, "overlap_rewards": "true"}, "optim": {"weight_decay": 0.0}}
+    kept = RunConfig.from_dict(older)
+    assert kept.rollout.overlap_rewards is True and kept.optim.weight_decay == 0
+    with pytest.raises(ConfigError, match=r"width = -1 .*a whole number in \[1, 16384\] or 0$"):
+        RunConfig.of(width=-1)
+
+
+def test_options_of_a_policy_are_checked_and_sized():
+    assert PolicyOptions(resolution=64).size == (64, 64)
+    assert PolicyOptions(resolution=64, width=32).size == (64, 32)
+    assert PolicyOptions(frozen_adapters="a=x,y").frozen == ("a=x", "y")
+    assert PolicyOptions(fixed=True).trained is None and PolicyOptions().trained == "lora"
+    with pytest.raises(ConfigError, match=r"PolicyOptions\.lora_rank = 0 is not allowed"):
+        PolicyOptions(lora_rank=0)
+
 
 DEFAULTS = {
     Uniform: "std='group', clamp=5.0, limit='clamp', probe=NoProbe()",

@@ -16,7 +16,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
 from flowrl.policies import Adapters
 from flowrl.rewards import FunctionReward
-from flowrl.run.build import build_trainer, make_method, model_options
+from flowrl.run.build import build_trainer, make_method, policy_options
 from flowrl.run.config import preset
 from flowrl.run.io import cache_folder
 from flowrl.run.models import memory
@@ -105,7 +105,7 @@ def test_a_plan_counts_what_its_settings_say(tmp_path, monkeypatch):
         assert shard.trained == full.trained // 4 and shard.gathered == 2 * gathered + 6 * block
         assert full.weights - shard.weights == pytest.approx(1.5 * whole, rel=0.1)
     assert "fsdp2 stores 1 / 4 in each" in memory_text(plan(every, 4, "fsdp2"), every)
-    more = model_options(config.replace(lora_rank=5))
+    more = policy_options(config.replace(lora_rank=5))
     wide = memory.counts_of(architecture_of(str(tmp_path)), more)
     monkeypatch.setattr(memory, "count", lambda *_: wide)
     assert counted() == base  # stored, unless the file is damaged
@@ -158,7 +158,7 @@ def test_images_are_decoded_in_batches_that_fit(monkeypatch):
 @pytest.mark.satellite
 def test_the_stored_counts_are_those_of_the_tested_diffusers():
     config = preset("sd3.5-medium,flow-grpo,ocr").apply(planned=True)
-    known, chosen = ARCHITECTURES["sd3.5-medium"], model_options(config)
+    known, chosen = ARCHITECTURES["sd3.5-medium"], policy_options(config)
     stored = memory.preset_counts()[memory.counts_key(known, chosen)]
     assert json.loads(json.dumps(astuple(memory.count(known, chosen)))) == stored
 
@@ -182,7 +182,7 @@ def test_the_network_is_called_as_often_as_the_plan_counts(method, changes, micr
     config = config.replace(drop_zero_advantages=False, **{"guidance_gradient": "both", **changes})
     counts = plan(config)
     counted = count_plan(counts, config)
-    policy = tiny_sd3_policy(model_options(config))
+    policy = tiny_sd3_policy(policy_options(config))
     calls = Counter()
     count = lambda *_: calls.update([torch.is_grad_enabled()])  # noqa: E731
     policy.transformer.register_forward_pre_hook(count)
@@ -222,7 +222,7 @@ def test_the_counter_agrees_with_the_allocators_records(make, train):
     """PyTorch's profiler records what the allocator of the CPU does; its sum contains operations'
     work space too.
     """
-    policy = make(replace(TINY, height=64, width=64, gradient_checkpointing=train))
+    policy = make(replace(TINY, resolution=64, gradient_checkpointing=train))
     condition = policy.encode([Prompt("a dog")] * 8)
     noise, time = torch.randn(8, *policy.latent_shape), torch.full((8,), 500.0)
 

@@ -35,7 +35,7 @@ def stored(model, change=lambda policy: None, **options):
     policy = load_policy(str(model), TINY, **options)
     change(policy)
     policy.prompts.warm(["a fox"])
-    return policy.prompts.folder
+    return policy.prompts.store.folder
 
 
 def fake(*given, **settings):
@@ -164,7 +164,7 @@ def test_what_embeds_must_not_change_between_two_prompts(model, cache, tmp_path)
     with pytest.raises(ConfigError, match="files or code of the text encoders = 'changed'"):
         other.encode([Prompt("another fox")])
     late.encode([Prompt("a fox")])
-    assert cache not in late.prompts.folder.parents
+    assert cache not in late.prompts.store.folder.parents
 
 
 def test_distilled_guidance_embeds_nothing(cache, tmp_path):

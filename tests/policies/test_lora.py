@@ -7,7 +7,7 @@ from family_cases import velocity as velocity_of
 from torch.testing import assert_close
 
 from flowrl.core.errors import CheckpointError
-from flowrl.run.build import model_options
+from flowrl.run.build import policy_options
 from flowrl.run.config import preset
 
 FLUX = CASES["flux"]
@@ -29,7 +29,7 @@ def style(tmp_path):
 
 def test_a_frozen_adapter_is_part_of_policy_and_reference(style, tmp_path):
     path, with_style = style
-    policy = FLUX.policy(frozen_adapters=(f"style={path}",))
+    policy = FLUX.policy(frozen_adapters=f"style={path}")
     assert policy.adapters.frozen == ("style",)
     assert all(".default." in name for name in policy.trainable())
     assert_close(velocity(policy), with_style, atol=2e-6, rtol=0)
@@ -62,9 +62,9 @@ def test_files_that_are_no_loras_are_refused(tmp_path):
     FLUX.policy()
     assert torch.equal(generator, torch.get_rng_state())  # the adapter has a generator of its own
     with pytest.raises(CheckpointError, match="none does not exist"):
-        FLUX.policy(frozen_adapters=(str(tmp_path / "none"),))
+        FLUX.policy(frozen_adapters=str(tmp_path / "none"))
     (tmp_path / "pytorch_lora_weights.safetensors").write_bytes(b"no safetensors")
-    for changes in ({"adapter": str(tmp_path)}, {"frozen_adapters": (str(tmp_path),)}):
+    for changes in ({"adapter": str(tmp_path)}, {"frozen_adapters": str(tmp_path)}):
         with pytest.raises(CheckpointError, match="cannot be read"):
             FLUX.policy(**changes)
 
@@ -73,6 +73,6 @@ def test_settings_of_a_run_reach_the_model():
     files = {"model": "somewhere", "prompts": "prompts.txt", "reward": "jpeg-compressibility"}
     same = {"decode_batch": 3, "lora_targets": ("attn.to_q", "ff.net.2")}
     config = preset("default").apply(**files, **same, frozen_adapters="style=a,b", compile=True)
-    options = model_options(config)
+    options = policy_options(config)
     assert {name: getattr(options, name) for name in same} == same
-    assert options.frozen_adapters == ("style=a", "b") and options.compile == "inductor"
+    assert options.frozen == ("style=a", "b") and options.compile is True

@@ -24,10 +24,12 @@ from torch.testing import assert_close
 from flowrl.core.errors import CheckpointError, ConfigError, DiskError
 from flowrl.core.types import Prompt
 from flowrl.methods import METHODS
-from flowrl.policies import LORA_TARGETS, PipelinePolicy, has_compiled_blocks, lora
+from flowrl.policies import LORA_TARGETS, PipelinePolicy, has_compiled_blocks, lora, pipeline
 from flowrl.run.checkpoint import restore_trainer, trainer_state
 from flowrl.run.models import load
+from flowrl.run.models.embedded import EmbeddingsFolder
 from flowrl.run.models.load import load_policy
+from flowrl.run.models.prompt_cache import DiskStore
 from flowrl.run.plan import plan
 from flowrl.testing import policy_contract
 from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3
@@ -201,7 +203,7 @@ def test_full_fine_tuning_and_its_reference(pair, tmp_path):
 
 def test_narrow_networks_with_float32_around_them(pair):
     policy = pair.policy(dtype="bfloat16", tuning="full")
-    exact, narrow = velocity(pair.policy(tuning="nothing")), velocity(policy)
+    exact, narrow = velocity(pair.policy(fixed=True)), velocity(policy)
     assert narrow.dtype == torch.float32
     assert 0 < (narrow - exact).norm() / narrow.norm() < 0.05
     assert {p.dtype for p in policy.transformer.parameters()} == {torch.float32}
@@ -265,12 +267,19 @@ def test_quantisation_that_cannot_be_is_refused(kind, found, message, monkeypatc
         load._quantization(replace(TINY, quantize=kind))
 
 
+def on_disk(policy, limit=2048):
+    """The policy, with its embeddings in a temporary folder."""
+    folder = EmbeddingsFolder(policy.pipe, policy.family, lambda: None)
+    policy.prompts.store = DiskStore(folder, limit)
+    return policy
+
+
 def test_more_prompts_than_the_cache_holds_cost_one_pass(tmp_path, monkeypatch):
     """Ten prompts and the negative one, three of them in main memory, and those of the latest call
     on the device: one call of the encoders, and the same velocities as with room for all.
     """
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    both = [CASES["sd3"].policy(prompt_cache=3), CASES["sd3"].policy()]
+    both = [on_disk(CASES["sd3"].policy(), 3), CASES["sd3"].policy()]
     cache, prompts, calls = both[0].prompts, [Prompt(f"number {n}") for n in range(10)], []
     embed = cache.encode
     cache.encode = lambda texts: (calls.append(len(texts)), embed(texts))[1]
@@ -281,8 +290,8 @@ def test_more_prompts_than_the_cache_holds_cost_one_pass(tmp_path, monkeypatch):
         noise = noise_of(both[1])
         few, all_kept = (p.velocity(noise, TIME, c) for p, c in zip(both, given, strict=True))
         assert torch.equal(few, all_kept)
-    assert calls == [11] and len(cache._memory) == 3
-    assert len(list(tmp_path.glob("flowrl-prompts-*/*"))) == 11 + 7
+    assert calls == [11] and len(cache.store._memory) == 3
+    assert len(list(tmp_path.glob("flowrl-prompts-*/*"))) == 11
     del both, cache, embed
     gc.collect()
     assert list(tmp_path.glob("flowrl-*")) == []
@@ -292,7 +301,7 @@ def test_a_full_disk_is_one_clear_line(monkeypatch):
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    policy = CASES["sd3"].policy()
+    policy = on_disk(CASES["sd3"].policy())
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=9999))
     with pytest.raises(DiskError, match=r"/flowrl-prompts-.*: 0\.00 GB needed, 0\.00 .*TMPDIR"):
         policy.warm(PROMPTS)
@@ -356,14 +365,15 @@ def test_encoders_wait_in_main_memory_also_after_a_failure(pair, monkeypatch):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_compute_the_same():
+def test_compiled_blocks_compute_the_same(monkeypatch):
     """Sampling, the reference and a gradient under checkpointing, where the blocks run again in the
     backward pass.
     """
     results = []
-    for backend in ("", "eager"):
-        policy = fill(CASES["flux"].policy(compile=backend, gradient_checkpointing=True))
-        assert has_compiled_blocks(policy.transformer) == bool(backend)
+    monkeypatch.setattr(pipeline, "COMPILER", "eager")
+    for compiled in (False, True):
+        policy = fill(CASES["flux"].policy(compile=compiled, gradient_checkpointing=True))
+        assert has_compiled_blocks(policy.transformer) == compiled
         condition = policy.encode(PROMPTS)
         with policy.frozen():
             sampled = velocity(policy)
@@ -382,7 +392,7 @@ def test_compiled_blocks_compute_the_same():
     [
         ("sd3", {"height": 68}, "height = 68 .* a multiple of 4, at most 64"),
         ("wan", {"lora_targets": ("nowhere",)}, r"lora_targets = \('nowhere',\)"),
-        ("sd3", {"tuning": "full", "frozen_adapters": ("x",)}, "none unless tuning is lora"),
+        ("sd3", {"tuning": "full", "frozen_adapters": "x"}, "none unless tuning is lora"),
         (
             "sd3",
             {"tuning": "full", "quantize": "int8"},
@@ -405,7 +415,7 @@ def test_wrong_pipelines_and_models_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"adapters of the model = \{'default'\}"):
         CASES["sd3"].policy(pipe)
     with pytest.raises(ConfigError, match="nothing to save"):
-        CASES["sd3"].policy(tuning="nothing").save(tmp_path / "x")
+        CASES["sd3"].policy(fixed=True).save(tmp_path / "x")
     with pytest.raises(ConfigError, match="pipeline = 'FluxPipeline'"):
         PipelinePolicy(tiny_flux(), policy.family, policy.options)
     card = tmp_path / "model_index.json"

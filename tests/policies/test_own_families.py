@@ -43,7 +43,7 @@ SD3, FLUX, QWEN, WAN = CASES.values()
 def test_grids_of_other_schedulers_are_the_pipelines_own(case, options):
     pipe = case.make()
     pipe.scheduler = type(pipe.scheduler)(**options)
-    policy = case.policy(pipe, height=32, width=16)
+    policy = case.policy(pipe, resolution=32, width=16)
     schedule = policy.schedule(7)
     case.picture(pipe, noise_of(policy), steps=7, height=32, width=16)
     assert torch.equal(schedule.times, pipe.scheduler.sigmas)
@@ -94,7 +94,7 @@ def test_padding_changes_nothing_and_is_masked():
 
 def test_a_prompt_of_wan_has_zeros_up_to_its_full_length_which_is_part_of_the_model():
     """512 tokens by default, as the pipeline's call has, not the 226 of its `encode_prompt`."""
-    policy = WAN.policy(max_sequence_length=0)
+    policy = WAN.policy(max_sequence_length=None)
     words = policy.prompts.rows(policy.encode(PROMPTS).tensors["prompt"])["words"]
     tokens = [len(policy.pipe.tokenizer(text).input_ids) for text in TEXTS]
     assert words.shape == (2, 512, 32) and (words.abs().sum(-1) > 0).sum(1).tolist() == tokens
@@ -110,7 +110,7 @@ def test_layers_that_diffusers_keeps_in_float32_stay_there(tmp_path):
 
     tiny_wan().transformer.save_pretrained(tmp_path)
     plain = WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
-    policy = WAN.policy(dtype="bfloat16", tuning="nothing")
+    policy = WAN.policy(dtype="bfloat16", fixed=True)
     for named in ("named_parameters", "named_buffers"):
         mine, theirs = dict(getattr(policy.transformer, named)()), dict(getattr(plain, named)())
         assert {n: t.dtype for n, t in mine.items()} == {n: t.dtype for n, t in theirs.items()}

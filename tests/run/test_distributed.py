@@ -36,6 +36,7 @@ from torch.distributed import HashStore
 
 from flowrl.core.errors import ConfigError, FlowrlError, RewardError, TrainingError, part_call
 from flowrl.core.experience import Actions
+from flowrl.core.sharded import full_tensors, is_sharded
 from flowrl.core.types import Prompt
 from flowrl.rewards import FunctionReward
 from flowrl.run import sizes
@@ -45,8 +46,6 @@ from flowrl.run.config import load_config, preset
 from flowrl.run.distributed import (
     Distributed,
     OtherProcessError,
-    full_tensors,
-    is_sharded,
     processes_here,
 )
 from flowrl.run.io import write_json
@@ -120,7 +119,7 @@ def pipeline_trainer(config, distributed, family="sd3", **options):
 def adapters():
     """A LoRA to start from, and the same one frozen."""
     lora = str(MODELS[0].parent / "lora")
-    return dict(adapter=lora, frozen_adapters=(f"style={lora}",))
+    return dict(adapter=lora, frozen_adapters=f"style={lora}")
 
 
 def flux_trainer(config, distributed):
@@ -268,6 +267,7 @@ def embedded(distributed, folder):
     """How many of 11 texts this process embeds: together with the other one, in a second run, and
     if it does not see the other's files.
     """
+    from flowrl.run.models.prompt_cache import DiskStore
     from flowrl.testing.tiny import tiny_sd3_policy
 
     counts = []
@@ -277,9 +277,9 @@ def embedded(distributed, folder):
         policy.prompts.encode = lambda texts, add=done.extend, embed=embed: (
             add(texts) or embed(texts)
         )
-        policy.prompts.place = lambda: folder / name  # noqa: B023
+        policy.prompts.store = DiskStore(lambda: folder / name, 2048)  # noqa: B023
         policy.warm([Prompt(f"number {n}") for n in range(10)], distributed)
-        assert len(list(policy.prompts.folder.iterdir())) == 11
+        assert len(list((folder / name).iterdir())) == 11
         counts.append(len(done))
     return counts
 

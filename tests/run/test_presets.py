@@ -183,7 +183,7 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     assert run.finished and row["trajectories"] == size
     assert row["grad_norm"] >= 0 if row["train_nfe"] else row["dropped"] == size
     kept = preset(name).changes
-    assert all(config.flat()[key] == value for key, value in kept.items() if key not in changes)
+    assert all(config.typed()[key] == value for key, value in kept.items() if key not in changes)
     assert (out / "lora" / "pytorch_lora_weights.safetensors").exists()
     assert config == load_config(out / "config.json")
 
@@ -206,7 +206,7 @@ def test_prompts_of_the_user_are_not_evaluated_on_those_of_a_task(
     (tmp_path / "prompts.yaml").write_text("environment: {prompts: p.txt}")
     (tmp_path / "heldout.yaml").write_text("environment: {heldout_prompts: h.txt}")
     base = base_of(f"--preset {SD3},flow-grpo,pickscore{words}".split())
-    assert base.environment.heldout_prompts == heldout
+    assert (base.environment.heldout_prompts or "") == heldout
 
 
 def test_a_preset_is_shown_beside_what_is_published(tmp_path, capsys):

@@ -338,5 +338,10 @@ def test_the_world_of_a_model(tmp_path):
     (tmp_path / "held.txt").write_text("a red hat\n")
     names = ("model", "prompts.txt", "held.txt", "reward.py:Redness")
     files = (str(tmp_path / name) for name in names)
-    findings = check_world(ModelWorld(*files, options=TINY))
+
+    class TinyWorld(ModelWorld):
+        def policy(self, options):
+            return super().policy(TINY)
+
+    findings = check_world(TinyWorld(*files))
     assert findings.ok, str(findings)

@@ -37,9 +37,10 @@ from flowrl import Prompt, Trainer, Updates
 from flowrl.flow import log_prob
 from flowrl.losses import ClippedLoss
 from flowrl.methods import flow_grpo, tp_grpo
-from flowrl.run.models.memory import ARCHITECTURES
-from flowrl.policies import LORA_TARGETS, ModelOptions
+from flowrl import PolicyOptions
+from flowrl.policies import LORA_TARGETS
 from flowrl.run.models.load import load_policy
+from flowrl.run.models.memory import ARCHITECTURES
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, rollout, solve
 from flowrl.samplers import FlowSDE, Windowed
@@ -94,7 +95,9 @@ opening()
 MODEL = ""  # for example "stabilityai/stable-diffusion-3.5-medium", or a folder
 PROMPTS = [Prompt(text) for text in ("a red fox", "a red car", "a red house", "a red hat")]
 STEPS = 8
-base = ModelOptions(device="cuda", dtype="bfloat16", gradient_checkpointing=True) if MODEL else TINY
+base = (
+    PolicyOptions(device="cuda", dtype="bfloat16", lora_rank=32, lora_alpha=64.0, gradient_checkpointing=True) if MODEL else TINY
+)
 
 
 def load(**changes):
@@ -166,7 +169,7 @@ lesson.check_shifted(shifted)
 # %% tags=["hide-input"]
 figure, axes = panels(1, width=5.6, height=3.2)
 even = torch.linspace(1, 0, 11)
-flux = {size: tiny_flux_policy(replace(TINY, height=size, width=size)).schedule(10).times for size in (128, 256)}
+flux = {size: tiny_flux_policy(replace(TINY, resolution=size)).schedule(10).times for size in (128, 256)}
 curves = {
     "even": (even, NOISE, 0.62),
     "SD3.5, shift 3": (policy.schedule(10).times, DATA, 0.70),
@@ -759,7 +762,7 @@ with tempfile.TemporaryDirectory() as folder:
     pipe = type(best.pipe).from_pretrained(MODEL, torch_dtype=best.dtype).to(best.device) if MODEL else tiny_sd3()
     pipe.load_lora_weights(Path(folder) / "lora")
 pipe.set_progress_bar_config(disable=True)
-size = dict(height=best.options.height, width=best.options.width, max_sequence_length=best.options.max_sequence_length or 256)
+size = dict(height=best.options.size[0], width=best.options.size[1], max_sequence_length=best.options.max_sequence_length or 256)
 plain = pipe(
     [p.text for p in PROMPTS], latents=noise, num_inference_steps=STEPS, guidance_scale=1.0, output_type="pt", **size
 ).images
@@ -837,8 +840,8 @@ lesson.check_quiz(quiz)
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
 # | $t = \text{shift}\cdot u/(1 + (\text{shift}-1)u)$ | shifted grid | `policy.schedule(T)` |
-# | $Wx + \frac{\alpha}{r}BAx$ | LoRA; disabled, the network is the reference | `ModelOptions(lora_rank, lora_alpha)`, `policy.reference()` |
-# | $v_\text{neg} + \gamma(v - v_\text{neg})$ | guidance, in sampling and training | `ModelOptions(guidance_scale=...)`, `policy.guided(scale)` |
+# | $Wx + \frac{\alpha}{r}BAx$ | LoRA; disabled, the network is the reference | `PolicyOptions(lora_rank, lora_alpha)`, `policy.reference()` |
+# | $v_\text{neg} + \gamma(v - v_\text{neg})$ | guidance, in sampling and training | `PolicyOptions(guidance_scale=...)`, `policy.guided(scale)` |
 # | $\lvert\rho - 1\rvert$ before an update | rounding error; keep it below the clip range | `ratio_noise` in the metrics |
 # | pairs | trajectories × stochastic steps | settings `minibatches`, `micro_batch` |
 #

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,32 @@ from typing import Any
 import torch
 
 from flowrl.core.errors import ConfigError, require
-from flowrl.policies.families import Family, family_of
-from flowrl.policies.pipeline import DTYPES, ModelOptions, PipelinePolicy
-from flowrl.run.models.embedded import TextFiles
+from flowrl.core.policy_options import PolicyOptions
+from flowrl.policies.families import FAMILIES, Family
+from flowrl.policies.pipeline import DTYPES, PipelinePolicy
+from flowrl.run.models.embedded import EmbeddingsFolder, TextFiles
+from flowrl.run.models.prompt_cache import DiskStore
+from flowrl.run.parts.plugins import plugin
 from flowrl.run.reading import reading
 
 
+def family_of(pipeline: str) -> Family:
+    """The family of a diffusers pipeline class. Raises `ConfigError` that lists the available
+    ones.
+    """
+    if pipeline in FAMILIES:
+        return FAMILIES[pipeline]()
+    if point := plugin("flowrl.families", pipeline, "model family"):
+        return point.load()()
+    known = ", ".join([*FAMILIES, *entry_points(group="flowrl.families").names])
+    raise ConfigError(
+        f"model: {pipeline} is not supported; supported pipelines: {known};"
+        " docs/model-families.md shows how to add one"
+    )
+
+
 def load_policy(
-    model: str, options: ModelOptions = ModelOptions(), family: Family | None = None
+    model: str, options: PolicyOptions = PolicyOptions(), family: Family | None = None
 ) -> PipelinePolicy:
     """A policy from a diffusers pipeline.
 
@@ -45,7 +64,7 @@ def load_policy(
     _require_data_only(model, index, type(family).__module__.partition(".")[0])
     subject = f"model: the {name} in {model!r}"
     dtypes = {"default": DTYPES[options.dtype], "vae": torch.float32}
-    dtypes["transformer"] = torch.float32 if options.tuning == "full" else dtypes["default"]
+    dtypes["transformer"] = torch.float32 if options.trained == "full" else dtypes["default"]
     settings = {"use_safetensors": True, "dtype": dtypes}
     with reading(subject):
         folder = model if Path(model).is_dir() else kind.download(model, use_safetensors=True)
@@ -61,7 +80,7 @@ def load_policy(
             else _complete(folder, "transformer", part, *given)
         )
         # a frozen adapter may have a part for the text encoders
-        lazy = not options.frozen_adapters
+        lazy = not options.frozen
         absent = [part for part in family.encoders if lazy and index.get(part, [None])[0]]
         pipe = kind.from_pretrained(folder, **settings, **networks, **dict.fromkeys(absent))
 
@@ -69,14 +88,15 @@ def load_policy(
         parts = {part: value for part, value in pipe.components.items() if part not in absent}
         with reading(subject):
             loaded = kind.from_pretrained(folder, **settings, **parts).components
+        embeddings.require_same()
         return {part: loaded[part] for part in absent}
 
-    def embeddings() -> Path | None:
-        return place if files.place == place else None
+    def stored() -> Path | None:
+        return place if lazy and files.place == place else None
 
-    if not lazy:
-        return PipelinePolicy(pipe, family, options)
-    return PipelinePolicy(pipe, family, options, load_encoders, embeddings)
+    embeddings = EmbeddingsFolder(pipe, family, stored)
+    store = DiskStore(embeddings, options.prompt_cache)
+    return PipelinePolicy(pipe, family, options, load_encoders if lazy else None, store)
 
 
 def _not_found(model: str, error: Exception) -> str:
@@ -124,7 +144,7 @@ def _require_no_variant(
             )
 
 
-def _quantization(options: ModelOptions) -> Any:
+def _quantization(options: PolicyOptions) -> Any:
     """diffusers' configuration of `options.quantize`; None for no quantisation. Raises
     `ConfigError` if the package that it needs is missing.
     """

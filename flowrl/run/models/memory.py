@@ -31,10 +31,12 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from flowrl.core.errors import ConfigError
-from flowrl.policies.families import Family, family_of, shape_of, size_of
+from flowrl.core.policy_options import PolicyOptions
+from flowrl.policies.families import Family, shape_of, size_of
 from flowrl.policies.lora import Adapters
-from flowrl.policies.pipeline import DTYPES, ModelOptions
+from flowrl.policies.pipeline import DTYPES
 from flowrl.run.io import cache_folder, write_json
+from flowrl.run.models.load import family_of
 from flowrl.run.reading import read_json
 
 
@@ -83,12 +85,12 @@ class Architecture:
             **dict.fromkeys([*encoders, *tokenizers]),
         )
 
-    def latent_shape(self, options: ModelOptions) -> tuple[int, ...]:
+    def latent_shape(self, options: PolicyOptions) -> tuple[int, ...]:
         """The shape of one latent."""
-        size = (options.height, options.width, options.num_frames)
+        size = (*options.size, options.num_frames)
         return shape_of(self.pipeline, self.family, *size)
 
-    def inputs(self, rows: int, options: ModelOptions, dtype: torch.dtype) -> tuple[Any, ...]:
+    def inputs(self, rows: int, options: PolicyOptions, dtype: torch.dtype) -> tuple[Any, ...]:
         """The arguments of `Family.velocity` after the transformer for `rows` latents, on "meta".
 
         The mask of padded prompts, one byte per token, is left out.
@@ -103,10 +105,10 @@ class Architecture:
             "pooled": shaped(self.pipeline.transformer.config.get("pooled_projection_dim", 0)),
             "mask": None,
         }
-        image = size_of(self.pipeline, options.height, options.width)
+        image = size_of(self.pipeline, *options.size)
         return shaped(*self.latent_shape(options)), shaped(), embeddings, image
 
-    def embedding(self, options: ModelOptions) -> int:
+    def embedding(self, options: PolicyOptions) -> int:
         """Bytes of a prompt's embedding at full length."""
         tokens = self.clip_tokens + (options.max_sequence_length or self.family.text_tokens)
         numbers = tokens * self.text_width + self.config.get("pooled_projection_dim", 0)
@@ -236,7 +238,7 @@ class Memory:
 
 def count_memory(
     known: Architecture,
-    options: ModelOptions,
+    options: PolicyOptions,
     update_rows: int = 8,
     rollout_rows: int = 16,
     images: int = 0,
@@ -263,7 +265,7 @@ def count_memory(
     Returns:
         The memory of each part in bytes.
     """
-    full = options.tuning == "full"
+    full = options.trained == "full"
     dtype, decoding = DTYPES[options.dtype], DTYPES[options.decode_dtype]
     counts = counts_of(known, options)
     # full tuning stores float32 weights (in `trained`) and buffers; its reference is in `dtype`
@@ -275,9 +277,9 @@ def count_memory(
         networks = 1 if reshard or not full else 1 + options.keep_reference
         gathered = networks * every * dtype.itemsize + full * block * (dtype.itemsize + 4)
         copies = 0  # the gathered weights
-    scored = 4 * 3 * options.height * options.width * options.num_frames * images
+    scored = 4 * 3 * math.prod(options.size) * options.num_frames * images
     update, rollout = counts.update.bytes(update_rows), counts.rollout.bytes(rollout_rows)
-    decode = counts.decode.bytes(min(options.decode_batch, images or 2**30))
+    decode = counts.decode.bytes(min(options.decode_batch or 2**30, images or 2**30))
     return Memory(
         trained_parameters=counts.trained,
         weights=frozen * dtype.itemsize // shards
@@ -336,11 +338,11 @@ ROWS = 2, 3
 """Rows of the calls that are run; peaks are linear in the rows."""
 
 
-def counts_key(known: Architecture, options: ModelOptions) -> str:
+def counts_key(known: Architecture, options: PolicyOptions) -> str:
     """A digest of what the counts depend on."""
-    size = options.height, options.width, options.num_frames, options.max_sequence_length
+    size = *options.size, options.num_frames, options.max_sequence_length or 0
     bytes_each = DTYPES[options.dtype].itemsize, DTYPES[options.decode_dtype].itemsize
-    trained = options.tuning, options.decode_tiling, options.lora_rank, *options.lora_targets
+    trained = options.trained, options.decode_tiling, options.lora_rank, *options.lora_targets
     form = known.transformer, *sorted(known.config.items()), *sorted(known.decoder.items())
     given = repr((form, size, bytes_each, trained, options.gradient_checkpointing))
     return hashlib.sha256(given.encode()).hexdigest()[:16]
@@ -352,7 +354,7 @@ def preset_counts() -> dict[str, list[Any]]:
     return json.loads((resources.files("flowrl") / "data" / "counts.json").read_text())
 
 
-def counts_of(known: Architecture, options: ModelOptions) -> Counts:
+def counts_of(known: Architecture, options: PolicyOptions) -> Counts:
     """The counts of a preset, those that an earlier process stored in the user's cache folder, or
     new ones.
     """
@@ -371,9 +373,9 @@ def counts_of(known: Architecture, options: ModelOptions) -> Counts:
     return counts
 
 
-def count(known: Architecture, options: ModelOptions) -> Counts:
+def count(known: Architecture, options: PolicyOptions) -> Counts:
     """The counts on "meta"."""
-    family, full = known.family, options.tuning == "full"
+    family, full = known.family, options.trained == "full"
     dtype, decoding = DTYPES[options.dtype], DTYPES[options.decode_dtype]
     # diffusers' `to` warns of layers to keep in float32 even if there are none
     decoder = nn.Module.to(known.build_decoder(), decoding)

@@ -6,12 +6,17 @@ settings are a group of groups; the names of all fields are unique across groups
 be given without its group (`flat`, `replaced`).
 """
 
+import ast
 import difflib
+import inspect
+import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass, fields, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_origin
+from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_args, get_origin
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -19,6 +24,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from flowrl.core import options
 from flowrl.core.errors import ConfigError
+from flowrl.core.policy_options import MADE_BY_RUN
 from flowrl.run.reading import load_document
 
 T = TypeVar("T")
@@ -29,7 +35,6 @@ RULES = ConfigDict(
     allow_inf_nan=False,
     arbitrary_types_allowed=True,
     extra="forbid",
-    use_attribute_docstrings=True,
 )
 """Types are not converted, except integers to floats, and numbers are finite."""
 
@@ -43,17 +48,40 @@ def settings_group(group: C) -> C:
     build = checked.__init__
 
     def __init__(self: Any, *arguments: Any, **values: Any) -> None:
-        tuples = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()
-        }
+        known = checked.__pydantic_fields__
+        given = {name: plain(known.get(name), value) for name, value in values.items()}
         try:
-            build(self, *arguments, **tuples)
+            build(self, *arguments, **given)
         except ValidationError as error:
             raise ConfigError(_words(checked, error)) from error
 
     checked.__init__ = __init__
     return checked
+
+
+def plain(info: Any, value: Any) -> Any:
+    """The `value` of a setting, from what a user has typed: None for its value of `Unset`, Booleans
+    of their names, tuples of lists. `info` is pydantic's of the field, or None.
+    """
+    if isinstance(value, list):
+        return tuple(value)
+    unset = typed_unset(info) if info else None
+    if unset is not None and type(value) in (type(unset), int) and value == unset:
+        return None
+    return TEXTS.get(value, value) if isinstance(value, str) and info and is_switch(info) else value
+
+
+TEXTS = {"true": True, "false": False, "True": True, "False": False}
+
+
+def typed_unset(info: Any) -> Any:
+    """How a user types that a setting is not set; None for a setting that always is."""
+    return next((mark.typed for mark in info.metadata if isinstance(mark, options.Unset)), None)
+
+
+def is_switch(info: Any) -> bool:
+    """Whether a setting is true, false or not set."""
+    return bool in get_args(info.annotation)
 
 
 def _words(group: type, error: ValidationError) -> str:
@@ -82,9 +110,24 @@ def allowed(group: type, name: str) -> str:
     return options.words(info.annotation, info.metadata)
 
 
+@cache
+def help_of(kind: type) -> Mapping[str, str]:
+    """The string below each field of a data class and of its bases, by the field's name."""
+    texts = dict[str, str]()
+    for base in reversed(kind.__mro__[:-1]):
+        with suppress(OSError):  # a class made from others has no source
+            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+            for node, below in pairwise(cast(ast.ClassDef, body).body):
+                if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    texts[ast.unparse(node.target)] = ast.literal_eval(below.value)
+    return texts
+
+
 def fields_of(settings: Any) -> list[Field[Any]]:
-    """The settings and groups of a settings class (or value): its fields that equality compares."""
-    return [item for item in fields(settings) if item.compare]
+    """The settings and groups of a settings class (or value): its fields but for those that a run
+    makes.
+    """
+    return [item for item in fields(settings) if MADE_BY_RUN not in item.metadata]
 
 
 @cache
@@ -103,7 +146,7 @@ def owners(settings: Any) -> Mapping[str, str]:
     groups = groups_of(settings)
     home = {item.name: "" for item in fields_of(settings) if item.name not in groups}
     for group, kind in groups.items():
-        home |= {item.name: group for item in fields(cast(Any, kind))}
+        home |= {item.name: group for item in fields_of(kind)}
     return home
 
 
@@ -115,9 +158,23 @@ def flat(settings: Any) -> dict[str, Any]:
     }
 
 
-def nested(settings: Any) -> dict[str, Any]:
-    """Plain values for JSON or YAML, group by group."""
-    return grouped(type(settings), flat(settings))
+def typed(settings: Any) -> dict[str, Any]:
+    """All settings by their own names as a user types them: those that are not set by their value
+    of `Unset`.
+    """
+    known = infos(type(settings))
+    return {
+        name: typed_unset(known[name]) if value is None else value
+        for name, value in flat(settings).items()
+    }
+
+
+@cache
+def infos(settings: Any) -> Mapping[str, Any]:
+    """pydantic's description of every setting by its name: annotation and metadata."""
+    groups = {"": settings, **groups_of(settings)}
+    homes = owners(settings).items()
+    return {name: groups[group].__pydantic_fields__[name] for name, group in homes}
 
 
 def grouped(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,12 +312,14 @@ class _Document:
             below = f"{name} belongs below '{home.get(name)}:'"
             raise self.error(place, below if home.get(name) else hint)
         owner = groups.get(group, self.kind)
-        info, node = cast(Any, owner).__pydantic_fields__[name], self._entry(place)[1]
-        if info.annotation is str and isinstance(node, yaml.ScalarNode):
+        info, node = infos(self.kind)[name], self._entry(place)[1]
+        if str in (info.annotation, *get_args(info.annotation)) and isinstance(
+            node, yaml.ScalarNode
+        ):
             value = "" if value is None else node.value  # 0:9 and 12 are texts here
         if get_origin(info.annotation) is tuple and isinstance(value, str | list):
             value = (value,) if isinstance(value, str) else tuple(value)
-        if not _fits(value, info.annotation, tuple(info.metadata)):
+        if not _fits(plain(info, value), info.annotation, tuple(info.metadata)):
             problem = f"{name} = {value!r:.200} is not allowed; allowed: {allowed(owner, name)}"
             raise self.error(place, problem)
         return value

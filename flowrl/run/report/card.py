@@ -63,7 +63,8 @@ def write_card(folder: Path) -> None:
 
 def card_text(folder: Path, config: RunConfig) -> str:
     """The card of the run in `folder`: the YAML header of the Hub, then Markdown."""
-    run, base = load_run(folder), base_model(config.policy.model)
+    model = config.policy.model or ""
+    run, base = load_run(folder), base_model(model)
     last, path = run.rows[-1], folder / "evaluation" / "evaluation.json"
     best = last.get("exported", last["iteration"])
     (result,) = (row["evaluation"] for row in run.rows if row["iteration"] == best)
@@ -77,7 +78,7 @@ def card_text(folder: Path, config: RunConfig) -> str:
         "model-card.md.j2",
         header=yaml.safe_dump(_header(config, base), sort_keys=False),
         config=config,
-        base=base or Path(config.policy.model).name,
+        base=base or Path(model).name,
         known=bool(base),
         local=without_folders,
         guidance=_guidance(config),
@@ -100,7 +101,7 @@ def _header(config: RunConfig, base: str) -> dict[str, Any]:
     method = config.algorithm.method
     tags = ["diffusers", "lora", "reinforcement-learning", "flow-matching", method]
     return {
-        "base_model": base or Path(config.policy.model).resolve().name,
+        "base_model": base or Path(config.policy.model or "").resolve().name,
         "base_model_relation": relation,
         "library_name": "diffusers",
         "pipeline_tag": f"text-to-{'video' if config.policy.num_frames > 1 else 'image'}",
@@ -164,8 +165,8 @@ def _guidance(config: RunConfig) -> str:
     """The arguments of classifier-free guidance. Their names and defaults differ: in FLUX
     `guidance_scale` is an input of the network.
     """
-    policy = config.policy
-    name = str(_model_index(policy.model).get("_class_name", policy.model)).lower()
+    policy, model = config.policy, config.policy.model or ""
+    name = str(_model_index(model).get("_class_name", model)).lower()
     scale, negative = policy.guidance_scale, json.dumps(policy.negative_prompt)
     if "flux" in name or "qwen" in name:
         return f", true_cfg_scale={scale}, negative_prompt={negative}" if scale != 1 else ""

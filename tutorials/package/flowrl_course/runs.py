@@ -84,7 +84,7 @@ def _start(config: RunConfig, rule: CreditAssigner | None) -> Trainer:
     if rule is None:
         return make_trainer(config)
     chosen, world = make_method(config), make_world(config)
-    automatic = config.algorithm.initial_noise == "auto"
+    automatic = config.algorithm.initial_noise is None
     shared = bool(needs_of(rule).shared_noise) if automatic else chosen.shared_noise
     chosen = replace(chosen, credit=rule, shared_noise=shared)
     prompts = world.prompts(config.environment.task, "train")
