@@ -108,7 +108,7 @@ def test_the_page_by_hand_computes_what_the_trainer_does():
     trainer.generator.manual_seed(0)
     trainer.prompts.take = lambda count: names["prompts"][:count]
     iteration = trainer.iteration()
-    assert torch.equal(iteration.experience.values, names["values"].total)
+    assert torch.equal(iteration.experience.values, names["experience"].values)
     assert torch.equal(iteration.credit.advantages, names["credit"].advantages)
     assert torch.equal(iteration.weights, names["weights"])
 
