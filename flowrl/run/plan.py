@@ -154,7 +154,7 @@ def plan(config: RunConfig, processes: int = 1, launch: Launch = "ddp") -> Plan:
     each = guidance.evaluations(networks, loss.needs_reference, own)
     train_nfe = whole(evaluations * each * twice)
     gradient_nfe = whole(evaluations * guidance.evaluations(1, False, own))
-    prices = NetworkPrices.of(vars(config.policy))
+    prices = NetworkPrices.of(config.as_dict()["policy"])
 
     # All groups: the rollout and its probe.
     every = asks_for_all(steps_of(config.algorithm.trained_steps), method)

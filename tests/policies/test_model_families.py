@@ -60,10 +60,10 @@ def test_images_and_grid_are_the_plain_pipelines(case, guidance, height, width, 
     """Prompts of different length, in one batch with a negative prompt of a third; 1e-6 is
     rounding.
     """
-    sizes = {"height": height, "width": width}
-    sizes |= {"num_frames": frames} if "num_frames" in case.plain else {}
-    policy = case.policy(guidance_scale=guidance, negative_prompt="blurry", **sizes)
-    pipe = case.make()
+    more = {"num_frames": frames} if "num_frames" in case.plain else {}
+    given = {"guidance_scale": guidance, "negative_prompt": "blurry", **more}
+    policy = case.policy(resolution=height, width=width, **given)
+    pipe, sizes = case.make(), {"height": height, "width": width, **more}
     plain = case.picture(pipe, noise_of(policy), guidance, steps, **sizes)
     assert_close(draw(policy, steps=steps), plain, atol=5e-6, rtol=0)
     schedule = policy.schedule(steps)
@@ -390,7 +390,7 @@ def test_compiled_blocks_compute_the_same(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("sd3", {"height": 68}, "height = 68 .* a multiple of 4, at most 64"),
+        ("sd3", {"resolution": 68}, "height = 68 .* a multiple of 4, at most 64"),
         ("wan", {"lora_targets": ("nowhere",)}, r"lora_targets = \('nowhere',\)"),
         ("sd3", {"tuning": "full", "frozen_adapters": "x"}, "none unless tuning is lora"),
         (

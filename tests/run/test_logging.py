@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,13 +16,12 @@ from small_run import SMALL, flowrl_, model_files, numbers, words
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
-from flowrl.run.build import make_world
+from flowrl.run.build import make_world, policy_options
 from flowrl.run.config import RunConfig, load_config, preset
 from flowrl.run.io import write_json
 from flowrl.run.job import Run
 from flowrl.run.logging import over_time, scalars, strip, tracker_name, write_image
 from flowrl.run.records import load_run
-from flowrl.worlds.built_in import PolicyOptions
 
 SETTINGS = {
     "lora_rank": 2,
@@ -186,5 +186,6 @@ def test_a_run_is_sampled_where_its_device_is_not(folder, tmp_path):
 
 
 def test_the_policy_of_a_models_world_has_the_options_of_its_caller(folder):
-    policy = make_world(trusted_config(folder)).policy(PolicyOptions(lora_rank=3))
+    config = trusted_config(folder)
+    policy = make_world(config).policy(replace(policy_options(config), lora_rank=3))
     assert {min(weight.shape) for weight in policy.trainable().values()} == {3}

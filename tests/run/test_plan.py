@@ -40,7 +40,7 @@ def test_a_run_records_what_the_plan_counts(changes, tmp_path):
         fewer = name in ("train_nfe", "gradient_nfe") and row["zero_rows"] > 0
         assert row[name] < value if fewer else row[name] == value, name
     # alone among its siblings a step gains nothing
-    assert (row["zero_rows"] > 0) == ("branch(" in config.algorithm.credit)
+    assert (row["zero_rows"] > 0) == ("branch(" in (config.algorithm.credit or ""))
 
 
 def test_the_arithmetic_of_the_published_batch():

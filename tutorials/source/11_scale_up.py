@@ -107,7 +107,7 @@ def load(**changes):
 
 
 policy = load()
-print(f"options:    {base.height} x {base.width} pixels, {base.dtype}, LoRA of rank {base.lora_rank}")
+print(f"options:    {base.size[0]} x {base.size[1]} pixels, {base.dtype}, LoRA of rank {base.lora_rank}")
 print("one latent:", policy.latent_shape, "  trained:", f"{sum(p.numel() for p in policy.trainable().values()):,} numbers")
 print("condition: ", {name: tuple(t.shape) for name, t in policy.encode(PROMPTS).tensors.items()}, "for", len(PROMPTS), "prompts")
 real = ARCHITECTURES["sd3.5-medium"]

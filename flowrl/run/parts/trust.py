@@ -31,7 +31,7 @@ CODE = "it is code that would run"
 NAMES_CODE = re.compile(r":|\.py[co]?$")
 """In the name of a part: only the names of built-in parts and of plug-ins have neither."""
 PICKLED = re.compile(r"\.(bin|ckpt|pickle|pkl|pt|pth)\b")
-LOCAL_TRACKERS = ("auto", "none", "tensorboard")
+LOCAL_TRACKERS = (None, "auto", "none", "tensorboard")
 """Trackers that only write files; every other one needs trust."""
 
 
