@@ -36,7 +36,7 @@ def main() -> int:
         return 130
     bound = bound_among(runs, file.read(), COMMAND)
     assert bound is not None
-    ship(runs[0].flat(), part.world, bound)
+    ship(runs[0].typed(), part.world, bound)
     return 0
 
 

@@ -36,7 +36,7 @@ def bound_among(runs: Sequence[RunConfig], lines: Lines, command: str) -> Bound 
     if len(exact) >= 2:
         curves, seeds = ([column(line, "soft") for line in exact], [line["seed"] for line in exact])
         return Bound(column(exact[0], "iteration"), curves, seeds, command)
-    return shipped_bound(runs[0].flat()) if runs else None
+    return shipped_bound(runs[0].typed()) if runs else None
 
 
 @dataclass(frozen=True)

@@ -263,10 +263,10 @@ def test_tuned_settings_lie_below_an_arms_own():
 
 def test_a_shipped_bound_is_for_exactly_its_settings():
     run = preset("default").apply(world="mixture")
-    bound = shipped_bound(run.flat())
+    bound = shipped_bound(run.typed())
     assert bound is not None and len(bound.curves) >= 5
     assert bound.rewards[-1] > bound.rewards[0] + 0.3
     others = dict(iterations=20, reward_noise=0.3, window=":-1", learning_rate=0.01, loss="gspo")
     for name, value in others.items():
-        assert shipped_bound(run.replace(**{name: value}).flat()) is None
-    assert shipped_bound(run.replace(seed=7, max_batch=64).flat()) == bound
+        assert shipped_bound(run.replace(**{name: value}).typed()) is None
+    assert shipped_bound(run.replace(seed=7, max_batch=64).typed()) == bound
