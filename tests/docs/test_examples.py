@@ -155,6 +155,19 @@ def test_python_compiles_and_imports_public_names(page, public):
                 assert {f"{node.module}.{alias.name}" for alias in node.names} <= public
 
 
+def test_the_readers_path_prints_what_the_design_page_shows(capsys):
+    page, names = ROOT / "docs" / "design.md", {}
+    for text in blocks(page, "python"):
+        capsys.readouterr()
+        exec(text, names)
+    printed = capsys.readouterr().out.splitlines()
+    shown = blocks(page, "text")[1].splitlines()
+    assert len(printed) == len(shown) == 7
+    for lines in zip(printed, shown, strict=True):
+        mine, page = ([float(x) for x in re.findall(r"-?[\d.]+", line)] for line in lines)
+        assert mine == pytest.approx(page, abs=0.02)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_settings_are_valid(page, tmp_path):
     for text in blocks(page, "yaml"):
