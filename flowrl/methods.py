@@ -51,8 +51,8 @@ class Method:
     The kernel `sampler` is used on the steps of `window`, and the ODE on the others; a multistep
     solver ignores `window`. `name` is its label in tables. `shared_noise` is the share of the
     variance of z_0 that the members of a group have in common; True: the same z_0. The loss has the
-    published clip, which belongs to latents of `elements` numbers: the log-probability is a mean
-    over them.
+    published clip, which belongs to latents of `elements` numbers, since the log-probability is a
+    mean over them. A `Trainer` uses the loss as it is: for other latents see `for_elements`.
     """
 
     name: str
@@ -74,6 +74,12 @@ class Method:
         has no clip.
         """
         return getattr(self.loss, "clip_range", 0.0) * math.sqrt(self.elements / elements)
+
+    def for_elements(self, elements: int) -> "Method":
+        """The method for latents of `elements` numbers, with the clip `clip_for` them."""
+        clip = self.clip_for(elements)
+        loss = with_options(self.loss, clip_range=clip) if clip else self.loss
+        return replace(self, loss=loss, elements=elements)
 
 
 def objective_of(loss: Loss) -> type[Objective]:

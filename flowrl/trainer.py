@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from flowrl.core.experience import Credit, Decisions, Experience
+from flowrl.core.experience import Credit, Experience
 from flowrl.core.forward import Guidance
 from flowrl.core.processes import Processes
 from flowrl.core.protocols import (
@@ -37,7 +37,6 @@ from flowrl.rollout import (
     log_probs,
     predicted,
     transition_weights,
-    usable,
 )
 from flowrl.rollout.groups import PromptStream
 from flowrl.rollout.metrics import Clock, LossMetrics, credit_metrics, reward_metrics
@@ -123,7 +122,8 @@ class Trainer:
 
     Args:
         policy: the policy.
-        method: sampler, credit rule and loss.
+        method: sampler, credit rule and loss, whose clip is used as it is (see
+            `Method.for_elements`).
         reward: scores the samples.
         prompts: the training prompts.
         groups: prompts per iteration.
@@ -138,8 +138,9 @@ class Trainer:
         offload: keep trajectories in main memory until the update.
         reference: makes contexts in which the policy is the reference of the loss; None: its base.
         processes: the processes.
-        recorded: the larger fields of the record (`flowrl.core.experience.LARGER`) that are
-            gathered besides those that the rule reads, as in ``("log_probs",)``.
+        recorded: the larger fields (`flowrl.core.experience.LARGER`) of the record that
+            `iteration` returns, as in ``("log_probs",)``; what the rule reads is not kept
+            otherwise.
         on_phase: called with the name of each phase when it begins.
         inspect: called once, with the first images, prompts and scores.
     """
@@ -211,7 +212,8 @@ class Trainer:
                 prompts, condition, noise, sampler, self.generator, usage, clock.enter, columns
             )
 
-        # Credit: advantages and weights [prompt, member, decision]; what the reward marked invalid
+        # Credit: advantages and weights [prompt, member, decision]. A sample that the reward marked
+        # invalid, or that has no valid sample to be compared with, is not in `decisions.mask` and
         # has weight 0.
         experience = self.experience(scored, rollout, condition, sampler)
         credit = credit_of(self.method.credit, experience)
@@ -321,10 +323,9 @@ class Trainer:
         of a `ValueProbe`, and the larger fields that the rule or `recorded` names.
         """
         require_usable(scored.valid)
-        path, values = rollout.trajectories, predicted(self.method.credit.probe, scored)
-        every = self.objectives.draws_times
-        trained = None if every else self.trained_steps(path.stds).tolist()
-        decisions = Decisions.of(path.schedule, path.stds, path.tree, usable(scored.valid), trained)
+        values, decisions = predicted(self.method.credit.probe, scored), scored.decisions
+        if not self.objectives.draws_times:
+            decisions = decisions.training(self.trained_steps(rollout.trajectories.stds).tolist())
         experience = replace(scored, values=values, decisions=decisions, features=None)
         fields = {*needs_of(self.method.credit).fields, *self.recorded}
         larger: dict[str, Any] = {}

@@ -50,7 +50,8 @@ class Decisions:
         trained: whether it enters the loss [decision].
         drawn: whether a member's transition was drawn [member, decision]; in a comb each member has
             one drawn transition.
-        mask: valid x drawn x trained [prompt, member, decision]. Means, standard deviations and
+        mask: usable x drawn x trained [prompt, member, decision], where a sample is usable if it
+            and another one of its group are valid. Means, standard deviations and
             counts of a rule are over these entries; all others have advantage and weight 0.
         tree: the tree of a branching probe; None for other groups.
     """
@@ -93,13 +94,15 @@ class Decisions:
         else:  # the draw of the initial noise
             step, drawn = torch.tensor([-1]), torch.ones(tree.members, 1, dtype=torch.bool)
             time, delta, std = times.new_ones(1), times.new_zeros(1), times.new_ones(1)
-        kept = torch.ones(len(step), dtype=torch.bool)
-        if trained is not None:
-            kept = torch.isin(step, torch.as_tensor(trained, dtype=step.dtype))
-        mask = valid[:, :, None] & drawn & kept
-        return Decisions(
-            step, time, delta, std, kept, drawn, mask, tree if isinstance(tree, Tree) else None
-        )
+        every, mask = torch.ones(len(step), dtype=torch.bool), valid[:, :, None] & drawn
+        branched = tree if isinstance(tree, Tree) else None
+        decisions = Decisions(step, time, delta, std, every, drawn, mask, branched)
+        return decisions if trained is None else decisions.training(trained)
+
+    def training(self, steps: Sequence[int]) -> "Decisions":
+        """The same decisions, of which those of `steps` are trained."""
+        trained = torch.isin(self.step, torch.as_tensor(steps, dtype=self.step.dtype))
+        return replace(self, trained=trained, mask=self.mask & trained)
 
     @staticmethod
     def like(
@@ -141,7 +144,7 @@ class Decisions:
 class Experience:
     """The record of one iteration, of all groups of all processes.
 
-    The last three fields are None unless they are requested: by the `Needs` of the rule, by the
+    The `LARGER` fields are None unless they are requested: by the `Needs` of the rule, by the
     `fields` of an observer, or by `Trainer.recorded`. A rule receives only those that it requests
     itself.
 
@@ -154,7 +157,8 @@ class Experience:
         parts: a value table for each component of a composite reward.
         trajectories: all states and velocities.
         log_probs: log-probabilities of the transitions under the policy that drew them, mean over
-            latent elements [prompt, member, decision]; NaN where nothing was drawn.
+            latent elements [prompt, member, decision]; NaN where no transition was drawn, also for
+            the draw of the initial noise (step -1), which is in the mask.
         condition: the prompts' embeddings, one row per prompt.
         features: those of a `ValueProbe` [prompt, member, decision, feature]; NaN in columns that
             were not asked for.
@@ -229,7 +233,8 @@ class Credit:
     Args:
         advantages: [prompt, member, decision].
         weights: the rule's factor of each transition in the loss, in [0, 1] [prompt, member,
-            decision]; None for 1. Only ratios matter, because the loss is a weighted mean.
+            decision]; None for 1. Only ratios matter, because the loss is a weighted mean. A factor
+            for the policy term alone, without penalties, multiplies the advantages instead.
     """
 
     advantages: CreditTable

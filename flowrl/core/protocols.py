@@ -338,7 +338,14 @@ class CreditAssigner(Protocol):
 
     An optional attribute `needs`, as in ``needs = Needs(fields=("log_probs",))``, declares what the
     rule needs besides the table (`flowrl.core.experience.Needs`). If it names fields of the record,
-    the call is ``assign(values, decisions, record)``.
+    the call is ``assign(values, decisions, record)``::
+
+        class Surprise:
+            probe, needs = NoProbe(), Needs(fields=("log_probs",))
+
+            def assign(self, values, decisions, record):
+                weights = (-record.log_probs).exp().where(decisions.mask, 0.0).clamp(max=1.0)
+                return Credit(Uniform().assign(values, decisions), weights)
     """
 
     @property

@@ -1,5 +1,6 @@
 """Credit rules: pure functions from a value table to a table of advantages."""
 
+from flowrl.core.experience import Credit, Decisions, Needs
 from flowrl.credit.calibrated import (
     CalibratedGain,
     calibrated_gains,
@@ -38,9 +39,12 @@ __all__ = [
     "GDPO",
     "BackedUp",
     "CalibratedGain",
+    "Credit",
+    "Decisions",
     "DenseGain",
     "DepthRelative",
     "MovingAverageGain",
+    "Needs",
     "RuleAround",
     "SiblingRelative",
     "StepwiseGain",

@@ -19,7 +19,10 @@ from flowrl.probes import Probe
 
 
 class RuleAround:
-    """What a rule around another one takes from its attribute `rule`."""
+    """The base of a rule around another one, which is its field `rule`: the probe and the needs are
+    those of `rule`. A subclass defines `assign`, which calls `inner_credit`; one with needs of its
+    own overrides `needs` with ``replace(super().needs, ...)``.
+    """
 
     rule: Any
 

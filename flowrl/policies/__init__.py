@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         decode_scaled,
         linear_guidance,
         packed_shape,
+        require_multiples,
         resolution_shift,
         unpacked,
     )
@@ -40,6 +41,7 @@ _HOMES = {
         "decode_scaled",
         "linear_guidance",
         "packed_shape",
+        "require_multiples",
         "resolution_shift",
         "unpacked",
     ),
@@ -73,6 +75,7 @@ __all__ = [
     "has_compiled_blocks",
     "linear_guidance",
     "packed_shape",
+    "require_multiples",
     "resolution_shift",
     "unpacked",
 ]

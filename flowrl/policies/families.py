@@ -25,6 +25,15 @@ class Family:
     """The differences between model families: the names of a pipeline's components, and five
     functions (six with an own guidance).
 
+    A package adds a family by an entry point in the group `flowrl.families`, whose name is that of
+    the pipeline's class, as in ``DemoPipeline = "my_package:Demo"``; `flowrl.testing.check_policy`
+    and `policy_contract` test it, best with a small pipeline that reacts to its prompts. Without a
+    package, pass it to `load_policy` or `PipelinePolicy`.
+
+    The pipeline has `transformer` (a diffusers model with `add_adapter`), `vae`, `scheduler` (a
+    flow-matching one), the text encoders, `vae_scale_factor` (videos: `vae_scale_factor_spatial`),
+    and `save_lora_weights`.
+
     A family of videos has `video_shape(pipe, height, width, frames)` in place of `latent_shape`.
     A family with another guidance than `linear_guidance` has `guide(away, towards, scale)`: the
     guided velocity from that of the negative prompt and that of the prompt, float32
@@ -32,7 +41,9 @@ class Family:
     """
 
     pipeline: str
-    """The diffusers class of this family; `pipe` below is a pipeline of that class."""
+    """The name of the pipeline's class, in diffusers or in this family's module; `pipe` below is a
+    pipeline of that class.
+    """
     encoders: tuple[str, ...] = ("text_encoder",)
     """The attributes of its text encoders."""
     text_tokens: int = 512
@@ -46,13 +57,13 @@ class Family:
         """Shape of one latent. Raises `ConfigError` for a size that the pipeline does not
         support.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no latent_shape")
 
     def set_timesteps(self, scheduler: Any, steps: int, latent_shape: Shape, pipe: Any) -> None:
         """Set the pipeline's own grid of `steps` steps, with its resolution-dependent shift, in
         `scheduler`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no set_timesteps")
 
     def encode(
         self, pipe: Any, texts: Sequence[str], tokens: int, device: torch.device
@@ -60,10 +71,12 @@ class Family:
         """The embeddings of each prompt, without a prompt axis and independent of the others but
         for rounding.
 
-        If prompts differ in shape, they are padded with zeros at the end to a common shape. A mask
-        of ones among the tensors marks the entries that are not padding.
+        The names of the tensors are the family's own. If prompts differ in shape, they are padded
+        with zeros at the end to the longest in use; a mask of ones among the tensors marks the
+        entries that are not padding. A transformer without a mask needs rows of a fixed length, as
+        in `Wan`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no encode")
 
     def velocity(
         self,
@@ -76,13 +89,13 @@ class Family:
         """v at `latent` [sample, *latent] in the network's precision; `timestep` = 1000 t [sample],
         `size` = height, width of the latent image, `rows` the embeddings [sample, ...].
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no velocity")
 
     def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
         """Pixels [sample, 3, height, width] (videos: [sample, frame, 3, height, width]) in about
         [-1, 1] from latents [sample, *latent] in the decoder's precision.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no decode")
 
 
 def linear_guidance(away: Tensor, towards: Tensor, scale: float) -> Tensor:
@@ -135,7 +148,7 @@ def packed_shape(pipe: Any, height: int, width: int) -> tuple[int, int]:
         ConfigError: the image is not divisible into patches.
     """
     unit = 2 * pipe.vae_scale_factor
-    _require_multiples(height, width, unit)
+    require_multiples(height, width, unit)
     return (height // unit) * (width // unit), pipe.transformer.config.in_channels
 
 
@@ -177,7 +190,8 @@ def _decode_standardised(vae: Any, latent: Tensor) -> Tensor:
     return vae.decode(latent * std + mean, return_dict=False)[0]
 
 
-def _require_multiples(height: int, width: int, unit: int, largest: int = 2**30) -> None:
+def require_multiples(height: int, width: int, unit: int, largest: int = 2**30) -> None:
+    """Raise `ConfigError` unless height and width are multiples of `unit`, at most `largest`."""
     for name, side in (("height", height), ("width", width)):
         allowed = f"a multiple of {unit}, at most {largest} (settings resolution, width)"
         require(side % unit == 0 and side <= largest, name, side, allowed)
@@ -201,7 +215,7 @@ class SD3(Family):
         """(channels, height / 8, width / 8); sizes are multiples of 8 x patch size."""
         factor, config = pipe.vae_scale_factor, pipe.transformer.config
         unit = factor * config.patch_size
-        _require_multiples(height, width, unit, config.pos_embed_max_size * unit)
+        require_multiples(height, width, unit, config.pos_embed_max_size * unit)
         return config.in_channels, height // factor, width // factor
 
     def set_timesteps(self, scheduler, steps, latent_shape, pipe):
@@ -408,7 +422,7 @@ class Wan(Family):
         require(wan21, "model", "Wan 2.2", "Wan 2.1: one transformer, and one time for all tokens")
         side, factor = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
         config = pipe.transformer.config
-        _require_multiples(height, width, side * config.patch_size[1])
+        require_multiples(height, width, side * config.patch_size[1])
         fits = (frames - 1) % factor == 0
         require(fits, "num_frames", frames, f"1 more than a multiple of {factor}")
         return config.in_channels, (frames - 1) // factor + 1, height // side, width // side

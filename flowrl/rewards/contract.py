@@ -132,7 +132,8 @@ def check_scores(
         prompt = prompts[sample // (members or 1)].text
         problem = (
             f"{len(bad)} of {values.numel()} values that are not finite, the first at sample"
-            f" {sample} (prompt {prompt!r}); scores must be finite"
+            f" {sample} (prompt {prompt!r}); allowed: finite scores, and NaN for a sample that"
+            " cannot be judged if the reward has marks_invalid = True"
         )
     raise RewardContractError(f"{origin} returned {problem}")
 

@@ -375,9 +375,10 @@ class Objective(ABC):
 class TransitionObjective(Objective):
     """A policy loss; its rows are transitions.
 
-    A batch has any mixture of decisions; the current policy's transitions carry the gradient. One
-    network evaluation per row, or per state of a micro-batch whose rows share theirs; two if the
-    loss needs the frozen base model.
+    A batch has any mixture of decisions; the current policy's transitions carry the gradient. The
+    states of the rollout are evaluated again for it; those of the policy that drew them follow from
+    the velocities that the rollout has kept. One network evaluation per row, or per state of a
+    micro-batch whose rows share theirs; two if the loss needs the frozen base model.
     """
 
     draws_times: ClassVar[bool] = False

@@ -90,8 +90,9 @@ def run_method(config: RunConfig) -> Method:
     numbers in place of its own.
 
     Settings that are None are the method's, the clip that for the elements of the world's latents
-    (`Method.clip_for`). Raises `ConfigError` for an unknown part, or for a policy
-    loss with a method that needs a forward-process loss.
+    (`Method.for_elements`). An option in the spec of a part wins over the setting of its name.
+    Raises `ConfigError` for an unknown part, or for a policy loss with a method that needs a
+    forward-process loss.
     """
     chosen, named = config.algorithm, config.environment.world
     method = named_method(chosen.method, chosen.credit)

@@ -105,7 +105,7 @@ def plan(config: RunConfig, processes: int = 1, launch: Launch = "ddp") -> Plan:
 
     The batch is that of the whole run: more processes divide it. `nfe`, `train_nfe`,
     `sequential_calls` and `reward_calls` are the numbers that a run records in metrics.jsonl,
-    unless a reward marks samples invalid.
+    unless a reward marks samples invalid or advantages are 0 (`zero_rows` there).
 
     Args:
         config: the run.

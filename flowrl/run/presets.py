@@ -3,6 +3,7 @@
 
 Clips, KL weights and rules of the method files are the published ones, with the definitions of the
 released code. ``sd3.5-medium,tp-grpo,ocr,exact`` has flowrl's definitions and translated numbers.
+The option `--method` does not read these files.
 """
 
 import json
@@ -62,7 +63,8 @@ WORLD_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 """Changes to the defaults by built-in world, here and not in `World.defaults`, so that the help
-needs no torch. The window is for methods without one of their own (`OWN_WINDOWS`). Ten steps of
+needs no torch. The window is for methods without one of their own (`OWN_WINDOWS`); the clip
+replaces that of every method, which `--settings published` restores. Ten steps of
 DPM-Solver++ give scores like twenty Euler steps in half the time (soft reward .744 and .751 before
 training, 384 samples).
 """
@@ -201,9 +203,9 @@ def method_overrides(
     key = "world" if str(world) in WORLD_DEFAULTS else "model"
     changes = dict(METHOD_SETTINGS["tiny" if "tiny" in names else key].get(method, {}))
     if published:
-        changes["clip_range"] = 0.0
+        changes["clip_range"] = None  # the method's
     if published or method in OWN_WINDOWS:
-        changes = {"window": "", **changes}
+        changes = {"window": None, **changes}
     return changes
 
 

@@ -99,13 +99,15 @@ class CreditContract(Contract):
         """
         for record in self.records():
             # what it returns is the subject of another promise
-            with unchanged(record=record), suppress(CreditError):
+            with unchanged(record=record), suppress(Exception):
                 self.credit(record)
 
     @basic
     def returns_advantages_per_decision(self) -> None:
         """Advantages are a floating-point tensor [prompt, member, decision], finite within the
         mask, also for a reward with components; weights are in [0, 1].
+
+        Fields of the record that `needs` does not name are None.
         """
         for values in self.tables():
             record = self.filled(values.float())
@@ -132,7 +134,7 @@ class CreditContract(Contract):
     @promise
     def reads_nothing_outside_the_mask(self) -> None:
         """Entries outside the mask, and values that no trained decision reads, have no effect: the
-        credit is that of a table without the masked members.
+        credit is that of tables without the masked members.
 
         Take every mean, std and count over decisions.mask, and name the columns in `needs`.
         """
@@ -147,6 +149,9 @@ class CreditContract(Contract):
             expected = self.credit(chosen(masked, prompts, members[~out]))
             for fill in (masked.values, 1e3 * masked.values.nan_to_num(0.5).flip(0, 1, 2)):
                 other = replace(masked, values=torch.where(unread, fill, masked.values))
+                if record.log_probs is not None and not record.decisions.tree:
+                    logs = record.log_probs.where(masked.decisions.mask, -1e3)
+                    other = replace(other, log_probs=logs)
                 compare(self.credit(other)[:, ~out], expected, "with member 0 masked", 1e-6)
 
     @promise

@@ -173,7 +173,7 @@ def test_the_command_orders_methods_arms_and_credit(tmp_path, monkeypatch):
     # of what the preset needs for the method, what no option sets
     tree = {"method": "tree-grpo", "group_size": 8}
     assert arms_of("--arm 't: method=tree-grpo, group_size=8' --window 0:3") == {"t": tree}
-    tree |= {"window": "", "group_size": 4}
+    tree |= {"window": None, "group_size": 4}
     assert arms_of("--arm 't: method=tree-grpo'") == {"t": tree}
 
 

@@ -806,6 +806,28 @@ def test_odd_parts_get_advice(check, part, promise):
     assert f"advice   {promise}" in str(findings)
 
 
+@dataclass(frozen=True)
+class Surprise:
+    """A rule around log-probabilities, whose mean is over the mask unless it is `wrong`."""
+
+    wrong: bool = False
+    probe = NoProbe()
+    needs = Needs(fields=("log_probs",))
+
+    def assign(self, values, decisions, record):
+        mask = torch.ones_like(decisions.mask) if self.wrong else decisions.mask
+        logs = record.log_probs.to(values).nan_to_num(0.0).where(mask, 0.0)
+        weights = (logs.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).sigmoid()
+        weights = weights.expand(mask.shape).where(decisions.mask, 0.0)
+        return Credit(Uniform().assign(values, decisions), weights)
+
+
+def test_log_probabilities_outside_the_mask_are_not_read():
+    assert check_credit(Surprise()).ok
+    findings = check_credit(Surprise(wrong=True))
+    assert findings.marked("BROKEN") == ["reads_nothing_outside_the_mask"]
+
+
 def test_findings_are_counted_by_mark():
     findings, total = check_credit(Uniform()), len(methods(check_credit))
     assert f": {total} kept\n" in str(findings)
@@ -821,7 +843,9 @@ def test_an_exception_of_the_part_is_told_with_its_promise():
 
     findings = check_credit(rule(fails))
     message = next(finding.message for finding in findings if finding.mark == "BROKEN")
-    assert "'leaves_its_input_alone'" in message and "RuntimeError: no such node" in message
+    assert (
+        "'returns_advantages_per_decision'" in message and "RuntimeError: no such node" in message
+    )
 
 
 def test_every_promise_gets_a_fresh_part():

@@ -27,7 +27,10 @@ def family_of(pipeline: str) -> Family:
     if pipeline in FAMILIES:
         return FAMILIES[pipeline]()
     if point := plugin("flowrl.families", pipeline, "model family"):
-        return point.load()()
+        with reading(f"model family {pipeline} ({point.value})"):
+            family = point.load()()
+            require(isinstance(family, Family), "family", type(family).__name__, "a Family")
+            return family
     known = ", ".join([*FAMILIES, *entry_points(group="flowrl.families").names])
     raise ConfigError(
         f"model: {pipeline} is not supported; supported pipelines: {known};"
@@ -52,7 +55,7 @@ def load_policy(
         The policy.
 
     Raises:
-        ConfigError: the model does not exist, or no family supports it.
+        ConfigError: the model does not exist, no family supports it, or its class is not known.
     """
     diffusers: Any = import_module("diffusers")
     try:
@@ -60,7 +63,10 @@ def load_policy(
         name = str(index.pop("_class_name"))
     except (OSError, KeyError, ValueError, TypeError) as error:
         raise ConfigError(f"model: {_not_found(model, error)}") from error
-    family, kind = family or family_of(name), getattr(diffusers, name)
+    family = family or family_of(name)
+    own = import_module(type(family).__module__)
+    kind: Any = getattr(diffusers, name, None) or getattr(own, name, None)
+    require(kind is not None, "model", name, f"a pipeline of diffusers or of {own.__name__}")
     _require_data_only(model, index, type(family).__module__.partition(".")[0])
     subject = f"model: the {name} in {model!r}"
     dtypes = {"default": DTYPES[options.dtype], "vae": torch.float32}
@@ -223,8 +229,8 @@ def _require_data_only(model: str, index: Mapping[str, Any], package: str) -> No
         if not (isinstance(kind, type) and issubclass(kind, kinds)):
             raise ConfigError(
                 f"model: {name} in the model_index.json of {model!r} is {library:.60}."
-                f"{component:.60}; allowed: a model, scheduler or tokenizer of diffusers or"
-                " transformers"
+                f"{component:.60}; allowed: a model, scheduler or tokenizer of diffusers,"
+                f" transformers or {package}"
             )
     for path in Path(model).glob("**/*.py"):
         raise ConfigError(f"model: {path} is code; a model's folder must contain data only")
