@@ -30,7 +30,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flowrl.methods import METHODS
-from flowrl.testing.tiny import tiny_flux, tiny_sd3
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (".", "packages", "tutorials/package", "benchmarks/package")
@@ -98,6 +97,8 @@ CASES = {
 def make_inputs(folder: Path) -> None:
     """Prompts and tiny random pipelines, which both sides read."""
     (folder / "prompts.txt").write_text("a red fox\na red car\na red hat\n")
+    from flowrl.testing.tiny import tiny_flux, tiny_sd3  # here: other commits have them elsewhere
+
     tiny_sd3().save_pretrained(folder / "sd3")
     tiny_flux().save_pretrained(folder / "flux")
 
