@@ -11,15 +11,8 @@ import torch
 from torch import Tensor
 
 from flowrl.core.errors import CreditError
-from flowrl.core.experience import Credit, Decisions, Experience
-from flowrl.core.protocols import (
-    AnySampler,
-    CreditAssigner,
-    ForwardLoss,
-    PolicyLoss,
-    Window,
-    needs_of,
-)
+from flowrl.core.experience import Credit, Decisions, Experience, needs_of
+from flowrl.core.protocols import AnySampler, CreditAssigner, ForwardLoss, PolicyLoss, Window
 from flowrl.credit import (
     BackedUp,
     CalibratedGain,

@@ -13,16 +13,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from flowrl.core.experience import Credit, Experience
+from flowrl.core.experience import Credit, Experience, needs_of
 from flowrl.core.forward import Guidance
 from flowrl.core.processes import Processes
-from flowrl.core.protocols import (
-    AnyReward,
-    AnySampler,
-    FlowPolicy,
-    Stateful,
-    needs_of,
-)
+from flowrl.core.protocols import AnyReward, AnySampler, FlowPolicy, Stateful
 from flowrl.core.types import Condition, Prompt, whole
 from flowrl.credit import credit_of, read_columns, value_quality
 from flowrl.methods import Method, check_one_advantage

@@ -13,9 +13,9 @@ from rich.table import Table
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError, require
-from flowrl.core.experience import LARGER, CreditTable, Decisions, Experience, ValueTable
+from flowrl.core.experience import LARGER, CreditTable, Decisions, Experience, ValueTable, needs_of
 from flowrl.core.prompt import Prompt
-from flowrl.core.protocols import CreditAssigner, needs_of
+from flowrl.core.protocols import CreditAssigner
 from flowrl.credit import (
     TurningPoint,
     credit_of,

@@ -22,9 +22,10 @@ from flowrl.core.experience import (
     Mask,
     Needs,
     ValueTable,
+    needs_of,
 )
 from flowrl.core.options import Count, Fraction, NonNegative, Seed, Whole, checked_options
-from flowrl.core.protocols import CreditAssigner, Stateful, needs_of
+from flowrl.core.protocols import CreditAssigner, Stateful
 from flowrl.core.tree import Tree
 from flowrl.credit import (
     CalibratedGain,

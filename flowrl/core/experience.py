@@ -226,6 +226,19 @@ class Needs:
     parts: tuple[str, ...] = ()
 
 
+NOTHING = Needs()
+
+
+def needs_of(rule: object) -> Needs:
+    """What a credit rule declares in its attribute `needs`; without it, nothing. Raises
+    `ConfigError` if this is something else than a `Needs`.
+    """
+    needs = getattr(rule, "needs", NOTHING)
+    allowed = "a flowrl.core.experience.Needs, such as Needs(shared_noise=True)"
+    require(isinstance(needs, Needs), f"{type(rule).__name__}.needs", needs, allowed)
+    return needs
+
+
 @dataclass(frozen=True)
 class Credit:
     """Advantages with weights, as a rule returns them.

@@ -53,7 +53,7 @@ NAMES: dict[Any, str] = {
 }
 
 
-def words(kind: Any, bounds: Sequence[Any] = ()) -> str:
+def words(kind: Any, bounds: tuple[Any, ...] = ()) -> str:
     """Words for values of type `kind` within `bounds`, for a message."""
     kind, bounds = split(kind, bounds)
     origin, members = get_origin(kind), get_args(kind)
@@ -83,14 +83,15 @@ def _range(kind: Any, bounds: Sequence[Any]) -> str:
     return f" in {left}, " + (f"{high.le}]" if isinstance(high, Le) else f"{high.lt})")
 
 
-def split(kind: Any, bounds: Sequence[Any] = ()) -> tuple[Any, Sequence[Any]]:
+@functools.cache
+def split(kind: Any, bounds: tuple[Any, ...] = ()) -> tuple[Any, tuple[Any, ...]]:
     """A type, and the bounds of its annotation or else `bounds`."""
     return (
         (get_args(kind)[0], get_args(kind)[1:]) if get_origin(kind) is Annotated else (kind, bounds)
     )
 
 
-def allowed(value: Any, hint: Any, bounds: Sequence[Any] = ()) -> bool:
+def allowed(value: Any, hint: Any, bounds: tuple[Any, ...] = ()) -> bool:
     """Whether `value` is of the type and within the bounds that `hint` annotates.
 
     Integers are numbers, Booleans are neither, and numbers are finite.

@@ -12,8 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import require
-from flowrl.core.experience import Actions, Credit, Decisions, Needs, Record, ValueTable
+from flowrl.core.experience import Actions, Credit, Decisions, Record, ValueTable
 from flowrl.core.forward import ForwardLoss as ForwardLoss
 from flowrl.core.forward import TimeDraw as TimeDraw
 from flowrl.core.policy_options import PolicyOptions
@@ -50,7 +49,6 @@ __all__ = [
     "Window",
     "World",
     "extras",
-    "needs_of",
 ]
 
 
@@ -368,16 +366,6 @@ class CreditAssigner(Protocol):
             CreditError: the table, the decisions or the record do not fit the rule.
         """
         ...
-
-
-def needs_of(rule: CreditAssigner) -> Needs:
-    """What a rule declares in its attribute `needs`; without it, nothing. Raises `ConfigError` if
-    this is something else than a `Needs`.
-    """
-    needs = getattr(rule, "needs", Needs())
-    allowed = "a flowrl.core.experience.Needs, such as Needs(shared_noise=True)"
-    require(isinstance(needs, Needs), f"{type(rule).__name__}.needs", needs, allowed)
-    return needs
 
 
 @runtime_checkable

@@ -13,8 +13,16 @@ from torch import Tensor
 
 from flowrl.core.checks import checked
 from flowrl.core.errors import CreditError, part_call, require
-from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, Mask, ValueTable
-from flowrl.core.protocols import CreditAssigner, needs_of
+from flowrl.core.experience import (
+    Credit,
+    CreditTable,
+    Decisions,
+    Experience,
+    Mask,
+    ValueTable,
+    needs_of,
+)
+from flowrl.core.protocols import CreditAssigner
 from flowrl.core.types import tensor_problem
 
 AXES = ("prompt", "member", "decision")

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from flowrl.core.checks import checked
 from flowrl.core.errors import CreditError
-from flowrl.core.experience import CreditTable, Decisions, Experience, Needs, ValueTable
+from flowrl.core.experience import CreditTable, Decisions, Experience, Needs, ValueTable, needs_of
 from flowrl.core.options import checked_options
-from flowrl.core.protocols import needs_of
 from flowrl.core.tree import Tree
 from flowrl.credit.table import (
     STD_EPSILON,

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flowrl.core.checks import checked
 from flowrl.core.errors import CreditError, require
-from flowrl.core.experience import Credit, Decisions, Experience, Needs, ValueTable
+from flowrl.core.experience import Credit, Decisions, Experience, Needs, ValueTable, needs_of
 from flowrl.core.options import checked_options
-from flowrl.core.protocols import CreditAssigner, Stateful, needs_of
+from flowrl.core.protocols import CreditAssigner, Stateful
 from flowrl.credit.table import STD_EPSILON, credit_of
 from flowrl.credit.uniform import Uniform
 from flowrl.probes import Probe

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from flowrl.core.errors import CheckpointError, require
+from flowrl.core.experience import needs_of
 from flowrl.core.policy_options import PolicyOptions
 from flowrl.core.processes import Processes
 from flowrl.core.protocols import (
@@ -23,7 +24,6 @@ from flowrl.core.protocols import (
     RewardModel,
     TimeDraw,
     World,
-    needs_of,
 )
 from flowrl.core.types import Prompt
 from flowrl.flow import uniform_schedule

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.core.protocols import GroupReward, Stateful, needs_of
+from flowrl.core.experience import needs_of
+from flowrl.core.protocols import GroupReward, Stateful
 from flowrl.run.config import RunConfig
 from flowrl.run.results import decimals
 from flowrl.trainer import Trainer

@@ -189,7 +189,7 @@ def check_part(kind: str, part: Any, name: str = "") -> None:
 
 def _record(rule: Any) -> list[str]:
     """The third argument of `assign` for a rule that needs fields of the record."""
-    from flowrl.core.protocols import needs_of  # here, since lists of parts do without torch
+    from flowrl.core.experience import needs_of  # here, since lists of parts do without torch
 
     return ["record"] if needs_of(rule).fields else []
 

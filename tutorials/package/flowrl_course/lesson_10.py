@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.bench.statistics import detectable
-from flowrl.core.protocols import needs_of
+from flowrl.core.experience import needs_of
 from flowrl_course import rule_checks as rules
 from flowrl_course.checking import answered, check, choice, close, expect, number, quiz, tensor
 from flowrl_course.rule_checks import centred, centred_by_step

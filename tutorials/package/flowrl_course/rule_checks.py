@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.core.experience import Decisions
-from flowrl.core.protocols import needs_of
+from flowrl.core.experience import Decisions, needs_of
 from flowrl.credit import reward_to_go, zscore
 from flowrl.probes import Probe, Substeps
 from flowrl.testing import check_credit

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flowrl import RunConfig, Trainer, evaluate, preset
-from flowrl.core.protocols import CreditAssigner, FlowPolicy, needs_of
+from flowrl.core.experience import needs_of
+from flowrl.core.protocols import CreditAssigner, FlowPolicy
 from flowrl.run.build import (
     build_trainer,
     make_method,
