@@ -9,7 +9,7 @@ transition probabilities. The contract is `ForwardLoss`.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
 from annotated_types import Ge, Lt
 from jaxtyping import Int
@@ -122,42 +122,6 @@ class Guidance:
 def guidance_passes(scale: float) -> int:
     """Forward passes of a velocity with this scale of classifier-free guidance."""
     return 1 if scale == 1 else 2
-
-
-GRADIENT, CHECKPOINTED = 3.0, 4.0
-"""Cost of a forward pass with its backward pass, without and with gradient checkpointing, in
-forward passes: for weights that are all trained. A LoRA needs no gradients of the frozen weights.
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkPrices:
-    """Costs of network evaluations in forward equivalents: forward passes for one latent.
-
-    Args:
-        gradient: cost of a forward pass with its backward pass.
-        passes: forward passes of an evaluation, 2 with classifier-free guidance.
-        gradient_passes: those of an evaluation with a gradient through which the gradient flows.
-    """
-
-    gradient: float = GRADIENT
-    passes: float = 1.0
-    gradient_passes: float = 1.0
-
-    @staticmethod
-    def of(policy: Mapping[str, Any]) -> "NetworkPrices":
-        """The prices of a run with these settings of the policy, as in its config.json."""
-        own, train = policy.get("guidance_scale", 1.0), policy.get("train_guidance_scale") or None
-        passes, guided = guidance_passes(own), Guidance(train).scales(own)[0] != 1
-        half = guided and policy.get("guidance_gradient") == "prompt"
-        gradient = CHECKPOINTED if policy.get("gradient_checkpointing") else GRADIENT
-        return NetworkPrices(
-            gradient=gradient, passes=passes, gradient_passes=passes / 2 if half else passes
-        )
-
-    def update(self, train_nfe: float, gradient_nfe: float) -> float:
-        """The cost of an update's evaluations, of which `gradient_nfe` have a gradient."""
-        return self.passes * train_nfe + (self.gradient - 1) * self.gradient_passes * gradient_nfe
 
 
 @checked_options

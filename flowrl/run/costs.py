@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from flowrl.core.forward import NetworkPrices
-from flowrl.run.plan import CLIP_H
+from flowrl.core.forward import Guidance, guidance_passes
 
 __all__ = [
+    "CLIP_H",
     "COUNTS",
     "RATE",
     "SHAPES",
@@ -49,8 +49,14 @@ class Parts:
         return Parts(**{name: factor * value for name, value in vars(self).items()})
 
 
+GRADIENT, CHECKPOINTED = 3.0, 4.0
+"""Cost of a forward pass with its backward pass, without and with gradient checkpointing, in
+forward passes: for weights that are all trained. A LoRA needs no gradients of the frozen weights.
+"""
+
+
 @dataclass(frozen=True)
-class Prices(NetworkPrices):
+class Prices:
     """Costs of network evaluations, a decoded latent and a reward call, in forward passes of the
     network for one latent.
 
@@ -59,12 +65,33 @@ class Prices(NetworkPrices):
         decode: cost of a decoded latent.
         reward: cost of a scored image.
         seconds: seconds of a forward pass of a stated model; NaN if there is none.
+        gradient: cost of a forward pass with its backward pass.
+        passes: forward passes of an evaluation, 2 with classifier-free guidance.
+        gradient_passes: those of an evaluation with a gradient through which the gradient flows.
     """
 
-    source: str
+    source: str = ""
     decode: float = 0.0
     reward: float = 0.0
     seconds: float = math.nan
+    gradient: float = GRADIENT
+    passes: float = 1.0
+    gradient_passes: float = 1.0
+
+    @staticmethod
+    def of_policy(policy: Mapping[str, Any]) -> "Prices":
+        """The prices of a run with these settings of the policy, as in its config.json."""
+        own, train = policy.get("guidance_scale", 1.0), policy.get("train_guidance_scale") or None
+        passes, guided = guidance_passes(own), Guidance(train).scales(own)[0] != 1
+        half = guided and policy.get("guidance_gradient") == "prompt"
+        gradient = CHECKPOINTED if policy.get("gradient_checkpointing") else GRADIENT
+        return Prices(
+            gradient=gradient, passes=passes, gradient_passes=passes / 2 if half else passes
+        )
+
+    def update(self, train_nfe: float, gradient_nfe: float) -> float:
+        """The cost of an update's evaluations, of which `gradient_nfe` have a gradient."""
+        return self.passes * train_nfe + (self.gradient - 1) * self.gradient_passes * gradient_nfe
 
     def parts(self, counts: Mapping[str, Any]) -> Parts:
         """The cost of work with these `COUNTS`:
@@ -100,6 +127,8 @@ WORLDS = {
     ),
 }
 """Prices of the built-in worlds, without guidance."""
+CLIP_H = 381_679_304_704
+"""FLOPs of a score by CLIP ViT-H/14 (``python benchmarks/flops.py``)."""
 SD35_MEDIUM = {
     "forward": 2_442_642_604_032,
     "gradient": 5_259_447_582_720,
@@ -139,7 +168,10 @@ def prices_of(config: Mapping[str, Any], measured: Prices | None = None) -> Pric
     """
     world = config.get("environment", {}).get("world", "mixture")
     base = WORLDS.get(world, measured or Prices("decodes and reward calls are not counted"))
-    return replace(base, **vars(NetworkPrices.of(config.get("policy", {}))))
+    own = Prices.of_policy(config.get("policy", {}))
+    return replace(
+        base, gradient=own.gradient, passes=own.passes, gradient_passes=own.gradient_passes
+    )
 
 
 def measured_prices(rows: Iterable[Mapping[str, Any]], passes: float = 1.0) -> Prices | None:

@@ -13,7 +13,7 @@ import torch
 
 from flowrl.core.errors import require
 from flowrl.core.experience import Credit, Decisions
-from flowrl.core.forward import NetworkPrices, WeightCopy, guidance_passes
+from flowrl.core.forward import WeightCopy, guidance_passes
 from flowrl.core.tree import plain_tree
 from flowrl.core.types import whole
 from flowrl.credit import read_columns
@@ -32,6 +32,7 @@ from flowrl.run.build import (
     trial_stds,
 )
 from flowrl.run.config import SIZES, RunConfig
+from flowrl.run.costs import CLIP_H, Prices
 from flowrl.run.models.memory import Architecture, Memory, architecture_of, count_memory
 from flowrl.run.worlds import prompts_of
 from flowrl.trainer import asks_for_all
@@ -71,7 +72,7 @@ class Plan:
         passes_per_evaluation: 2 with classifier-free guidance, else 1.
         passes: forward passes of the iteration, one per latent, with guidance.
         forwards: forward equivalents of the iteration's network evaluations
-            (`core.forward.NetworkPrices`), without decodes and reward calls.
+            (`run.costs.Prices`), without decodes and reward calls.
         reward_calls: scored images.
         evaluation_nfe: network evaluations of an evaluation.
     """
@@ -154,7 +155,7 @@ def plan(config: RunConfig, processes: int = 1, launch: Launch = "ddp") -> Plan:
     each = guidance.evaluations(networks, loss.needs_reference, own)
     train_nfe = whole(evaluations * each * twice)
     gradient_nfe = whole(evaluations * guidance.evaluations(1, False, own))
-    prices = NetworkPrices.of(config.as_dict()["policy"])
+    prices = Prices.of_policy(config.as_dict()["policy"])
 
     # All groups: the rollout and its probe.
     every = asks_for_all(steps_of(config.algorithm.trained_steps), method)
@@ -360,8 +361,6 @@ CUDA's work space and fragmentation.
 """
 MOST_ROWS = 32
 """Largest number of network rows of a counted profile."""
-CLIP_H = 381_679_304_704
-"""FLOPs of a score by CLIP ViT-H/14 (``python benchmarks/flops.py``)."""
 REWARD_FLOPS = {"pickscore": CLIP_H, "hpsv2.1": CLIP_H}
 """FLOPs of the scores that are computed on the GPU, as far as they were counted."""
 REWARD_SECONDS = {"ocr": 0.25}

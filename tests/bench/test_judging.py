@@ -27,9 +27,8 @@ from flowrl.bench.statistics import (
     outside,
 )
 from flowrl.core.errors import ConfigError
-from flowrl.run.costs import RATE
+from flowrl.run.costs import CLIP_H, RATE
 from flowrl.run.costs import SD35_MEDIUM as SD35
-from flowrl.run.plan import CLIP_H
 from flowrl.run.statistics import first_reached, mean
 
 LEAD = Compare("fast", "slow")

@@ -107,7 +107,7 @@ def unknown(name: str, known: Any, what: str = "setting") -> str:
 def allowed(group: type, name: str) -> str:
     """The values that the field `name` of `group` allows, in words made from its annotation."""
     info = cast(Any, group).__pydantic_fields__[name]
-    return options.words(info.annotation, info.metadata)
+    return options.words(info.annotation, tuple(info.metadata))
 
 
 @cache
