@@ -213,7 +213,7 @@ class TestFolder:
         table = (page.parent / "rule-paper" / "table.tex").read_text()
         assert "& exact credit &" in table and "Headroom" in table
         assert self.bench("weighted") == 0 and "Dashed: exact credit" in page.read_text()
-        run = Part("mixture", 0, 2).exact()[0].flat()
+        run = Part("mixture", 0, 2).exact()[0].typed()
         curves = {"iterations": [0, 1], "curves": [[0, 1]] * 2, "seeds": [200, 201]}
         entry = {"settings": run, "command": "shipped by", **curves}
         monkeypatch.setattr(bounds, "shipped", lambda: [entry])
