@@ -23,7 +23,7 @@ from flowrl.run.config import RunConfig, preset
 from flowrl.run.parts.registry import files_of
 from flowrl.run.parts.specs import parse_spec
 
-PACKAGES = {"flowrl": Path(flowrl.__file__).parent, "flowrl.bench": Path(__file__).parent}
+PACKAGE = Path(flowrl.__file__).parent
 RULES = ("arms", "evidence", "judging", "statistics", "verdict", "verdict_runs")
 """Modules of this package that decide on verdicts, with `costs` and `statistics` of
 `flowrl.compare`.
@@ -61,9 +61,9 @@ def _digest(sources: Iterable[Path], data: Iterable[Path] = ()) -> str:
 
 
 def code_digest_now() -> str:
-    """The digest of the current source files of both packages, and of the built-in weights."""
-    sources = [path for folder in PACKAGES.values() for path in sorted(folder.rglob("*.py"))]
-    return _digest(sources, sorted((PACKAGES["flowrl"] / "data").glob("*.safetensors")))
+    """The digest of the current source files, and of the built-in weights."""
+    sources = sorted(PACKAGE.rglob("*.py"))
+    return _digest(sources, sorted((PACKAGE / "data").glob("*.safetensors")))
 
 
 @cache
@@ -75,7 +75,7 @@ def code_digest() -> str:
 @cache
 def rules_digest() -> str:
     """The digest of the questions, the rules of their verdicts and the statistics."""
-    rules = [PACKAGES["flowrl.bench"] / f"{name}.py" for name in RULES]
+    rules = [PACKAGE / "bench" / f"{name}.py" for name in RULES]
     shared = (flowrl.run.costs, flowrl.run.statistics)
     return _digest([*rules, *(Path(str(module.__file__)) for module in shared)])
 
@@ -142,12 +142,8 @@ def own_files(config: RunConfig) -> list[Path]:
     world = {} if config.environment.world == "model" else {"world": config.environment.world}
     specs = {**chosen, "reward": reward, **world}
     files = dict.fromkeys(path for kind, spec in specs.items() for path in _files(kind, spec or ""))
-    ours = [folder.resolve() for folder in PACKAGES.values()]
-    return [
-        path
-        for path in files
-        if path.is_file() and not any(path.resolve().is_relative_to(folder) for folder in ours)
-    ]
+    ours = PACKAGE.resolve()
+    return [path for path in files if path.is_file() and not path.resolve().is_relative_to(ours)]
 
 
 @cache

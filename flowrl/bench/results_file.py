@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.bench.digest import (
-    PACKAGES,
+    PACKAGE,
     code_digest,
     code_digest_now,
     config_id,
@@ -68,17 +68,16 @@ def hardware() -> str:
 
 
 def _commit() -> str:
-    folders = [str(folder) for folder in PACKAGES.values()]
-
     def git(*words: str) -> str:
         return subprocess.run(
-            ["git", "-C", folders[0], *words], capture_output=True, text=True
+            ["git", "-C", str(PACKAGE), *words], capture_output=True, text=True
         ).stdout.strip()
 
     try:
         commit = git("rev-parse", "--short", "HEAD")
         return (
-            commit + ("+changes" if commit and git("status", "--porcelain", "--", *folders) else "")
+            commit
+            + ("+changes" if commit and git("status", "--porcelain", "--", str(PACKAGE)) else "")
             or "unknown"
         )
     except OSError:
@@ -118,7 +117,7 @@ def require_same_code(code: str) -> None:
     """
     if code_digest() != code:
         raise ConfigError(
-            f"the code on {platform.node()} in {PACKAGES['flowrl']} differs from that of the"
+            f"the code on {platform.node()} in {PACKAGE} differs from that of the"
             " process that started the study: install the same commit on all workers"
         )
 
@@ -136,7 +135,7 @@ def require_unchanged(config: RunConfig, key: str, code: str) -> None:
         names = ", ".join(map(str, own_files(config))) or "a file of its parts"
         changed = f"{names} changed or was deleted"
     elif code_digest_now() != code:
-        changed = f"the code in {PACKAGES['flowrl']} changed"
+        changed = f"the code in {PACKAGE} changed"
     else:
         return
     raise ConfigError(

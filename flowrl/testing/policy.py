@@ -199,7 +199,10 @@ class PolicyContract(Pure, Separate):
     def agrees_with_its_pipeline(self) -> str | None:
         """Over a diffusers pipeline: the velocities, times and images of the pipeline's own call.
 
-        Is the sign of v, the unit of t (1000 t), an embedding or the scale of latents another one?
+        The call gets the prompts, latents, the numbers of steps and images, height, width, the
+        negative prompt, the scale of guidance and the output type, each if it has such an argument;
+        `call` adds others. Is the sign of v, the unit of t (1000 t), an embedding or the scale of
+        latents another one, or `tolerance` too small for the network's precision?
         """
         if not isinstance(self.part, PipelinePolicy):
             return INAPPLICABLE

@@ -22,6 +22,7 @@ from flowrl.run.models.load import family_of
 from flowrl.run.parts.registry import KINDS, available, build, options_of, shadowed, summary_of
 from flowrl.run.parts.settings import owners
 from flowrl.run.parts.specs import Spec, parse_spec
+from flowrl.run.parts.trust import code_of
 from flowrl.samplers import CPS, FlowSDE
 
 COMPARE = f"compare {MIXTURE} --seeds 0 --methods flow-grpo --workers 1 --out "
@@ -321,3 +322,14 @@ def test_a_plugin_with_the_name_of_a_built_in_part_is_reported(tmp_path, monkeyp
         assert capsys.readouterr().out.count(line) == 1
     monkeypatch.undo()
     assert shadowed() == []
+
+
+def test_the_family_of_a_model_counts_as_code_of_the_user(tmp_path, monkeypatch):
+    declared(tmp_path, "demo", "flowrl.families", "DemoPipeline = demo_family:Demo")
+    file = tmp_path / "demo_family.py"
+    file.write_text("from flowrl.policies import Family\n\n\nclass Demo(Family):\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, hashed in (("DemoPipeline", ["model: DemoPipeline"]), ("FluxPipeline", [])):
+        (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name}))
+        assert list(code_of({"model": str(tmp_path), "credit": "pruned(rule=uniform)"})) == hashed
+    assert code_of({}) == code_of({"model": "somebody/on-the-hub"}) == {}

@@ -5,9 +5,11 @@ changed code.
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flowrl
 from flowrl.core.errors import OWN_PACKAGES, ConfigError
 from flowrl.run.io import write_json
 from flowrl.run.parts.plugins import plugin
@@ -160,18 +162,22 @@ NAME = "code.json"
 
 
 def code_of(settings: Mapping[str, Any]) -> dict[str, str]:
-    """SHA-256 by "setting: part" of parts in files, in modules and of plug-ins; flowrl's own parts
-    have none.
+    """SHA-256 by "setting: part" of parts in files, in modules and of plug-ins, and of the family
+    of a model in a folder; flowrl's own parts have none.
 
     Files that these files import or read are not included.
     """
-    library, hashes = Path(__file__).resolve().parents[1], dict[str, str]()
-    for part in own_parts(settings):
-        paths = files_of(part.kind, part.spec)
+    library, hashes = Path(flowrl.__file__).resolve().parent, dict[str, str]()
+    used = {f"{p.setting}: {p.spec.name}": files_of(p.kind, p.spec) for p in own_parts(settings)}
+    index = Path(settings.get("model") or "") / "model_index.json"
+    kind = read_json(index, dict[str, Any]).get("_class_name", "") if index.is_file() else ""
+    if kind and (point := plugin("flowrl.families", str(kind), "model family")):
+        found = find_spec(point.module)
+        used[f"model: {kind}"] = [Path(found.origin)] if found and found.origin else []
+    for name, paths in used.items():
         files = [path.resolve() for path in paths if path.is_file()]
         data = [read_bytes(path) for path in files if not path.is_relative_to(library)]
         if data:
-            name = f"{part.setting}: {part.spec.name}"
             hashes[name] = hashlib.sha256(b"".join(data)).hexdigest()
     return hashes
 
