@@ -4,6 +4,9 @@ tests and lessons.
 Their images are noise, but tokenizers, text encoders, transformer, image decoder and scheduler are
 of the real classes: they can be saved, loaded and get a LoRA like the published models. Nothing is
 downloaded. The libraries are imported on use, because that takes seconds.
+
+For a small pipeline of another family: `make_t5`, `make_tokenizer`, `make_decoder`,
+`make_scheduler`, within `seeded`.
 """
 
 from collections.abc import Callable, Iterator
@@ -72,7 +75,7 @@ def tiny_sd3(seed: int = 0) -> Any:
     """
     diffusers: Any = import_module("diffusers")
 
-    with _seeded(seed):
+    with seeded(seed):
         transformer = diffusers.SD3Transformer2DModel(
             sample_size=8,
             patch_size=2,
@@ -89,14 +92,14 @@ def tiny_sd3(seed: int = 0) -> Any:
         )
         return diffusers.StableDiffusion3Pipeline(
             transformer=transformer,
-            scheduler=_scheduler(shift=3.0),
-            vae=_decoder(4),
+            scheduler=make_scheduler(shift=3.0),
+            vae=make_decoder(4),
             text_encoder=_clip("CLIPTextModelWithProjection"),
-            tokenizer=_tokenizer(clip=True),
+            tokenizer=make_tokenizer(clip=True),
             text_encoder_2=_clip("CLIPTextModelWithProjection"),
-            tokenizer_2=_tokenizer(clip=True),
-            text_encoder_3=_t5(2 * WIDTH),
-            tokenizer_3=_tokenizer(clip=False),
+            tokenizer_2=make_tokenizer(clip=True),
+            text_encoder_3=make_t5(2 * WIDTH),
+            tokenizer_3=make_tokenizer(clip=False),
         )
 
 
@@ -113,7 +116,7 @@ def tiny_flux(seed: int = 0, distilled: bool = True) -> Any:
     """
     diffusers: Any = import_module("diffusers")
 
-    with _seeded(seed):
+    with seeded(seed):
         transformer = diffusers.FluxTransformer2DModel(
             patch_size=1,
             in_channels=16,
@@ -127,12 +130,12 @@ def tiny_flux(seed: int = 0, distilled: bool = True) -> Any:
         )
         return diffusers.FluxPipeline(
             transformer=transformer,
-            scheduler=_scheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15),
-            vae=_decoder(4),
+            scheduler=make_scheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15),
+            vae=make_decoder(4),
             text_encoder=_clip("CLIPTextModel"),
-            tokenizer=_tokenizer(clip=True),
-            text_encoder_2=_t5(WIDTH),
-            tokenizer_2=_tokenizer(clip=False),
+            tokenizer=make_tokenizer(clip=True),
+            text_encoder_2=make_t5(WIDTH),
+            tokenizer_2=make_tokenizer(clip=False),
         )
 
 
@@ -142,7 +145,7 @@ def tiny_qwen_image(seed: int = 0) -> Any:
     """
     diffusers: Any = import_module("diffusers")
 
-    with _seeded(seed):
+    with seeded(seed):
         transformer = diffusers.QwenImageTransformer2DModel(
             patch_size=2,
             in_channels=16,
@@ -155,7 +158,7 @@ def tiny_qwen_image(seed: int = 0) -> Any:
         decoder = diffusers.AutoencoderKLQwenImage(
             dim_mult=[1, 2], temperal_downsample=[False], **VIDEO_DECODER
         )
-        scheduler = _scheduler(
+        scheduler = make_scheduler(
             use_dynamic_shifting=True,
             base_shift=0.5,
             max_shift=0.9,
@@ -175,7 +178,7 @@ def tiny_wan(seed: int = 0) -> Any:
     """
     diffusers: Any = import_module("diffusers")
 
-    with _seeded(seed):
+    with seeded(seed):
         transformer = diffusers.WanTransformer3DModel(
             patch_size=(1, 2, 2),
             in_channels=4,
@@ -194,9 +197,9 @@ def tiny_wan(seed: int = 0) -> Any:
             scale_factor_spatial=4,
             **VIDEO_DECODER,
         )
-        encoder, scheduler = _t5(WIDTH, "UMT5"), _scheduler(shift=3.0)
+        encoder, scheduler = make_t5(WIDTH, "UMT5"), make_scheduler(shift=3.0)
         return diffusers.WanPipeline(
-            _tokenizer(clip=False), encoder, decoder.eval(), scheduler, transformer
+            make_tokenizer(clip=False), encoder, decoder.eval(), scheduler, transformer
         )
 
 
@@ -220,17 +223,18 @@ tiny_wan_policy = _policy(tiny_wan, Wan, TINY_VIDEO)
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
-def _scheduler(**settings: Any) -> Any:
+def make_scheduler(**settings: Any) -> Any:
+    """A flow-matching Euler scheduler with these settings."""
     return import_module("diffusers").FlowMatchEulerDiscreteScheduler(**settings)
 
 
-def _decoder(channels: int) -> Any:
+def make_decoder(channels: int) -> Any:
     """An image decoder that halves each side."""
     decoder = import_module("diffusers").AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 2,
@@ -250,7 +254,7 @@ def _decoder(channels: int) -> Any:
 def _clip(name: str) -> Any:
     transformers: Any = import_module("transformers")
 
-    tokens = _tokenizer(clip=True)
+    tokens = make_tokenizer(clip=True)
     config = transformers.CLIPTextConfig(
         vocab_size=len(tokens),
         hidden_size=WIDTH,
@@ -266,10 +270,11 @@ def _clip(name: str) -> Any:
     return getattr(transformers, name)(config).eval()
 
 
-def _t5(width: int, name: str = "T5") -> Any:
+def make_t5(width: int, name: str = "T5") -> Any:
+    """A text encoder of the kind T5 for `make_tokenizer(clip=False)`."""
     transformers: Any = import_module("transformers")
 
-    tokens = _tokenizer(clip=False)
+    tokens = make_tokenizer(clip=False)
     config = getattr(transformers, f"{name}Config")(
         vocab_size=len(tokens),
         d_model=width,
@@ -284,7 +289,7 @@ def _t5(width: int, name: str = "T5") -> Any:
     return getattr(transformers, f"{name}EncoderModel")(config).eval()
 
 
-def _tokenizer(clip: bool) -> Any:
+def make_tokenizer(clip: bool) -> Any:
     """One token per byte, so that any text has tokens and different texts differ."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast

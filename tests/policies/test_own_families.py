@@ -171,16 +171,16 @@ def tiny_aura_flow():
     from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel
     from transformers import UMT5Config, UMT5EncoderModel
 
-    with tiny._seeded(0):
-        names = tiny._tokenizer(clip=False)
+    with tiny.seeded(0):
+        names = tiny.make_tokenizer(clip=False)
         sizes = dict(sample_size=8, in_channels=4, out_channels=4, pos_embed_max_size=64)
         sizes |= dict(attention_head_dim=16, num_attention_heads=2)
         sizes |= dict.fromkeys(("joint_attention_dim", "caption_projection_dim"), 32)
         sizes |= dict.fromkeys(("num_mmdit_layers", "num_single_dit_layers"), 1)
         text = dict(d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, pad_token_id=0)
         encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(names), **text)).eval()
-        network, scheduler = AuraFlowTransformer2DModel(**sizes), tiny._scheduler(shift=1.73)
-        return AuraFlowPipeline(names, encoder, tiny._decoder(4), network, scheduler)
+        network, scheduler = AuraFlowTransformer2DModel(**sizes), tiny.make_scheduler(shift=1.73)
+        return AuraFlowPipeline(names, encoder, tiny.make_decoder(4), network, scheduler)
 
 
 AURA = Case(tiny_aura_flow, documented_family(), "guidance_scale", {"negative_prompt": None})
