@@ -6,8 +6,8 @@ import sys
 WITHOUT = """
 import sys
 for name in (
-    "flowrl.run", "flowrl.worlds", "flowrl.serving", "flowrl.cli", "flowrl.run.parts", "flowrl.run.io",
-    "flowrl.run.reading", "flowrl.run.distributed", "flowrl.compare", "flowrl.testing", "tyro", "pydantic",
+    "flowrl.run", "flowrl.worlds", "flowrl.serving", "flowrl.cli", "flowrl.compare", "flowrl.testing",
+    "flowrl.bench", "tyro", "pydantic",
 ):
     sys.modules[name] = None  # an import of it fails
 """
