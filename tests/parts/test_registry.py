@@ -13,13 +13,21 @@ from small_run import MIXTURE, flowrl_
 
 from flowrl.cli.main import load_command
 from flowrl.core.errors import ConfigError
-from flowrl.credit import GDPO, StepwiseGain
+from flowrl.credit import GDPO, StepwiseGain, Uniform
 from flowrl.flow import UniformTimes
 from flowrl.losses import ClippedLoss
 from flowrl.probes import Completion, NoProbe, Substeps
 from flowrl.run.config import RunConfig
 from flowrl.run.models.load import family_of
-from flowrl.run.parts.registry import KINDS, available, build, options_of, shadowed, summary_of
+from flowrl.run.parts.registry import (
+    KINDS,
+    available,
+    build,
+    check_part,
+    options_of,
+    shadowed,
+    summary_of,
+)
 from flowrl.run.parts.settings import owners
 from flowrl.run.parts.specs import Spec, parse_spec
 from flowrl.run.parts.trust import code_of
@@ -333,3 +341,10 @@ def test_the_family_of_a_model_counts_as_code_of_the_user(tmp_path, monkeypatch)
         (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name}))
         assert list(code_of({"model": str(tmp_path), "credit": "pruned(rule=uniform)"})) == hashed
     assert code_of({}) == code_of({"model": "somebody/on-the-hub"}) == {}
+
+
+@pytest.mark.parametrize("member", ["reads", "reads_fields", "shared_noise"])
+def test_what_a_rule_needs_is_declared_in_one_place(member):
+    rule = type("Rule", (Uniform,), {member: ("log_probs",)})()
+    with pytest.raises(ConfigError, match=rf"Rule\.{member} = .*declared in the rule's `needs`"):
+        check_part("credit", rule)

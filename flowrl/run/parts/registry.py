@@ -185,6 +185,9 @@ def check_part(kind: str, part: Any, name: str = "") -> None:
     is_probe = isinstance(part.probe, KINDS["probe"].protocol_types())
     need = "an instance of a class derived from flowrl.probes.Probe, such as NoProbe()"
     require(is_probe, f"{name}.probe", part.probe, need)
+    for member in ("reads", "reads_fields", "shared_noise"):  # nothing reads them
+        declared = "declared in the rule's `needs` (flowrl.core.experience.Needs)"
+        require(not hasattr(part, member), f"{name}.{member}", getattr(part, member, ""), declared)
 
 
 def _record(rule: Any) -> list[str]:
