@@ -291,7 +291,7 @@ class ForwardTrainer(ReplayTrainer):
         states[:, path.tree.at(path.schedule.steps)] = self.finished.unflatten(0, (len(states), -1))
         replaced = replace(rollout, trajectories=replace(path, states=states))
         loss = replace(cast(Any, self.method.loss), times=GivenTimes(self.times))
-        self.method, self.objectives = replace(self.method, loss=loss), KeptObjective
+        self.method, self.objective_type = replace(self.method, loss=loss), KeptObjective
         made = super().objective(sampler, replaced, experience, credit, weights)
         assert isinstance(made, KeptObjective)
         self.made, made.noise = made, self.noise

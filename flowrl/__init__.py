@@ -5,31 +5,11 @@ Three storeys: the method (`core` to `rollout`, `methods`, `trainer`), the run (
 first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from flowrl.core.lazy import lazily
 
 __version__ = "0.1.0"
-
-_HOMES = {
-    "Method": "flowrl.methods",
-    "METHODS": "flowrl.methods",
-    "RunConfig": "flowrl.run.config",
-    "Trainer": "flowrl.trainer",
-    "Updates": "flowrl.trainer",
-    "Run": "flowrl.run.job",
-    "evaluate": "flowrl.run.evaluation",
-    "make_method": "flowrl.run.build",
-    "make_policy": "flowrl.run.build",
-    "make_reward": "flowrl.run.build",
-    "make_trainer": "flowrl.run.build",
-    "make_world": "flowrl.run.build",
-    "world": "flowrl.run.worlds",
-    "World": "flowrl.core.protocols",
-    "PolicyOptions": "flowrl.core.policy_options",
-    "preset": "flowrl.run.config",
-    "Prompt": "flowrl.core.types",
-    "Schedule": "flowrl.core.types",
-}
 
 if TYPE_CHECKING:
     from flowrl.core.policy_options import PolicyOptions
@@ -71,8 +51,18 @@ __all__ = [
     "world",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'flowrl' has no attribute {name!r}")
+__getattr__ = lazily(
+    __name__,
+    {
+        "core.policy_options": ("PolicyOptions",),
+        "core.protocols": ("World",),
+        "core.types": ("Prompt", "Schedule"),
+        "methods": ("METHODS", "Method"),
+        "run.build": ("make_method", "make_policy", "make_reward", "make_trainer", "make_world"),
+        "run.config": ("RunConfig", "preset"),
+        "run.evaluation": ("evaluate",),
+        "run.job": ("Run",),
+        "run.worlds": ("world",),
+        "trainer": ("Trainer", "Updates"),
+    },
+)

@@ -172,7 +172,7 @@ class Trainer:
         self.average = [parameter.detach().clone() for parameter in self.parameters.values()]
         self.optimizer = optimizer([*self.parameters.values()])
         self.scaler = LossScaler(updates.loss_scale, policy.device)
-        self.objectives = method.objective
+        self.objective_type = method.objective
         self.copies = Copies(getattr(method.loss, "copies", {}), policy, self.parameters, processes)
         self.reference = reference or policy.reference
         self.collector = Collector(
@@ -318,7 +318,7 @@ class Trainer:
         """
         require_usable(scored.valid)
         values, decisions = predicted(self.method.credit.probe, scored), scored.decisions
-        if not self.objectives.draws_times:
+        if not self.objective_type.draws_times:
             decisions = decisions.training(self.trained_steps(rollout.trajectories.stds).tolist())
         experience = replace(scored, values=values, decisions=decisions, features=None)
         fields = {*needs_of(self.method.credit).fields, *self.recorded}
@@ -361,7 +361,7 @@ class Trainer:
         if getattr(self.method.loss, "one_advantage", False):
             rule, mask = self.method.credit, experience.decisions.mask
             check_one_advantage(self.method.loss, rule, credit.advantages, mask)
-        return self.objectives(
+        return self.objective_type(
             self.policy,
             self.method.loss,
             rollout,

@@ -14,7 +14,6 @@ from small_run import MIXTURE, TINY_RUN, error_of, flowrl_, model_files, words
 
 import flowrl.run.watch as watch
 from flowrl.compare.comparison import CompareConfig
-from flowrl.core.calls import state_of
 from flowrl.core.errors import ConfigError, PartError, part_call
 from flowrl.core.types import Prompt
 from flowrl.probes import Completion, NoProbe
@@ -22,6 +21,7 @@ from flowrl.run.config import preset
 from flowrl.run.io import folder_lock, write_file, write_json
 from flowrl.run.job import Run
 from flowrl.run.parts.registry import check_part
+from flowrl.run.parts.state import state_of
 from flowrl.run.reading import read_bytes
 from flowrl.run.reads import unread
 from flowrl.run.watch import watched_calls

@@ -1,18 +1,14 @@
 """Comparisons of arms, their figures and pages. The names below are imported at their first use."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from flowrl.core.lazy import lazily
 
 if TYPE_CHECKING:
     from flowrl.compare.comparison import CompareConfig, compare
     from flowrl.compare.results import load_comparison, summarise
     from flowrl.compare.tuned import tuned_arms
 
-_HOMES = {
-    **dict.fromkeys(("CompareConfig", "compare"), "comparison"),
-    **dict.fromkeys(("load_comparison", "summarise"), "results"),
-    "tuned_arms": "tuned",
-}
 
 __all__ = [
     "CompareConfig",
@@ -22,8 +18,11 @@ __all__ = [
     "tuned_arms",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"flowrl.compare.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'flowrl.compare' has no attribute {name!r}")
+__getattr__ = lazily(
+    __name__,
+    {
+        "comparison": ("CompareConfig", "compare"),
+        "results": ("load_comparison", "summarise"),
+        "tuned": ("tuned_arms",),
+    },
+)

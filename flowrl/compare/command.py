@@ -82,8 +82,8 @@ class Compare:
     (sampling, probes and update).
     """
     preset: str = "default"
-    """default (about five minutes on 2 cores), long (about 15 minutes per method) or tiny (seconds,
-    for a first look).
+    """default (two to five minutes on 2 cores), long (about 15 minutes per method) or tiny
+    (seconds, for a first look).
     """
     settings: Literal["tuned", "published", "world"] | None = None
     """Settings that are not given. tuned: found for each method in the built-in worlds with the

@@ -2,8 +2,9 @@
 pipelines. The names below are imported at their first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from flowrl.core.lazy import lazily
 
 if TYPE_CHECKING:
     from flowrl.policies.device import device_of
@@ -30,31 +31,6 @@ if TYPE_CHECKING:
     )
     from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Policy
 
-_HOMES = {
-    "device": ("device_of",),
-    "families": (
-        "SD3",
-        "Family",
-        "Flux",
-        "QwenImage",
-        "Wan",
-        "decode_scaled",
-        "linear_guidance",
-        "packed_shape",
-        "require_multiples",
-        "resolution_shift",
-        "unpacked",
-    ),
-    "lora": ("LORA_TARGETS", "Adapters"),
-    "mixture": ("MixturePolicy",),
-    "pipeline": (
-        "DTYPES",
-        "PipelinePolicy",
-        "compile_blocks",
-        "has_compiled_blocks",
-    ),
-    "small_sd3": ("SmallSD3", "SmallSD3Policy"),
-}
 
 __all__ = [
     "DTYPES",
@@ -80,9 +56,26 @@ __all__ = [
     "unpacked",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"flowrl.policies.{module}"), name)
-    raise AttributeError(f"module 'flowrl.policies' has no attribute {name!r}")
+__getattr__ = lazily(
+    __name__,
+    {
+        "device": ("device_of",),
+        "families": (
+            "SD3",
+            "Family",
+            "Flux",
+            "QwenImage",
+            "Wan",
+            "decode_scaled",
+            "linear_guidance",
+            "packed_shape",
+            "require_multiples",
+            "resolution_shift",
+            "unpacked",
+        ),
+        "lora": ("LORA_TARGETS", "Adapters"),
+        "mixture": ("MixturePolicy",),
+        "pipeline": ("DTYPES", "PipelinePolicy", "compile_blocks", "has_compiled_blocks"),
+        "small_sd3": ("SmallSD3", "SmallSD3Policy"),
+    },
+)

@@ -2,8 +2,9 @@
 networks are in `clip`, `geneval` and `ocr`. The names below are imported at their first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from flowrl.core.lazy import lazily
 
 if TYPE_CHECKING:
     from flowrl.rewards.combine import (
@@ -41,54 +42,6 @@ if TYPE_CHECKING:
         to_pillow,
     )
 
-_HOMES = {
-    **dict.fromkeys(
-        (
-            "Clipped",
-            "FrameMean",
-            "FunctionReward",
-            "GroupSum",
-            "NoisyReward",
-            "WeightedSum",
-            "WinRate",
-            "evaluation_reward",
-            "require_single",
-            "weighted_total",
-            "win_rates",
-        ),
-        "combine",
-    ),
-    **dict.fromkeys(
-        (
-            "ComponentScores",
-            "check_scores",
-            "component_methods",
-            "load_reward",
-        ),
-        "contract",
-    ),
-    **dict.fromkeys(
-        (
-            "LatentFeatures",
-            "PixelFeatures",
-            "group_features",
-            "pairwise_diversity",
-        ),
-        "diversity",
-    ),
-    **dict.fromkeys(
-        (
-            "Images",
-            "JPEGCompressibility",
-            "JPEGIncompressibility",
-            "Motion",
-            "stills",
-            "to_bytes",
-            "to_pillow",
-        ),
-        "images",
-    ),
-}
 
 __all__ = [
     "Clipped",
@@ -119,8 +72,32 @@ __all__ = [
     "win_rates",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"flowrl.rewards.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'flowrl.rewards' has no attribute {name!r}")
+__getattr__ = lazily(
+    __name__,
+    {
+        "combine": (
+            "Clipped",
+            "FrameMean",
+            "FunctionReward",
+            "GroupSum",
+            "NoisyReward",
+            "WeightedSum",
+            "WinRate",
+            "evaluation_reward",
+            "require_single",
+            "weighted_total",
+            "win_rates",
+        ),
+        "contract": ("ComponentScores", "check_scores", "component_methods", "load_reward"),
+        "diversity": ("LatentFeatures", "PixelFeatures", "group_features", "pairwise_diversity"),
+        "images": (
+            "Images",
+            "JPEGCompressibility",
+            "JPEGIncompressibility",
+            "Motion",
+            "stills",
+            "to_bytes",
+            "to_pillow",
+        ),
+    },
+)

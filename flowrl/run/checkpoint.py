@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from flowrl.core.calls import state_of
 from flowrl.core.errors import CheckpointError, ConfigError, FlowrlError, part_call
 from flowrl.core.processes import Processes
 from flowrl.core.sharded import full_tensors
@@ -23,6 +22,7 @@ from flowrl.run.config import load_config
 from flowrl.run.distributed import load_full_tensors
 from flowrl.run.io import flush_folder, write_bytes
 from flowrl.run.parts.prompts import prompts_digest
+from flowrl.run.parts.state import state_of
 from flowrl.run.parts.trust import trust_option
 from flowrl.run.reading import read_bytes, reading
 from flowrl.trainer import Trainer

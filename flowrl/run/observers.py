@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from flowrl.core.calls import state_of
 from flowrl.core.errors import PartError, is_disk_error, part_call, require
 from flowrl.core.experience import FIELDS, LARGER, Actions, Record
 from flowrl.core.options import Count, Fraction, NonNegative, Whole, checked_options
@@ -29,6 +28,7 @@ from flowrl.run.io import write_bytes
 from flowrl.run.monitors import fallen, heldout_errors
 from flowrl.run.parts.registry import build
 from flowrl.run.parts.specs import parse_spec
+from flowrl.run.parts.state import state_of
 from flowrl.trainer import Iteration, Trainer
 
 

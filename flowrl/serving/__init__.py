@@ -7,8 +7,9 @@ serve-reward` serves a reward by name. The client is the reward `remote` (`flowr
 Names are imported at their first use, so `flowrl serve-reward --help` works without the extra.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from flowrl.core.lazy import lazily
 
 if TYPE_CHECKING:
     from flowrl.serving.app import create_app
@@ -17,14 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Listener", "ServerLimits", "ServerSettings", "create_app", "make_server", "serve"]
 
-_MODULES = {
-    "create_app": "app",
-    "ServerLimits": "server_settings",
-    "ServerSettings": "server_settings",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'uvicorn_server')}"), name)
+__getattr__ = lazily(
+    __name__,
+    {
+        "app": ("create_app",),
+        "server_settings": ("ServerLimits", "ServerSettings"),
+        "uvicorn_server": ("Listener", "make_server", "serve"),
+    },
+)

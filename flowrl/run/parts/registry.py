@@ -179,7 +179,7 @@ def check_part(kind: str, part: Any, name: str = "") -> None:
     if kind != "credit":
         return
     if states:
-        from flowrl.core.calls import state_of  # here, since lists of parts do without torch
+        from flowrl.run.parts.state import state_of  # here, since lists of parts do without torch
 
         state_of(name, part, ConfigError)
     is_probe = isinstance(part.probe, KINDS["probe"].protocol_types())

@@ -5,11 +5,11 @@ changed code.
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import flowrl
 from flowrl.core.errors import OWN_PACKAGES, ConfigError
 from flowrl.run.io import write_json
 from flowrl.run.parts.plugins import plugin
@@ -167,7 +167,7 @@ def code_of(settings: Mapping[str, Any]) -> dict[str, str]:
 
     Files that these files import or read are not included.
     """
-    library, hashes = Path(flowrl.__file__).resolve().parent, dict[str, str]()
+    library, hashes = Path(str(resources.files("flowrl"))).resolve(), dict[str, str]()
     used = {f"{p.setting}: {p.spec.name}": files_of(p.kind, p.spec) for p in own_parts(settings)}
     index = Path(settings.get("model") or "") / "model_index.json"
     kind = read_json(index, dict[str, Any]).get("_class_name", "") if index.is_file() else ""
