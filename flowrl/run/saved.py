@@ -2,6 +2,7 @@
 program, a transformer, or a name on the Hub.
 """
 
+import os
 import re
 from dataclasses import dataclass
 from importlib import import_module
@@ -70,18 +71,19 @@ def find_weights(text: str | Path, live: bool = False, option: str = "weights") 
         CheckpointError: there are no such weights; nothing has been loaded.
     """
     place = Path(text)
+    is_there = os.path.exists(place)  # also False for a name that is too long
     head, at, name = str(text).rpartition("@")
-    if at and not place.exists() and holds(Path(head), "algorithm"):
+    if at and not is_there and holds(Path(head), "algorithm"):
         return _of_run(Path(head), name, live, option)
     if holds(place, "algorithm"):
         return _of_run(place, "", live, option)
-    if place.suffix == ".safetensors" and holds(place.parent, "algorithm"):
+    if place.name == "weights.safetensors" and holds(place.parent, "algorithm"):
         return _of_run(place.parent, "", live, option)
-    if place.suffix == ".safetensors" and holds(place.parent.parent, "algorithm"):
+    if is_there and place.parent.name == "checkpoints" and place.is_file():
         return _of_run(place.parent.parent, place.stem, live, option)
     if live:
         raise CheckpointError(f"{option}: {text} is no run, so it has no live weights")
-    if not place.exists() and (hub := HUB_NAME.fullmatch(str(text))):
+    if not is_there and (hub := HUB_NAME.fullmatch(str(text))):
         place = _downloaded(hub[1], hub[2] or "", option)
     if holds(place, "arms"):
         runs = sorted(str(path.parent) for path in place.glob("runs/*/config.json"))
@@ -147,18 +149,15 @@ def _is_transformer(folder: Path) -> bool:
 
 def _lora_file(place: Path, text: str, option: str) -> Path:
     """The LoRA in the file or folder `place`."""
+    if not os.path.exists(place):
+        raise CheckpointError(f"{option}: {text:.200} does not exist; allowed: {KINDS}")
     files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
     named = [file for file in files if file.name in LORA_FILES]
     files = named[:1] or files
     if len(files) == 1 and files[0].suffix == ".safetensors":
         return files[0]
-    found = (
-        "does not exist"
-        if not place.exists()
-        else f"holds {', '.join(file.name for file in files[:4])}"
-        if files
-        else f"holds no weights ({_content(place)})"
-    )
+    names = ", ".join(file.name for file in files[:4])
+    found = f"holds {names}" if files else f"holds no weights ({_content(place)})"
     raise CheckpointError(f"{option}: {text} {found}; allowed: {KINDS}")
 
 

@@ -45,7 +45,6 @@ from flowrl.run.report.weight_comparison import (
     SamplingSettings,
     ScoredImages,
     WeightComparison,
-    compare_scores,
     write_evaluation,
 )
 
@@ -345,10 +344,9 @@ def weight_comparison(channels, size):
     shapes = (3, 2), (2, channels, size, size)
     drawn = ([torch.rand(shape, generator=generator) for shape in shapes] for _ in range(2))
     base, trained = (ScoredImages({EVIL: scores}, shown) for scores, shown in drawn)
-    scores = {EVIL: compare_scores(base.scores[EVIL], trained.scores[EVIL])}
     facts = {"command": EVIL, "guidance": 1.5, "resolution": None}
     how = SamplingSettings(steps=3, count=2)
-    return WeightComparison(scores, base, trained, ("a fox", EVIL, "a hat"), how, facts)
+    return WeightComparison({"base": base, EVIL: trained}, ("a fox", EVIL, "a hat"), how, facts)
 
 
 @pytest.mark.parametrize(("channels", "size", "kind"), [(3, 8, "images"), (2, 1, "samples")])
@@ -364,7 +362,8 @@ def test_the_page_of_an_evaluation(channels, size, kind, tmp_path):
         assert value in page
     assert f"3 prompts, 2 {kind} per prompt" in " ".join(page.split())
     assert page.count("data:image/png;base64,") == 1
-    change = (compared.trained.scores[EVIL] - compared.base.scores[EVIL]).mean(1).tolist()
+    base, trained = (side.scores[EVIL] for side in compared.sides.values())
+    change = (trained - base).mean(1).tolist()
     shown = re.findall(r"<td>([+-]0\.\d{4})</td></tr>", page)
     assert shown == [f"{value:+.4f}" for value in sorted(change, reverse=True)]
 

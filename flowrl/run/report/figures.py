@@ -224,21 +224,25 @@ def _draw_points(axes: Axes, row: Row, targets: Targets) -> None:
 
 
 def image_grid(
-    images: Tensor, scores: Tensor, prompts: Sequence[str], targets: Targets = NO_TARGETS
+    images: Tensor, scores: Tensor | None, prompts: Sequence[str], targets: Targets = NO_TARGETS
 ) -> Figure:
     """Images with their scores, one row (2-D world: one scatter plot) per prompt.
 
     Args:
         images: images [prompt, count, channel, height, width].
-        scores: scores [prompt, count].
+        scores: scores [prompt, count]; None: without.
         prompts: texts of the prompts.
         targets: see `sample_figure`.
 
     Returns:
         The figure.
     """
+    count = images.shape[1]
+    captions = [[""] * count for _ in prompts]
+    if scores is not None:
+        captions = [[f"{score:.2f}" for score in values] for values in scores.tolist()]
     rows = [
-        Row(text, cells, [f"{score:.2f}" for score in values.tolist()], [text] * len(cells))
-        for text, cells, values in zip(prompts, images, scores, strict=True)
+        Row(text, cells, own, [text] * count)
+        for text, cells, own in zip(prompts, images, captions, strict=True)
     ]
     return sample_figure(rows, targets=targets)
