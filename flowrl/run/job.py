@@ -40,6 +40,7 @@ from flowrl.run.checkpoint import (
     save_weights,
     to_resume,
     trainer_state,
+    without_prefix,
 )
 from flowrl.run.config import SIZES, RunConfig, load_config
 from flowrl.run.distributed import Distributed
@@ -52,6 +53,7 @@ from flowrl.run.evaluation import (
 from flowrl.run.format import FORMAT
 from flowrl.run.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
 from flowrl.run.logging import TRACKER_FILE, Journal
+from flowrl.run.models.lora_files import lora_of_run
 from flowrl.run.monitors import limits_of, notices
 from flowrl.run.observers import Observers
 from flowrl.run.parts.kinds import TRIAL
@@ -100,14 +102,15 @@ class Run:
     """A run in a folder.
 
     The folder gets config.json (and .yaml), method.json, the prompts (`run.started`),
-    metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/ and, at the
-    end, samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a
-    diffusers pipeline also in lora/ or full/, in diffusers' format) and done.json. With
-    `save_experience` it also gets experience/ (`flowrl.run.observers.SaveExperience`). A run
-    that an observer stops ends in the same way; done.json and the last row then have the reason
-    ("stopped") and, if the run ends with the best checkpoint that the observer has named, its
-    iteration ("exported"). Every process executes the run; only the main process writes and
-    reports. If one process is asked to stop, all pause.
+    metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/ (of a LoRA
+    also as a folder with diffusers' file, such as checkpoints/000010/) and, at the end, samples.*,
+    trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline
+    also in lora/ or full/, in diffusers' format) and done.json. With `save_experience` it also gets
+    experience/ (`flowrl.run.observers.SaveExperience`). A run that an observer stops ends in the
+    same way; done.json and the last row then have the reason ("stopped") and, if the run ends with
+    the best checkpoint that the observer has named, its iteration ("exported"). Every process
+    executes the run; only the main process writes and reports. If one process is asked to stop, all
+    pause.
 
     Args:
         config: the settings.
@@ -495,7 +498,15 @@ class Run:
             if last is not None and int(newest or 0) < last.values["done"]:
                 with open(self._metrics, "rb") as file:
                     os.fsync(file.fileno())
-                self._checkpoints.save(last, last.values["done"], self._kept)
+                self._checkpoints.save(last, last.values["done"], self._kept, self._lora(last))
+
+    def _lora(self, checkpoint: Checkpoint) -> dict[str, Tensor] | None:
+        """The averaged LoRA of a model in a checkpoint, under diffusers' names; None for others."""
+        policy = self.config.policy
+        if not policy.model or policy.tuning != "lora":
+            return None
+        average = without_prefix("average.", checkpoint.tensors)
+        return lora_of_run(average, policy.lora_alpha / policy.lora_rank).named
 
     @contextmanager
     def _saved_after_failure(self) -> Iterator[None]:

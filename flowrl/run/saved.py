@@ -12,12 +12,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from flowrl.core.errors import CheckpointError, ConfigError
-from flowrl.run.checkpoint import Checkpoints, load_tensors, load_weights
+from flowrl.run.checkpoint import LORA_FILE, Checkpoints, load_tensors, load_weights
 from flowrl.run.reading import read_json
 from flowrl.run.records import load_run
 from flowrl.run.results import holds
 
-LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+LORA_FILES = (LORA_FILE, "adapter_model.safetensors")
 """Names of LoRA files in a folder: diffusers' and PEFT's. Any other name must be the only one."""
 KINDS = (
     "the folder of a run (RUN), a checkpoint of it (RUN@000010, RUN@best, RUN@last), a LoRA (file"
@@ -151,7 +151,8 @@ def _lora_file(place: Path, text: str, option: str) -> Path:
     """The LoRA in the file or folder `place`."""
     if not os.path.exists(place):
         raise CheckpointError(f"{option}: {text:.200} does not exist; allowed: {KINDS}")
-    files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
+    is_weights = place.suffix == ".safetensors"
+    files = [place] if is_weights and place.is_file() else sorted(place.glob("*.safetensors"))
     named = [file for file in files if file.name in LORA_FILES]
     files = named[:1] or files
     if len(files) == 1 and files[0].suffix == ".safetensors":
