@@ -4,9 +4,11 @@ programs; in every command that takes them.
 
 import json
 import shutil
+from functools import cache
 
 import pytest
 import torch
+from family_cases import CASES
 from safetensors.torch import load_file, save_file
 from small_run import MIXTURE, SMALL, error_of, flowrl_, model_files, words
 from torch.testing import assert_close
@@ -171,13 +173,25 @@ def files(tmp_path_factory):
     return model_files(tmp_path_factory.mktemp("model"))
 
 
+SIZE = {"sd3": {}, "flux": {}, "qwen-image": {}, "wan": {"num_frames": 5}}
+
+
 @pytest.fixture(scope="module")
-def sd3(files, tmp_path_factory):
-    """What a user types for each state of a run of a tiny SD3."""
-    settings = {"learning_rate": 0.1, "groups": 1, "lora_rank": 3, "lora_alpha": 5.0}
-    settings |= {"iterations": 3, "keep_checkpoints": 9, "eval_every": 1, "checkpoint_every": 1}
-    config = preset("tiny").apply(**files, **settings, tracker="none", guidance_scale=2.0)
-    return states_of(config, tmp_path_factory.mktemp("runs"))
+def runs(tmp_path_factory):
+    """A function: the settings of a tiny model of a family, and what a user types for each state
+    of a run of it.
+    """
+
+    @cache
+    def made(family):
+        files = model_files(tmp_path_factory.mktemp(family), pipe=CASES[family].make())
+        settings = {"learning_rate": 0.1, "groups": 1, "lora_rank": 3, "lora_alpha": 5.0}
+        settings |= {"iterations": 3, "keep_checkpoints": 9, "eval_every": 1, **SIZE[family]}
+        settings |= {"checkpoint_every": 1, "tracker": "none", "guidance_scale": 2.0}
+        config = preset("tiny").apply(**files, **settings)
+        return files, states_of(config, tmp_path_factory.mktemp("runs"))
+
+    return made
 
 
 def scored(text, files, out, *more):
@@ -188,17 +202,24 @@ def scored(text, files, out, *more):
     return next(iter(values["scores"].values()))["difference"]
 
 
+CELLS = [("sd3", state) for state in STATES]
+CELLS += [
+    (family, state) for family in ("flux", "qwen-image", "wan") for state in ("paused", "best")
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("state", STATES)
-def test_every_command_takes_every_state(sd3, files, tmp_path, state):
+@pytest.mark.parametrize(("family", "state"), CELLS)
+def test_every_command_takes_every_state(runs, tmp_path, family, state):
     """evaluate, sample and --adapter; each gives the images of the run's own policy."""
-    text, live = sd3[state], state == "live"
+    files, texts = runs(family)
+    text, live = texts[state], state == "live"
     flag = ["--live"] if live else []
     saved = find_weights(text, live)
     difference = scored(text, files, tmp_path / "out", *flag)
     exported = saved.path / "checkpoints" / (saved.checkpoint or Checkpoints(saved.path).newest)
     base = words(**{name: files[name] for name in ("model", "prompts", "resolution", "dtype")})
-    base += words(max_sequence_length=24, guidance_scale=2)
+    base += words(max_sequence_length=24, guidance_scale=2, **SIZE[family])
     if not live:  # the LoRA beside the checkpoint, as a LoRA of any program
         again = scored(str(exported), files, tmp_path / "again", *base)
         assert again == pytest.approx(difference, abs=2e-7) and abs(difference) > 1e-5
@@ -208,12 +229,13 @@ def test_every_command_takes_every_state(sd3, files, tmp_path, state):
     policy, _ = trained_policy(text, trust=True, live=live)
     own = {name: p.detach() for name, p in policy.trainable().items()}
     if not live:
-        given = {"lora_rank": 4, "resolution": 16, "max_sequence_length": 24}
+        given = {"lora_rank": 4, "resolution": 16, "max_sequence_length": 24, **SIZE[family]}
         other = load_policy(files["model"], PolicyOptions(adapter=text, **given))
         products = [products_of(one) for one in (policy, other)]
         assert_close(*products, atol=1e-6, rtol=1e-5)
         if state in ("paused", "best"):  # a new run of another method and rank
             line = words(**files, adapter=text, out=tmp_path / "new", preset="tiny", lora_rank=5)
+            line += words(**SIZE[family])
             assert main(["train", *line, "--method", "tp-grpo", "--tracker", "none"]) == 0
     assert_close(own, dict(saved.tensors()), atol=0, rtol=0)
 
@@ -227,9 +249,10 @@ def products_of(policy):
 
 
 @pytest.mark.slow
-def test_the_lora_of_a_checkpoint_comes_and_goes_with_it(sd3, files, tmp_path):
+def test_the_lora_of_a_checkpoint_comes_and_goes_with_it(runs, tmp_path):
     """Other programs watch the folder; the last one equals lora/ of the run."""
-    folder = find_weights(sd3["finished"]).path
+    files, texts = runs("sd3")
+    folder = find_weights(texts["finished"]).path
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     numbers = [f"00000{i}" for i in (1, 2, 3)]
     assert names == sorted([*numbers, *(f"{name}.safetensors" for name in numbers)])
