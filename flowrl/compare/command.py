@@ -97,6 +97,10 @@ class Compare:
     """Resume the comparison in this folder, which has arms and settings."""
     config: Path | None = None
     """Repeat a comparison from its saved config.json, which has arms and settings."""
+    weights: tuple[str, ...] = ()
+    """Compare these weights on the same prompts and noise, without training: as `flowrl evaluate
+    --weights`, which has further options.
+    """
     workers: Workers = 0
     """Runs at a time, 0 = one per core, or the scheduler of a Dask cluster (tcp://HOST:PORT or its
     file, docs/guides/cluster.md). Every run uses one thread, so the numbers do not depend on this.
@@ -195,6 +199,12 @@ class Compare:
         from flowrl.policies import device_of
         from flowrl.run.io import disk_errors
 
+        if self.weights:
+            from flowrl.cli.evaluate import Evaluate
+
+            require(not grid, "weights", self.weights, "left out in a sweep")
+            refuse_others(self, "weights", ("out", "trust"))
+            return Evaluate(self.weights, trust=self.trust, out=self.out).main()
         if self.resume is not None:
             refuse_others(self, "resume", ("workers", "trust", "changed_code", "trial"))
         name = f"{'sweep' if grid else 'compare'}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -157,6 +157,10 @@ def test_checkpoints_are_compared_in_pairs(mixture, tmp_path, capsys):
         assert between["difference"] == pytest.approx(second["difference"] - first["difference"])
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<h3>") == 5
+    assert flowrl_(f"compare --weights {texts} --out {tmp_path}/same") == 0
+    same = json.loads((tmp_path / "same" / "evaluation.json").read_text())
+    assert same["compared"] == values["compared"]
+    assert "seeds = " in error_of(f"compare --weights {run} --seeds 3", capsys)
 
 
 def test_the_reference_is_a_run_in_any_state(mixture, tmp_path, capsys):
