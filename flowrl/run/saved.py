@@ -95,6 +95,14 @@ def find_weights(text: str | Path, live: bool = False, option: str = "weights") 
     return SavedWeights("lora", _lora_file(place, str(text), option))
 
 
+def run_folder(text: str, option: str = "runs") -> Path:
+    """The folder of the run that `text` names, RUN or RUN@CHECKPOINT; it needs no weights yet."""
+    for place in (Path(text), Path(text.rpartition("@")[0])):
+        if holds(place, "algorithm"):
+            return place
+    raise CheckpointError(f"{option}: {text:.200} is no run; allowed: the folder of a run")
+
+
 def best_checkpoint(run: Path) -> str:
     """The checkpoint of `run` with the highest held-out reward, among those that were evaluated and
     are kept. Raises `CheckpointError` if there is none.
