@@ -245,8 +245,10 @@ class Run:
         if text:
             self._tell({"profile": text})
         trainer = self._trainer
-        allowed = f"{trainer.done} or more, or an earlier checkpoint with --from"
-        fits = trainer.done <= self.config.iterations
+        # the last iteration is evaluated
+        least = trainer.done + bool(self._rows and not self._rows[-1]["evaluation"])
+        allowed = f"{least} or more, or an earlier checkpoint with --from"
+        fits = least <= self.config.iterations
         require(fits, "iterations", self.config.iterations, allowed)
         if self.config.batches.compile:
             text = "compiling the network: its first calls take a minute or more"

@@ -1,7 +1,6 @@
 """Changes of a run's settings when it is resumed: free ones, those with consent, those refused."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from small_run import MIXTURE, edit, error_of, flowrl_, model_files, numbers, ro
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
-from flowrl.run.config import RunConfig, load_config
+from flowrl.run.config import RunConfig, load_config, preset
 from flowrl.run.job import Run
 from flowrl.run.parts.settings import options_text, owners
 from flowrl.run.results import changes_of, comparable
@@ -168,6 +167,19 @@ def test_a_decaying_rate_follows_the_new_length_and_says_so(tmp_path):
     assert changed(out) == {3: {"iterations": [2, 4]}}
 
 
+def test_a_paused_run_ends_no_earlier_than_its_next_iteration(tmp_path, capsys):
+    """Whose last iteration would have no evaluation."""
+    out, asked = tmp_path / "run", []
+    run = (
+        preset("tiny").apply(world="mixture", task="direction").replace(eval_every=9, iterations=9)
+    )
+    assert not Run(run, out, stop=lambda: bool(asked.append(0)) or len(asked) == 3).execute()
+    error = error_of(f"train --resume {out} --iterations 3", capsys)
+    assert "iterations = 3 is not allowed; allowed: 4 or more" in error
+    assert flowrl_(f"train --resume {out} --iterations 4") == 0
+    assert rows_of(out)[-1]["iteration"] == 4 and rows_of(out)[-1]["evaluation"]
+
+
 FIXED_CASES = {
     "--method tp-grpo": ("method 'flow-grpo' -> 'tp-grpo' (it belongs to the method", "start"),
     "--num-steps 5": ("num_steps 4 -> 5 (it belongs", "start"),
@@ -291,4 +303,6 @@ def test_prompts_of_a_model_change_with_consent(model, tmp_path, capsys):
     error = error_of(f"{again} --iterations 5 --lora-rank 2", capsys)
     assert "lora_rank 32 -> 2 (the trained weights are" in error
     assert f"--lora-rank 2 --adapter {out}@last --out NEW --trust" in error
-    assert Path(out / "README.md").exists()
+    card = (out / "README.md").read_text()
+    assert "- from iteration 3: `heldout_prompts " in card and f"{tmp_path}" not in card
+    assert "- from iteration 4: `prompts 'train.txt' -> 'train.txt with other content'`" in card
