@@ -20,7 +20,8 @@ from flowrl.cli.options import (
     named_file,
     options_class,
     options_with,
-    refuse_others,
+    refuse_options,
+    refuse_settings,
     typed_command,
 )
 from flowrl.core.errors import require
@@ -151,7 +152,8 @@ class Compare:
         from flowrl.methods import METHODS
 
         if self.config is not None:
-            refuse_others(self, "config", ("out", "workers", "trust", "trial"))
+            refuse_settings(self, "config")
+            refuse_options(self, "config", ("out", "workers", "trust", "trial"))
             loaded = load_compare(self.config, self.trust)
             return dataclasses.replace(loaded, run=self.base, command=typed_command())
         for name in self.methods:
@@ -206,7 +208,8 @@ class Compare:
             refuse_others(self, "weights", ("out", "trust"))
             return Evaluate(self.weights, trust=self.trust, out=self.out).main()
         if self.resume is not None:
-            refuse_others(self, "resume", ("workers", "trust", "changed_code", "trial"))
+            refuse_settings(self, "resume")
+            refuse_options(self, "resume", ("workers", "trust", "changed_code", "trial"))
         name = f"{'sweep' if grid else 'compare'}-{time.strftime('%Y%m%d-%H%M%S')}"
         out = self.resume or self.out or Path("runs") / name
         if self.resume:

@@ -389,6 +389,21 @@ def test_figures_can_be_drawn_whatever_the_values(rewards, count):
     assert len({round(height, 6) for height in heights}) == count
 
 
+def test_a_change_of_settings_is_a_labelled_line_in_the_figure_of_a_single_run():
+    run = record("mine", 0, [0.1, 0.2, 0.3, 0.4], {"heldout": {"other": 0.5}})
+    run.rows[2]["changed"] = {"learning_rate": [0.1, 0.01], "prompts": ["$a", "x" * 80]}
+    for runs, lines in (([run], 1), ([run, record("mine", 1, [0.1])], 0)):
+        figure = proxy_and_heldout({"mine": runs})
+        assert figure is not None
+        figure.savefig(os.devnull, format="png", dpi=50)
+        for axes in figure.axes:
+            drawn = [line for line in axes.lines if line.get_linestyle() == "-."]
+            assert [line.get_xydata()[0, 0] for line in drawn] == [1.5] * lines
+            assert [text.get_text() for text in axes.texts] == [
+                "learning_rate 0.1 -> 0.01, prompts '$a' -> ..."
+            ] * lines
+
+
 def test_files_that_cannot_be_written_are_named(tmp_path):
     grid = image_grid(torch.rand(2, 3, 3, 8, 8), torch.rand(2, 3), ("a", "b"))
     save(grid, tmp_path / "new" / "grid.png")

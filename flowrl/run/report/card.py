@@ -21,7 +21,7 @@ from flowrl.run.records import load_run
 from flowrl.run.report.figures import proxy_and_heldout
 from flowrl.run.report.pages import render
 from flowrl.run.report.style import save
-from flowrl.run.results import decimals
+from flowrl.run.results import changes_of, decimals
 
 HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
@@ -87,6 +87,7 @@ def card_text(folder: Path, config: RunConfig) -> str:
         scores=scores,
         decimals=decimals,
         last=last,
+        changes=changes_of(run.rows),
         best=best,
         images=sum(row.get("trajectories", 0) for row in run.rows),
         evaluation=read_json(path, _Evaluation) if path.is_file() else None,
