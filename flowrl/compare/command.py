@@ -205,7 +205,8 @@ class Compare:
             from flowrl.cli.evaluate import Evaluate
 
             require(not grid, "weights", self.weights, "left out in a sweep")
-            refuse_others(self, "weights", ("out", "trust"))
+            refuse_settings(self, "weights")
+            refuse_options(self, "weights", ("out", "trust"))
             return Evaluate(self.weights, trust=self.trust, out=self.out).main()
         if self.resume is not None:
             refuse_settings(self, "resume")

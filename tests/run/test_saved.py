@@ -20,7 +20,7 @@ from flowrl.run.checkpoint import Checkpoints, without_prefix
 from flowrl.run.config import preset
 from flowrl.run.job import Run
 from flowrl.run.models.load import load_policy
-from flowrl.run.saved import find_weights
+from flowrl.run.saved import find_weights, run_folder
 from flowrl.run.trained import base_policy, settings_of, trained_policy, with_weights
 
 COPIES = ("killed", "running")
@@ -77,6 +77,31 @@ def test_a_run_in_any_state_has_weights(mixture, state):
     with with_weights(base, saved):
         assert_close({n: p.detach() for n, p in base.trainable().items()}, expected)
     assert_close({n: p.detach() for n, p in base.trainable().items()}, before, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_run_in_any_state_has_a_page(mixture, state, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    assert flowrl_(f"report {mixture[state]} --out {out}") == 0
+    page, table = out.read_text(), out.with_suffix(".csv").read_text().splitlines()
+    run = run_folder(mixture[state])
+    assert "<script" not in page and page.count("data:image/png;base64,") == 1
+    done = 3 if run.name == "finished" else 2
+    ended = "finished" if done == 3 else "not finished"
+    assert f"{ended}, iteration {done} of 3" in page and f"flowrl train --resume {run}" in page
+    assert len(table) == 2 + done and table[0].startswith("run,iteration,evaluation/reward")
+    capsys.readouterr()
+    assert flowrl_(f"report {mixture[state]} --out {out}") == 0  # its own page is replaced
+    out.write_text("mine")
+    assert "out = " in error_of(f"report {mixture[state]} --out {out}", capsys)
+
+
+def test_runs_side_by_side_share_a_page(mixture, tmp_path, capsys):
+    texts = f"{mixture['finished']} {mixture['paused']}@best"
+    assert flowrl_(f"report {texts} --out {tmp_path}/both.html") == 0
+    table = (tmp_path / "both.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in table[1:]] == ["finished"] * 4 + ["paused"] * 3
+    assert "nowhere is no run; allowed" in error_of("report nowhere", capsys)
 
 
 def test_best_is_the_best_evaluated_checkpoint_that_is_kept(mixture, tmp_path):

@@ -70,6 +70,8 @@ def curve_figure(runs: Mapping[str, RunRecord]) -> Figure:
     at the best held-out reward.
     """
     curves = {name: curves_of(run) for name, run in runs.items()}
+    arms = list(runs) if len(runs) > 1 else [run.arm for run in runs.values()]
+    shades = {name: colour(arm, arms) for name, arm in zip(runs, arms, strict=True)}
     panels = panels_of(list(curves.values()))
     lines = -(-len(panels) // COLUMNS)
     figure = Figure(figsize=(11, 2.5 * lines + 0.4), layout="constrained")
@@ -77,7 +79,7 @@ def curve_figure(runs: Mapping[str, RunRecord]) -> Figure:
     for axes, (label, metric) in zip(cells, panels.items(), strict=False):
         for name, found in curves.items():
             if metric in found:
-                _draw(axes, found[metric], colour(name, list(runs)), name, label == HELD_OUT)
+                _draw(axes, found[metric], shades[name], name, label == HELD_OUT)
         for run in runs.values():
             for iteration, _ in changes_of(run.rows):
                 axes.axvline(iteration - 0.5, color=SOFT, linestyle=":", linewidth=1)
@@ -129,11 +131,16 @@ def _commands(folder: Path) -> list[tuple[str, str]]:
     """What can be done with a run now."""
     commands = [("continue", to_resume(folder))]
     try:
-        name = f"{folder}@{'best' if best_checkpoint(folder) else ''}"
+        best_checkpoint(folder)
+        name = f"{folder}@best"
     except FlowrlError:
         name = str(folder)
     commands += [("evaluate", f"flowrl evaluate --weights {name}")]
-    return [*commands, ("sample", f"flowrl sample --weights {name}"), ("export", f"flowrl export {name}")]
+    return [
+        *commands,
+        ("sample", f"flowrl sample --weights {name}"),
+        ("export", f"flowrl export {name}"),
+    ]
 
 
 def _warnings(run: RunRecord) -> list[tuple[int, str]]:
