@@ -332,3 +332,31 @@ def test_settings_of_needs_a_model_without_a_run(tmp_path):
     save_file({"x.lora_A.weight": torch.ones(2, 2)}, tmp_path / "x.safetensors")
     with pytest.raises(ConfigError, match=r"model = '' .*the base model of these weights: --model"):
         settings_of([find_weights(tmp_path / "x.safetensors")])
+
+
+@pytest.mark.slow
+def test_full_weights_are_compared_and_started_from(files, tmp_path):
+    """Of a run of full fine-tuning, of its folder full/, of a kept checkpoint."""
+    settings = {"tuning": "full", "learning_rate": 0.01, "groups": 1, "tracker": "none"}
+    config = preset("tiny").apply(**files, **settings, keep_checkpoints=2, checkpoint_every=1)
+    assert Run(config, tmp_path / "run", trial=False).execute()
+    run, options = tmp_path / "run", {"resolution": 16, "max_sequence_length": 24}
+    assert not (run / "checkpoints" / "000002").exists()  # gigabytes of a large model
+    policy, _ = trained_policy(run, trust=True)
+    expected = {name: p.detach() for name, p in policy.trainable().items()}
+    base = words(**{name: files[name] for name in ("model", "prompts", "resolution", "dtype")})
+    base += words(max_sequence_length=24)
+    differences = [
+        scored(str(run), files, tmp_path / "a"),
+        scored(f"{run}@last", files, tmp_path / "b"),
+        scored(str(run / "full"), files, tmp_path / "c", *base),
+    ]
+    assert differences == pytest.approx(differences[:1] * 3, abs=2e-6) and differences[0] != 0
+    for text in (str(run), str(run / "full"), f"{run}@2"):
+        for more in ({"tuning": "full"}, {"tuning": "lora"}, {"fixed": True}):
+            started = load_policy(files["model"], PolicyOptions(adapter=text, **options, **more))
+            found = dict(started.transformer.named_parameters())
+            found = {name.replace(".base_layer.", "."): p.detach() for name, p in found.items()}
+            assert_close({name: found[name] for name in expected}, expected, atol=1e-6, rtol=0)
+    line = words(**files, frozen_adapters=run, out=tmp_path / "new", preset="tiny")
+    assert main(["train", *line, "--tracker", "none"]) == 2
