@@ -56,8 +56,7 @@ def given_weights(pipe: Any, options: PolicyOptions) -> dict[str, Any]:
     if options.adapter:
         start = network_tensors(find_weights(options.adapter, option="adapter"), pipe, "adapter")
         if not is_lora(start):
-            with reading(options.adapter, CheckpointError):
-                pipe.transformer.load_state_dict(start)
+            _load(pipe.transformer, start, options.adapter)
             start = None
     # with full fine-tuning the policy refuses them
     for number, spec in enumerate(options.frozen if options.trained != "full" else (), 1):
@@ -69,6 +68,15 @@ def given_weights(pipe: Any, options: PolicyOptions) -> dict[str, Any]:
         require(name not in frozen, "frozen_adapters", options.frozen_adapters, allowed)
         frozen[name] = _frozen(saved, pipe, weight)
     return {"start": start, "frozen": frozen}
+
+
+def _load(network: Any, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Load all weights of a transformer; its buffers may be missing, as in a run's checkpoint."""
+    with reading(source, CheckpointError):
+        missing, unexpected = network.load_state_dict(tensors, strict=False)
+        lacking = [*unexpected, *({*missing} & dict(network.named_parameters()).keys())]
+        if lacking:
+            raise CheckpointError(f"adapter: it is a transformer of another model: {lacking[0]}")
 
 
 def _weighted(text: str) -> tuple[str, float]:
