@@ -210,6 +210,7 @@ def method_overrides(
 
 
 MODEL_ONLY = (
+    "original",
     "prompts",
     "heldout_prompts",
     "resolution",
