@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
@@ -56,9 +57,13 @@ def _hash(tensors: Mapping[str, Tensor], values: str) -> str:
     """A hash of the plain values, and of the tensors' names, types, shapes and bytes."""
     digest = hashlib.sha256(values.encode())
     for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        _add(digest, name, tensor)
     return digest.hexdigest()
+
+
+def _add(digest: Any, name: str, tensor: Tensor) -> None:
+    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor], **card: str) -> None:
@@ -84,14 +89,20 @@ def _read(path: Path, *formats: str) -> tuple[dict[str, Tensor], dict[str, str]]
         tensors = load(data)
         # the header: its length in 8 bytes, then JSON
         card = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-        if card.get("format", "") not in (formats or ("",)):
-            known = " and ".join(formats) or "files without a format"
-            raise CheckpointError(f"format {card.get('format')!r}; this version reads {known}")
-        if card["sha256"] != _hash(tensors, card.get("values", "")):
-            raise CheckpointError(
-                "it does not match its own hash: it was changed after it was written"
-            )
+        _require_format(card, formats)
+        _require_hash(card, _hash(tensors, card.get("values", "")))
     return tensors, card
+
+
+def _require_format(card: Mapping[str, str], formats: Collection[str]) -> None:
+    if card.get("format", "") not in (formats or ("",)):
+        known = " and ".join(formats) or "files without a format"
+        raise CheckpointError(f"format {card.get('format')!r}; this version reads {known}")
+
+
+def _require_hash(card: Mapping[str, str], found: str) -> None:
+    if card["sha256"] != found:
+        raise CheckpointError("it does not match its own hash: it was changed after it was written")
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
@@ -108,6 +119,26 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """
     tensors, card = _read(path, FORMAT, EARLIER)
     return Checkpoint(tensors, json.loads(card["values"]))
+
+
+def load_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose names begin with `prefix`, named without it. The others are
+    read one by one for the hash, so that the moments of an optimizer need no memory.
+
+    Raises `CheckpointError` if the file is missing or damaged.
+    """
+    chosen: dict[str, Tensor] = {}
+    with reading(path, CheckpointError), safe_open(path, "pt") as file:
+        card = file.metadata() or {}
+        _require_format(card, (FORMAT, EARLIER))
+        digest = hashlib.sha256(card.get("values", "").encode())
+        for name in sorted(file.keys()):
+            tensor = file.get_tensor(name)
+            _add(digest, name, tensor)
+            if name.startswith(prefix):
+                chosen[name.removeprefix(prefix)] = tensor
+        _require_hash(card, digest.hexdigest())
+    return chosen
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,142 @@
+"""LoRA files of all programs, read as one form: matrices A and B by layer, with the scale in B."""
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from flowrl.core.errors import CheckpointError, ConfigError
+from flowrl.run.reading import read_json, reading
+
+METADATA = "lora_adapter_metadata"
+"""diffusers' entry in the metadata of a LoRA file: the settings of PEFT's LoRA as JSON."""
+FOREIGN = ("dora_scale", "lokr_", "hada_", "lora_magnitude_vector")
+"""Parts of the names of other adapters than LoRA: DoRA, LoKr, LoHa."""
+MATRIX = re.compile(r"(.+?)\.(?:lora_A|lora_down|lora\.down)(?:\.default)?\.weight")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A LoRA, W x + B A x, of a transformer.
+
+    Args:
+        tensors: A [rank, in] and B [out, rank] as "LAYER.lora_A.weight" and "LAYER.lora_B.weight",
+            float32, by the names of diffusers' layers; alpha / rank is in B.
+        others: what the file has besides, such as matrices for text encoders, by diffusers' names.
+    """
+
+    tensors: dict[str, Tensor]
+    others: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The rank of every layer."""
+        ends = ".lora_A.weight"
+        return {n.removesuffix(ends): len(t) for n, t in self.tensors.items() if n.endswith(ends)}
+
+    def times(self, weight: float) -> "Lora":
+        """This LoRA with its product B A multiplied by `weight`."""
+        tensors, others = (
+            {n: t * weight if "lora_B" in n else t for n, t in part.items()}
+            for part in (self.tensors, self.others)
+        )
+        return Lora(tensors, others)
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """All tensors as in a file of diffusers: those of the transformer begin with
+        "transformer.".
+        """
+        return {f"transformer.{name}": tensor for name, tensor in self.tensors.items()} | self.others
+
+
+def lora_of_run(tensors: Mapping[str, Tensor], scale: float) -> Lora:
+    """The LoRA of a run from its trained weights by parameter (`SavedWeights.tensors`); `scale` is
+    its alpha / rank.
+    """
+    named = {name.replace(".default.", "."): tensor.float() for name, tensor in tensors.items()}
+    return Lora({n: t * scale if "lora_B" in n else t for n, t in named.items()})
+
+
+def read_lora(path: Path, pipeline: Any, option: str = "weights") -> Lora:
+    """The LoRA in the file `path`.
+
+    Args:
+        path: a safetensors file of diffusers, PEFT, kohya's scripts, ComfyUI or what else
+            diffusers' `lora_state_dict` converts.
+        pipeline: the class of the diffusers pipeline that it is for.
+        option: the name of the option, for errors.
+
+    Raises:
+        CheckpointError: the file cannot be read, is no LoRA, or is one of another kind.
+    """
+    with reading(path, CheckpointError), safe_open(path, "pt") as file:
+        header = file.metadata() or {}
+        raw = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    foreign = [name for name in raw if any(part in name for part in FOREIGN)]
+    layers = {found[1] for found in map(MATRIX.fullmatch, raw) if found}
+    if foreign or not layers:
+        first = (foreign or sorted(raw) or ["nothing"])[0]
+        raise CheckpointError(
+            f"{option}: {path} holds {first}; allowed: a LoRA, with matrices lora_A and lora_B, or"
+            " lora_down and lora_up"
+        )
+    raw = _scaled(raw, layers, _settings(path, header))
+    named = {re.sub(r"^base_model\.model\.(transformer\.)?", "transformer.", n): raw[n] for n in raw}
+    with reading(path, CheckpointError):
+        named = pipeline.lora_state_dict(named)
+    ours = {n: t for n, t in named.items() if n.startswith("transformer.")}
+    others = {n: t for n, t in named.items() if n not in ours}
+    tensors = {n.removeprefix("transformer."): t.float() for n, t in ours.items()}
+    unknown = [n for n in others if not n.startswith("text_encoder")]
+    if not tensors or unknown:
+        first = (unknown or [*others])[0]
+        kind = pipeline.__name__
+        raise CheckpointError(f"{option}: {path} is no LoRA for the transformer of {kind}: {first}")
+    return Lora(tensors, others)
+
+
+def _settings(path: Path, header: Mapping[str, str]) -> dict[str, Any]:
+    """PEFT's settings of a LoRA, from the metadata of the file or from the folder of PEFT."""
+    beside = path.parent / "adapter_config.json"
+    if path.name == "adapter_model.safetensors" and beside.exists():
+        return read_json(beside, dict[str, Any], CheckpointError)
+    with suppress(ValueError, ConfigError):
+        values = json.loads(header.get(METADATA, "{}"))
+        return {name.removeprefix("transformer."): value for name, value in values.items()}
+    return {}
+
+
+def _scaled(
+    raw: Mapping[str, Tensor], layers: set[str], settings: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The tensors of a file with alpha / rank in B, under PEFT's or kohya's names without alphas
+    that change anything.
+
+    The alpha of a layer is its own tensor, or that of the `settings`, or its rank.
+    """
+    ranks = {found[1]: len(raw[name]) for name in raw if (found := MATRIX.fullmatch(name))}
+    patterns: Mapping[str, float] = settings.get("alpha_pattern") or {}
+    scaled: dict[str, Tensor] = {}
+    for name, tensor in raw.items():
+        layer = next((x for x in layers if name.startswith(f"{x}.")), "")
+        if name == f"{layer}.alpha":
+            if any("lora_down" in n or "lora.down" in n for n in raw if n.startswith(f"{layer}.")):
+                scaled[name] = tensor.new_tensor(float(ranks[layer]))
+            continue
+        scaled[name] = tensor
+        if layer and re.search(r"lora_B|lora_up|lora\.up", name):
+            rank = ranks[layer]
+            own = raw.get(f"{layer}.alpha")
+            usual = next((patterns[p] for p in patterns if layer.endswith(p)), None)
+            usual = usual or settings.get("lora_alpha") or rank
+            alpha = float(usual if own is None else own)
+            divisor = rank**0.5 if settings.get("use_rslora") else rank
+            scaled[name] = tensor.float() * (alpha / divisor)
+    return scaled

@@ -1,0 +1,191 @@
+"""Saved weights, by what a user types: a run in any state, a checkpoint of it, a LoRA of any
+program, a transformer, or a name on the Hub.
+"""
+
+import re
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from flowrl.core.errors import CheckpointError, ConfigError
+from flowrl.run.checkpoint import Checkpoints, load_tensors, load_weights
+from flowrl.run.reading import read_json
+from flowrl.run.records import load_run
+from flowrl.run.results import holds
+
+LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+"""Names of LoRA files in a folder: diffusers' and PEFT's. Any other name must be the only one."""
+KINDS = (
+    "the folder of a run (RUN), a checkpoint of it (RUN@000010, RUN@best, RUN@last), a LoRA (file"
+    " or folder), a folder with a transformer, or a name on the Hub (OWNER/NAME or"
+    " OWNER/NAME/FILE.safetensors)"
+)
+HUB_NAME = re.compile(r"([\w][\w.-]*/[\w][\w.-]*)(?:/([\w./-]+\.safetensors))?")
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """Weights on the disk.
+
+    Args:
+        kind: what `path` is: the folder of a run, a LoRA (its file), or the folder of a transformer
+            in diffusers' form.
+        path: the folder or the file.
+        checkpoint: of a run, the name of its checkpoint; "" for the weights of its end.
+        live: of a run's checkpoint, the weights themselves and not their average.
+    """
+
+    kind: Literal["run", "lora", "transformer"]
+    path: Path
+    checkpoint: str = ""
+    live: bool = False
+
+    def __str__(self) -> str:
+        at = f"@{self.checkpoint}" if self.checkpoint else ""
+        return f"{self.path}{at}{' (live)' if self.live else ''}"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The trained weights of a run by the names of its parameters. Raises `CheckpointError` if
+        the file is missing or damaged.
+        """
+        if not self.checkpoint:
+            return load_weights(self.path / "weights.safetensors")
+        prefix = "weight." if self.live else "average."
+        return load_tensors(Checkpoints(self.path).path(self.checkpoint), prefix)
+
+
+def find_weights(text: str | Path, live: bool = False, option: str = "weights") -> SavedWeights:
+    """The weights that `text` names (`KINDS`); a run that has not ended has those of its newest
+    checkpoint.
+
+    Args:
+        text: what the user typed.
+        live: use a run's weights and not their average.
+        option: the name of the option, for errors.
+
+    Raises:
+        CheckpointError: there are no such weights; nothing has been loaded.
+    """
+    place = Path(text)
+    head, at, name = str(text).rpartition("@")
+    if at and not place.exists() and holds(Path(head), "algorithm"):
+        return _of_run(Path(head), name, live, option)
+    if holds(place, "algorithm"):
+        return _of_run(place, "", live, option)
+    if place.suffix == ".safetensors" and holds(place.parent, "algorithm"):
+        return _of_run(place.parent, "", live, option)
+    if place.suffix == ".safetensors" and holds(place.parent.parent, "algorithm"):
+        return _of_run(place.parent.parent, place.stem, live, option)
+    if live:
+        raise CheckpointError(f"{option}: {text} is no run, so it has no live weights")
+    if not place.exists() and (hub := HUB_NAME.fullmatch(str(text))):
+        place = _downloaded(hub[1], hub[2] or "", option)
+    if holds(place, "arms"):
+        runs = sorted(str(path.parent) for path in place.glob("runs/*/config.json"))
+        such = f", such as {runs[0]}" if runs else ""
+        raise CheckpointError(f"{option}: {text} is a comparison; allowed: one of its runs{such}")
+    for folder in (place / "transformer", place):
+        if _is_transformer(folder):
+            return SavedWeights("transformer", folder)
+    return SavedWeights("lora", _lora_file(place, str(text), option))
+
+
+def best_checkpoint(run: Path) -> str:
+    """The checkpoint of `run` with the highest held-out reward, among those that were evaluated and
+    are kept. Raises `CheckpointError` if there is none.
+    """
+    kept = Checkpoints(run).names()
+    rewards = {
+        f"{row['iteration']:06d}": row["evaluation"]["reward"] for row in load_run(run).evaluations
+    }
+    evaluated = [name for name in kept if name in rewards]
+    if not evaluated:
+        raise CheckpointError(
+            f"{run} has no checkpoint that was evaluated (checkpoints: {', '.join(kept) or 'none'};"
+            f" evaluated: {', '.join(rewards)})"
+        )
+    return max(evaluated, key=rewards.__getitem__)
+
+
+def _of_run(run: Path, name: str, live: bool, option: str) -> SavedWeights:
+    checkpoints, done = Checkpoints(run), run / "done.json"
+    has_ended = done.exists() and (run / "weights.safetensors").exists()
+    if not name and has_ended:
+        if not live:
+            return SavedWeights("run", run)
+        ended = read_json(done, dict[str, Any])
+        name = f"{ended.get('exported', ended['iterations']):06d}"
+    if not checkpoints.newest:
+        raise CheckpointError(
+            f"{option}: the run in {run} has no checkpoint yet; it writes one every"
+            " checkpoint_every iterations, and when it pauses"
+        )
+    if name == "best":
+        name = best_checkpoint(run)
+    if name in ("", "last"):
+        name = checkpoints.newest
+    name = f"{int(name):06d}" if name.isdigit() else name
+    if name not in checkpoints.names():
+        raise CheckpointError(
+            f"{option}: no checkpoint {name!r} in {run}; allowed: best, last or one of"
+            f" {checkpoints.listed()}"
+        )
+    return SavedWeights("run", run, name, live)
+
+
+def _is_transformer(folder: Path) -> bool:
+    """Whether `folder` has the config of a transformer of diffusers."""
+    try:
+        kind = str(read_json(folder / "config.json", dict[str, Any]).get("_class_name", ""))
+    except ConfigError:
+        return False
+    return "Transformer" in kind
+
+
+def _lora_file(place: Path, text: str, option: str) -> Path:
+    """The LoRA in the file or folder `place`."""
+    files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
+    named = [file for file in files if file.name in LORA_FILES]
+    files = named[:1] or files
+    if len(files) == 1 and files[0].suffix == ".safetensors":
+        return files[0]
+    found = (
+        "does not exist"
+        if not place.exists()
+        else f"holds {', '.join(file.name for file in files[:4])}"
+        if files
+        else f"holds no weights ({_content(place)})"
+    )
+    raise CheckpointError(f"{option}: {text} {found}; allowed: {KINDS}")
+
+
+def _content(place: Path) -> str:
+    """What is in a folder, for an error."""
+    if place.is_file():
+        return "a file that is not in safetensors format"
+    names = sorted(path.name for path in place.iterdir())
+    return ", ".join(names[:5]) + ", ..." * (len(names) > 5) or "empty"
+
+
+def _downloaded(name: str, file: str, option: str) -> Path:
+    """The folder or the file of a repository on the Hub, from the local cache or downloaded."""
+    hub: Any = import_module("huggingface_hub")
+    try:
+        if file:
+            return Path(hub.hf_hub_download(name, file))
+        patterns = [*LORA_FILES, "adapter_config.json", "transformer/*"]
+        return Path(hub.snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:
+        off = hub.constants.HF_HUB_OFFLINE
+        advice = (
+            "downloads are off: set HF_HUB_OFFLINE=0"
+            if off
+            else "check its name, its licence and your token (hf auth login)"
+        )
+        raise CheckpointError(
+            f"{option}: {name} is no file or folder, and it is not among the downloaded weights"
+            f" ({type(error).__name__}); {advice}. Allowed: {KINDS}"
+        ) from error
