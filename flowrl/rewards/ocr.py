@@ -57,6 +57,14 @@ class OCR:
     threads: Whole = 0
     on_cpu: ClassVar[bool] = True
 
+    def refuses(self, prompt: Prompt) -> str:
+        """Why `score` raises an error for `prompt`; "" if it does not."""
+        try:
+            target_text(prompt, self.form)
+        except RewardError as error:
+            return str(error)
+        return ""
+
     def load(self) -> Any:
         """The recogniser, loaded at the first call."""
         threads = self.threads or torch.get_num_threads()

@@ -59,7 +59,7 @@ from flowrl.run.parts.plugins import versions
 from flowrl.run.parts.settings import settings_text
 from flowrl.run.parts.trust import check_code, record_code
 from flowrl.run.reading import as_kind, read_bytes, read_json, read_tensors, reading
-from flowrl.run.results import MetricsRow, has_progress, holds
+from flowrl.run.results import MetricsRow, has_progress, holds, require_no_run
 from flowrl.run.sizes import find_sizes, out_of_memory
 from flowrl.run.started import (
     changed_settings,
@@ -183,8 +183,7 @@ class Run:
             trial().try_parts([self.config], self._warn_of_trial)
         lock = folder_lock(self.folder)
         if not resume:
-            need = "a folder without a run; to continue a run, use --resume"
-            require(not has_progress(self.folder), "out", str(self.folder), need)
+            require_no_run(self.folder)
             # a start that fails before its first iteration leaves no files, and may be repeated
             made, kept = partial(holds, entry="algorithm"), partial(has_progress, self.folder)
             lock = new_folder(self.folder, "run", made, kept)

@@ -47,7 +47,7 @@ def load_policy(
 def _load(source: Source, options: PolicyOptions) -> PipelinePolicy:
     dtypes = {"default": DTYPES[options.dtype], "vae": torch.float32}
     dtypes["transformer"] = torch.float32 if options.trained == "full" else dtypes["default"]
-    family, index, quantization = source.family, source.index, _quantization(options)
+    family, index, quantizing = source.family, source.index, quantization(options)
     tokens = options.max_sequence_length or family.text_tokens
     files = TextFiles(source, options.dtype, tokens)
     place = files.place
@@ -60,7 +60,7 @@ def _load(source: Source, options: PolicyOptions) -> PipelinePolicy:
     networks["transformer"] = (
         source.without_weights("transformer")
         if options.load_to == "meta"
-        else _complete(source, "transformer", dtypes["transformer"], quantization)
+        else _complete(source, "transformer", dtypes["transformer"], quantizing)
     )
     settings = {"use_safetensors": True, "dtype": dtypes}
     pipe = source.kind.from_pretrained(
@@ -99,7 +99,7 @@ def _load(source: Source, options: PolicyOptions) -> PipelinePolicy:
     return PipelinePolicy(pipe, family, options, unchanged_encoders if lazy else None, store)
 
 
-def _quantization(options: PolicyOptions) -> Any:
+def quantization(options: PolicyOptions) -> Any:
     """diffusers' configuration of `options.quantize`; None for no quantisation. Raises
     `ConfigError` if the package that it needs is missing.
     """
@@ -120,15 +120,15 @@ def _quantization(options: PolicyOptions) -> Any:
     )
 
 
-def _complete(source: Source, part: str, dtype: torch.dtype, quantization: Any = None) -> Any:
+def _complete(source: Source, part: str, dtype: torch.dtype, quantizing: Any = None) -> Any:
     """A network of the pipeline with every weight from its files; diffusers would fill missing
     weights with random numbers, or leave them on meta.
     """
     kind = source.part(part)
-    settings = {"quantization_config": quantization} if quantization else {}
+    settings = {"quantization_config": quantizing} if quantizing else {}
     if part in source.in_file:
         # diffusers would round the layers that the class keeps in float32; the policy does not
-        kept = getattr(kind, "_keep_in_fp32_modules", None) and not quantization
+        kept = getattr(kind, "_keep_in_fp32_modules", None) and not quantizing
         settings["torch_dtype"] = torch.float32 if kept else dtype
         with quiet():
             network = kind.from_single_file(

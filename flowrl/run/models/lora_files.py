@@ -53,7 +53,9 @@ class Lora:
         """All tensors as in a file of diffusers: those of the transformer begin with
         "transformer.".
         """
-        return {f"transformer.{name}": tensor for name, tensor in self.tensors.items()} | self.others
+        return {
+            f"transformer.{name}": tensor for name, tensor in self.tensors.items()
+        } | self.others
 
 
 def lora_of_run(tensors: Mapping[str, Tensor], scale: float) -> Lora:
@@ -88,7 +90,9 @@ def read_lora(path: Path, pipeline: Any, option: str = "weights") -> Lora:
             " lora_down and lora_up"
         )
     raw = _scaled(raw, layers, _settings(path, header))
-    named = {re.sub(r"^base_model\.model\.(transformer\.)?", "transformer.", n): raw[n] for n in raw}
+    named = {
+        re.sub(r"^base_model\.model\.(transformer\.)?", "transformer.", n): raw[n] for n in raw
+    }
     with reading(path, CheckpointError):
         named = pipeline.lora_state_dict(named)
     ours = {n: t for n, t in named.items() if n.startswith("transformer.")}

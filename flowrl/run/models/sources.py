@@ -118,6 +118,8 @@ class Source:
         for part in self.parts:
             if part not in self.in_file:
                 self.variant(part)
+        if not self.can_be_on_meta:
+            return
         with reading(self.subject):
             expected, given = self.expected("transformer"), self.shapes("transformer")
         if given is not None and (missing := sorted(expected.keys() - given.keys())):
@@ -129,6 +131,25 @@ class Source:
         if given and wrong:
             both = f"{given[wrong[0]]} in the file, {expected[wrong[0]]} by its config.json"
             raise ConfigError(f"{self.subject}: {wrong[0]} of the transformer is {both}")
+
+    @property
+    def can_be_on_meta(self) -> bool:
+        """Whether transformer and image decoder can be made of their config.json, as diffusers'."""
+        return all(hasattr(self.part(name), "load_config") for name in ("transformer", "vae"))
+
+    def on_meta(self) -> Any:
+        """The pipeline with transformer and image decoder on meta, without text encoders."""
+        networks = {part: self.without_weights(part) for part in ("transformer", "vae")}
+        absent = dict.fromkeys(part for part in self.parts if part not in networks)
+        logging: Any = import_module("diffusers.utils.logging")
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        try:
+            with reading(self.subject):
+                return self.kind.from_pretrained(self.folder, **networks, **absent)
+        finally:
+            if shown:
+                logging.enable_progress_bar()
 
     def without_weights(self, part: str) -> Any:
         """A network on meta. Its buffers are computed, as by diffusers: those that are not in its
