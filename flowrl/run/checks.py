@@ -211,7 +211,7 @@ class _Checks:
         require_room(self.config, policy.latent_shape, self.processes)
         self.policy = policy
         count = sum(parameter.numel() for parameter in policy.trainable().values())
-        trained = f"LoRA of rank {options.lora_rank}" if policy.adapters else "full"
+        trained = f"LoRA of rank {options.lora_rank}" if options.trained == "lora" else "full"
         latents, pixels = (" x ".join(map(str, s)) for s in (policy.latent_shape, options.size))
         return f"{pixels} pixels, latents {latents}; {trained}, {count:,} trained weights"
 
