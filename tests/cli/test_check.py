@@ -220,6 +220,16 @@ def test_a_heldout_reward_that_will_be_left_out_is_no_error(here, capsys):
     )
 
 
+def test_a_model_that_is_not_downloaded_yet_is_no_error(here, capsys, monkeypatch):
+    assert flowrl_(line("--check", model="owner/model")) == 2
+    assert "hf download owner/model" in capsys.readouterr().out
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert flowrl_(line("--check", model="owner/model")) == 0
+    printed = capsys.readouterr().out
+    assert "owner/model is not downloaded yet, so its parts are not checked" in printed
+    assert "\nnetwork" not in printed
+
+
 def test_a_built_in_world_is_checked_too(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert flowrl_("train --world mixture --check") == 0

@@ -76,6 +76,36 @@ def sd3_layout(network):
     return {f"model.diffusion_model.{name}": tensor.contiguous() for name, tensor in made.items()}
 
 
+WAN = {
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "attn1": "self_attn",
+    "attn2": "cross_attn",
+    "to_out.0": "o",
+    "to_q": "q",
+    "to_k": "k",
+    "to_v": "v",
+    "proj_out": "head.head",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+    ".norm2.": ".norm3.",
+}
+
+
+def wan_layout(network):
+    """The weights of diffusers' Wan transformer in the layout of its authors."""
+    made = {}
+    for name, tensor in network.state_dict().items():
+        for mine, theirs in WAN.items():
+            name = name.replace(mine, theirs)
+        table = "modulation" if name.startswith("blocks") else "head.modulation"
+        made[name.replace("scale_shift_table", table)] = tensor.contiguous()
+    return made
+
+
 def vae_layout(decoder):
     """The weights of diffusers' tiny image decoder in the layout of its authors."""
     made, blocks = {}, len(decoder.decoder.up_blocks)
@@ -202,6 +232,16 @@ def test_a_file_in_the_authors_layout(load_to, folders, cache, tmp_path):
         return
     assert same(loaded, CASES["sd3"].policy(pipe))
     assert loaded.prompts.store.folder == stored_by(original)
+
+
+def test_a_wan_file_in_the_authors_layout(folders, cache, tmp_path):
+    """In bfloat16 some layers stay in float32, as those of a folder do."""
+    file, options = tmp_path / "tuned.safetensors", CASES["wan"].options
+    save_file(wan_layout(CASES["wan"].make().transformer), file)
+    for dtype in ("float32", "bfloat16"):
+        given = replace(options, dtype=dtype)
+        loaded = load_policy(str(file), replace(given, original=str(folders / "wan")))
+        assert same(loaded, load_policy(str(folders / "wan"), given)), dtype
 
 
 def stored_by(model):
