@@ -25,8 +25,9 @@ from flowrl.run.build import check, make_reward, policy_options, require_room
 from flowrl.run.config import RunConfig
 from flowrl.run.evaluation import make_heldout_metrics
 from flowrl.run.logging import tracker_name
+from flowrl.run.models.hub import find_source
 from flowrl.run.models.load import quantization
-from flowrl.run.models.sources import Source, find_source
+from flowrl.run.models.sources import Source
 from flowrl.run.optim import make_optimizer
 from flowrl.run.parts.prompts import prompt_places
 from flowrl.run.parts.registry import find_maker
@@ -129,6 +130,8 @@ class _Checks:
         return f"optimizer {config.optim.optimizer}, tracker {tracker}{weights}"
 
     def reward(self) -> str:
+        if self.out is None:  # a run that has begun goes on with its prompts
+            return ""
         environment, texts = self.config.environment, list[str]()
         spec = environment.reward
         if spec and _can_be_asked("reward", spec):
@@ -205,7 +208,7 @@ class _Checks:
         options = replace(policy_options(self.config), compile=False)
         if not self.found_device:  # that error is known
             options = replace(options, device="cpu", attention_backend=None)
-        with warnings.catch_warnings():
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*non-meta parameter")  # of an adapter
             policy = PipelinePolicy(self.source.on_meta(), self.source.family, options)
         require_room(self.config, policy.latent_shape, self.processes)

@@ -243,7 +243,8 @@ def test_a_run_is_checked_again_when_it_is_resumed(tmp_path, capsys, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert flowrl_("train --preset tiny --world mixture --iterations 1 --out run") == 0
     assert flowrl_("train --resume run --check") == 0
-    assert "out" not in [row.split()[0] for row in capsys.readouterr().out.splitlines()[-3:]]
+    rows = [row.split()[0] for row in capsys.readouterr().out.splitlines()[-3:]]
+    assert rows == ["settings", "device", "packages"]
 
 
 # ----- What a reward says of a prompt

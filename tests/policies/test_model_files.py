@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from flowrl.core.errors import ConfigError
 from flowrl.run.config import preset
-from flowrl.run.models import sources
+from flowrl.run.models import hub
+from flowrl.run.models.hub import find_source, not_found
 from flowrl.run.models.load import load_policy
-from flowrl.run.models.sources import find_source, not_found
 from flowrl.run.plan import memory, plan
 from flowrl.testing.tiny import TINY, WIDTH, make_tokenizer, seeded, tiny_sd3
 
@@ -297,6 +297,13 @@ def test_a_file_with_a_whole_pipeline(dtype, cache, tmp_path):
     options = replace(options, original=str(original))
     loaded = load_policy(str(file), options)
     assert torch.equal(velocity(loaded), reference[0]) and torch.equal(draw(loaded), reference[1])
+    find_source(str(file), str(original)).check()
+    lost = {n: t for n, t in tensors.items() if n != "first_stage_model.decoder.conv_in.weight"}
+    save_file(lost, tmp_path / "lost.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"1 of \d+ weights of the vae .*decoder\.conv_in\.weight"
+    ):
+        find_source(str(tmp_path / "lost.safetensors"), str(original)).check()
     first = loaded.prompts.store.folder
     assert cache in first.parents
     again = load_policy(str(file), options)
@@ -354,6 +361,13 @@ def named(name, tensors=None):
     return change
 
 
+def headless(path):
+    card = path / "model_index.json"
+    entries = json.loads(card.read_text())
+    card.write_text(json.dumps({n: v for n, v in entries.items() if n != "transformer"}))
+    return path
+
+
 def damaged(path):
     file = path.parent / "damaged.safetensors"
     file.write_bytes(b"no header")
@@ -378,6 +392,7 @@ REFUSED = {
     ),
     "no original": (named("x.safetensors"), "", r"is a single file; add --original FOLDER"),
     "a pickled file": (named("x.ckpt"), "", r"another format; allowed: a \.safetensors file"),
+    "not a pipeline": (headless, "", r"model_index\.json has a transformer"),
     "damaged": (damaged, "same", r"damaged\.safetensors cannot be read"),
     "8 bits": (named("x.safetensors", EIGHT), "same", r"F32, F16 or BF16 \(a\.weight .* F8_E4M3"),
     "another model": (
@@ -460,5 +475,5 @@ def test_a_variant_on_the_hub_is_downloaded_if_there_is_nothing_else(tmp_path):
         return str(tmp_path)
 
     kind = SimpleNamespace(download=download)
-    assert sources._downloaded(kind, "owner/model") == tmp_path
+    assert hub._downloaded(kind, "owner/model") == tmp_path
     assert tried == [None, "fp16", "bf16"]

@@ -13,8 +13,9 @@ from flowrl.policies.families import Family
 from flowrl.policies.pipeline import DTYPES, PipelinePolicy
 from flowrl.policies.prompt_length import quiet
 from flowrl.run.models.embedded import EmbeddingsFolder, TextFiles
+from flowrl.run.models.hub import find_source
 from flowrl.run.models.prompt_cache import DiskStore
-from flowrl.run.models.sources import Source, find_source
+from flowrl.run.models.sources import Source
 from flowrl.run.reading import reading
 
 
