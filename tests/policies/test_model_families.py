@@ -264,7 +264,7 @@ def test_quantised_weights_are_frozen_under_a_lora(pair, dtype, tmp_path):
 def test_quantisation_that_cannot_be_is_refused(kind, found, message, monkeypatch):
     monkeypatch.setattr(load, "find_spec", lambda name: found)
     with pytest.raises(ConfigError, match=message):
-        load._quantization(replace(TINY, quantize=kind))
+        load.quantization(replace(TINY, quantize=kind))
 
 
 def on_disk(policy, limit=2048):
