@@ -62,7 +62,8 @@ class TextFiles:
         known = [libraries, pipeline.__name__, code, self.dtype, self.tokens, entries]
         digest = hashlib.sha256(repr(known).encode())
         for path in self._files():
-            place = path.name if path == self.source.file else path.relative_to(self.source.folder)
+            single = path == self.source.file
+            place = "single file" if single else path.relative_to(self.source.folder)
             digest.update(f"{place} {_hash_of(path)}\n".encode())
         name = f"{pipeline.__name__}-{self.dtype}-{self.tokens}-{digest.hexdigest()[:32]}"
         return cache_folder() / "prompts" / name
