@@ -246,7 +246,8 @@ class RewardModel(Protocol):
 
     Optional methods: `load()` reads the weights, before a run loads the policy. `refuses(prompt)`
     returns why images of a prompt cannot be scored, as a text, and "" if they can; it needs no
-    weights. A run calls it for all prompts before it loads anything. Of a reward with
+    weights. A run calls it for all prompts before it loads anything, and looks for the packages
+    that a class attribute `packages` names, as in ``packages = ("rapidocr",)``. Of a reward with
     named components, which are logged and may be credited separately, `parts(images, prompts)`
     returns every component's scores [sample] before weighting, by name, and `total(parts)` the
     reward [sample]. `score` equals ``total(parts(images, prompts))``.

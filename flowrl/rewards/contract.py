@@ -4,6 +4,7 @@ invalid samples.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -75,6 +76,18 @@ def refusal(reward: object, prompt: Prompt) -> str:
         kind = type(reason).__name__
         raise RewardContractError(f"{name} returned a {kind}; allowed: a text, empty for none")
     return reason
+
+
+def require_packages(reward: object) -> None:
+    """Raise `ConfigError` if one of the `packages` of a reward, or of a reward inside it, is not
+    installed.
+    """
+    for package in getattr(reward, "packages", ()):
+        if find_spec(package) is None:
+            name = type(reward).__name__
+            raise ConfigError(f"reward: {name} needs the package {package}: pip install {package}")
+    for part in _inside(reward):
+        require_packages(part)
 
 
 def load_reward(reward: object) -> None:

@@ -20,7 +20,7 @@ from flowrl.core.types import Prompt
 from flowrl.policies import device_of
 from flowrl.policies.pipeline import PipelinePolicy
 from flowrl.policies.prompt_length import cut_prompts
-from flowrl.rewards.contract import refusal
+from flowrl.rewards.contract import refusal, require_packages
 from flowrl.run.build import check, make_reward, policy_options, require_room
 from flowrl.run.config import RunConfig
 from flowrl.run.evaluation import make_heldout_metrics
@@ -135,12 +135,15 @@ class _Checks:
         environment, texts = self.config.environment, list[str]()
         spec = environment.reward
         if spec and _can_be_asked("reward", spec):
-            count = self._require_scored(make_reward(self.config))
+            reward = make_reward(self.config)
+            require_packages(reward)
+            count = self._require_scored(reward)
             texts.append(f"{spec}, which refuses none of {count:,} prompts")
         elif spec:
             texts.append(f"{spec}, which has no method refuses")
         for name, reward in make_heldout_metrics(self.config, self.world).rewards.items():
             if _can_be_asked("heldout_rewards", name):
+                require_packages(reward)
                 prompts = self._prompts["heldout"]
                 refused = [one for one in prompts if refusal(reward, one)]
                 if refused:

@@ -179,6 +179,13 @@ def test_a_poor_machine_is_found(change, options, message, here, capsys, monkeyp
     assert re.search(f"error: {message}", capsys.readouterr().out)
 
 
+def test_a_package_of_the_reward_is_found_to_be_missing(here, capsys, monkeypatch):
+    monkeypatch.setattr("flowrl.rewards.contract.find_spec", lambda name: None)
+    for reward in ("ocr", "weighted-sum(models={text:ocr})"):
+        assert flowrl_(line("--check", prompts="signs.txt", reward=f"'{reward}'")) == 2
+        assert "needs the package rapidocr: pip install rapidocr" in capsys.readouterr().out
+
+
 def test_all_errors_are_listed(here, capsys):
     wrong = {"resolution": "68", "tracker": "trackio", "reward": "ocr", "device": "cuda:99"}
     assert flowrl_(line("--check", **wrong, out="run")) == 2
