@@ -42,7 +42,7 @@ from flowrl.bench.page import Table
 from flowrl.rollout import EVALUATION_SEED
 from flowrl.run.config import RunConfig, load_config
 from flowrl.run.io import write_json
-from flowrl.run.models.load import family_of
+from flowrl.run.models.hub import family_of
 from flowrl.run.models.memory import Memory
 from flowrl.run.plan import memory, memory_text, plan, plan_text
 from flowrl.run.workers import usable_cores

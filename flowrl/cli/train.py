@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 FROM = "With --resume: the checkpoint to continue from, such as 000010; later ones are deleted."
-PLANNED = ("trust", "trial", "plan", "card", "processes", "launch")
+PLANNED = ("trust", "trial", "plan", "check", "card", "processes", "launch")
 READ = {
     "resume": ("start", "change", "changed_code", "profile", *PLANNED),
     "config": ("out", *PLANNED),
@@ -57,6 +57,8 @@ GRACE = 4.0
 """Seconds in which a second signal ends the process."""
 PLAN_INDENT = 21
 """Columns of the labels of a plan."""
+CHECK_INDENT = 10
+"""Columns of the labels of `check`."""
 TrainOptions = options_class("TrainOptions")
 
 
@@ -189,6 +191,10 @@ class Train:
     """The launcher's config file (`flowrl presets --accelerate`) that `plan` assumes: with fsdp2
     and zero2, weights, gradients and moments are sharded across the processes.
     """
+    check: bool = False
+    """Check settings, packages, devices, files and prompts in seconds, list the results, and train
+    nothing; returns 2 if a check fails. Training begins with the same checks.
+    """
     trust: bool = False
     """Run code that the settings file of `resume`, `config` or `preset` names, and use its
     addresses and keys.
@@ -261,6 +267,9 @@ class Train:
         require(self.plan or not self.processes, "processes", self.processes, allowed)
         require(self.plan or self.launch == "ddp", "launch", self.launch, allowed)
         require(self.plan or self.card == Train.card, "card", self.card, "only with --plan")
+        require(not (self.check and self.plan), "check", True, "without --plan")
+        if self.check:
+            return self._check()
         if not self.plan:
             return self._train()
         card_of(self.card)
@@ -290,15 +299,31 @@ class Train:
             rows = [json.loads(row) for row in read_text(out / "metrics.jsonl").splitlines()]
             say(planned_and_measured(config, rows, card, size))
 
-    def _start(self) -> tuple[RunConfig, Path]:
+    def _check(self) -> int:
+        """Print what is checked before training, and each result."""
+        from flowrl.run.checks import findings
+
+        config, failed = self.configuration(), False
+        for finding in findings(config, None if self.resume else self._folder(config)):
+            failed |= finding.error is not None
+            text = f"{'error: ' if finding.error else ''}{finding.text}"
+            print(fitted(f"{finding.subject:<{CHECK_INDENT}}{text}", CHECK_INDENT), flush=True)
+        return 2 if failed else 0
+
+    def _start(self, processes: int) -> tuple[RunConfig, Path]:
         """The settings, checked, and the run's folder."""
-        from flowrl.run.build import check
+        from flowrl.run.checks import require_ready
 
         config = self.configuration()
-        check(config)
+        out = self._folder(config)
+        require_ready(config, None if self.resume else out, processes)
+        return config, out
+
+    def _folder(self, config: RunConfig) -> Path:
+        """The run's folder."""
         name = run_name(config, self.base)
         new = Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")
-        return config, self.resume or self.out or new
+        return self.resume or self.out or new
 
     def _settings_text(self, config: RunConfig) -> str:
         """Which settings a new run in a built-in world has, if `flowrl compare` has others."""
@@ -323,7 +348,7 @@ class Train:
         runs = list[Run]()
         with asked_to_stop(runs) as asked:
             with Distributed.join() as distributed:
-                config, out = distributed.in_main(self._start)
+                config, out = distributed.in_main(lambda: self._start(distributed.world_size))
                 device_of(config.policy.device)
                 if config.policy.device == "cpu":
                     torch.set_num_threads(1)

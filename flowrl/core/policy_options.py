@@ -34,8 +34,12 @@ class PolicyOptions:
     """The trained network."""
 
     model: Text = None
-    """Train this model instead of a built-in one: the folder of a diffusers pipeline, or its name
-    on the Hub.
+    """Train this model instead of a built-in one: the folder of a diffusers pipeline, its name on
+    the Hub, or a single .safetensors file with a transformer (then give `original`).
+    """
+    original: Text = None
+    """If `model` is a single file: the folder or Hub name of the diffusers pipeline that it was
+    trained from, for the configs, the tokenizers and the parts that the file does not contain.
     """
     base_weights: Text = None
     """Base weights for the world's policy instead of its own; `flowrl pretrain` makes them for

@@ -244,7 +244,10 @@ class RewardModel(Protocol):
     be pickled. While the policy samples, a pool of processes computes it, on images in float32 in
     main memory.
 
-    Optional methods: `load()` reads the weights, before a run loads the policy. Of a reward with
+    Optional methods: `load()` reads the weights, before a run loads the policy. `refuses(prompt)`
+    returns why images of a prompt cannot be scored, as a text, and "" if they can; it needs no
+    weights. A run calls it for all prompts before it loads anything, and looks for the packages
+    that a class attribute `packages` names, as in ``packages = ("rapidocr",)``. Of a reward with
     named components, which are logged and may be credited separately, `parts(images, prompts)`
     returns every component's scores [sample] before weighting, by name, and `total(parts)` the
     reward [sample]. `score` equals ``total(parts(images, prompts))``.
@@ -283,7 +286,8 @@ class GroupReward(Protocol):
     groups. NaN is allowed as for a `RewardModel` with `marks_invalid`: a sample that cannot be
     judged is then not compared with the others of its group.
 
-    Optional methods of a reward with named components: `group_parts(images, prompts)` returns every
+    Optional methods: `load` and `refuses` as of a `RewardModel`; of a reward with named components,
+    `group_parts(images, prompts)` returns every
     component's scores [prompt, member] before weighting, by name, and `total(parts)` the reward,
     entry by entry, for any shape. `score_groups` equals ``total(group_parts(images, prompts))``.
     """

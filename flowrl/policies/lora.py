@@ -179,7 +179,8 @@ class Adapters:
 
         state: Any = get_peft_model_state_dict(self.network, adapter_name=TRAINED)
         tensors = {n: full(t.detach()) for n, t in state.items()}
-        return {n: t.cpu().contiguous() for n, t in _scaled(tensors, self.scale).items()}
+        scaled = _scaled(tensors, self.scale)
+        return {n: (t if t.is_meta else t.cpu()).contiguous() for n, t in scaled.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Start the trained adapter from a LoRA, as `tensors()` returns it: matrices of a lower

@@ -4,6 +4,7 @@ invalid samples.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -37,9 +38,14 @@ def _declares(reward: object, mark: str) -> bool:
     """
     if (declared := getattr(reward, mark, None)) is not None:
         return bool(declared)
+    return any(_declares(part, mark) for part in _inside(reward))
+
+
+def _inside(reward: object) -> list[AnyReward]:
+    """The rewards that a sum or a wrapper consists of."""
     inside = [getattr(reward, name, None) for name in ("reward", "model")]
     inside += dict(getattr(reward, "models", {})).values()
-    return any(_declares(part, mark) for part in inside if isinstance(part, AnyReward))
+    return [part for part in inside if isinstance(part, AnyReward)]
 
 
 def is_remote(reward: object) -> bool:
@@ -52,6 +58,36 @@ def marks_invalid(reward: AnyReward) -> bool:
     `protocols.RewardModel`.
     """
     return _declares(reward, "marks_invalid")
+
+
+def refusal(reward: object, prompt: Prompt) -> str:
+    """Why a reward, or a reward inside it, cannot score images of `prompt` (its `refuses`); "" if
+    it can, or does not say so.
+
+    Raises `PartError` if a user's `refuses` fails, and `RewardContractError` if it returns no text.
+    """
+    refuses = getattr(reward, "refuses", None)
+    if refuses is None:
+        return next(filter(None, (refusal(part, prompt) for part in _inside(reward))), "")
+    name = f"{type(reward).__name__}.refuses"
+    with part_call(name):
+        reason = refuses(prompt)
+    if not isinstance(reason, str):
+        kind = type(reason).__name__
+        raise RewardContractError(f"{name} returned a {kind}; allowed: a text, empty for none")
+    return reason
+
+
+def require_packages(reward: object) -> None:
+    """Raise `ConfigError` if one of the `packages` of a reward, or of a reward inside it, is not
+    installed.
+    """
+    for package in getattr(reward, "packages", ()):
+        if find_spec(package) is None:
+            name = type(reward).__name__
+            raise ConfigError(f"reward: {name} needs the package {package}: pip install {package}")
+    for part in _inside(reward):
+        require_packages(part)
 
 
 def load_reward(reward: object) -> None:

@@ -24,7 +24,7 @@ from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.options import Count, checked_options
 from flowrl.core.types import Prompt
 from flowrl.rewards.clip import DATA_ONLY, ClipNetwork, Precision, load_network, loading
-from flowrl.rewards.geneval_requests import COLOURS, Clause, Request, request_of
+from flowrl.rewards.geneval_requests import COLOURS, OBJECTS, Clause, Request, request_of
 from flowrl.rewards.images import Images, to_pillow
 
 RENAMED = {
@@ -121,6 +121,16 @@ class GenEval:
     device: str = "cpu"
     dtype: Precision = "float32"
     batch: Count = 8
+
+    def refuses(self, prompt: Prompt) -> str:
+        """Why `score` raises an error for `prompt`; "" if it does not. The classes of a `model`
+        other than the default are not known before it is loaded.
+        """
+        try:
+            _request(prompt, OBJECTS if self.model == GenEval.model else None)
+        except RewardError as error:
+            return str(error)
+        return ""
 
     def load(self) -> "Detector":
         """The detector, loaded with the CLIP model for colours at the first call."""
@@ -249,7 +259,7 @@ def _crop(image: Tensor, detection: Detection) -> Tensor:
     return image[:, top : max(bottom, top + 1), left : max(right, left + 1)]
 
 
-def _request(prompt: Prompt, known: Sequence[str]) -> Request:
+def _request(prompt: Prompt, known: Sequence[str] | None) -> Request:
     """The prompt's request; its classes must be among those `known` to the detector."""
     try:
         request = request_of(prompt.metadata)
@@ -257,8 +267,8 @@ def _request(prompt: Prompt, known: Sequence[str]) -> Request:
         raise RewardError(
             f"geneval: the prompt {prompt.text!r} {error}; write the prompts as JSON lines"
         ) from error
-    unknown = {clause.name for clause in (*request.include, *request.exclude)} - set(known)
-    if unknown:
+    names = {clause.name for clause in (*request.include, *request.exclude)}
+    if known is not None and (unknown := names - set(known)):
         raise RewardError(
             f"geneval: the detector has no class {', '.join(map(repr, unknown))}; allowed:"
             f" {', '.join(known[:100])}"

@@ -14,9 +14,10 @@ from annotated_types import Ge, Le
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
-from flowrl.core.errors import ConfigError, RewardError
+from flowrl.core.errors import RewardError
 from flowrl.core.options import Whole, checked_options
 from flowrl.core.types import Prompt
+from flowrl.rewards.contract import require_packages
 from flowrl.rewards.images import Images, to_pillow
 
 QUOTED = re.compile(r'"([^"]+)"|„([^“”]+)[“”]|“([^”]+)”|«([^»]+)»|「([^」]+)」')
@@ -56,9 +57,19 @@ class OCR:
     side: Annotated[int, Ge(32)] = 736
     threads: Whole = 0
     on_cpu: ClassVar[bool] = True
+    packages: ClassVar[tuple[str, ...]] = ("rapidocr", "onnxruntime")
+
+    def refuses(self, prompt: Prompt) -> str:
+        """Why `score` raises an error for `prompt`; "" if it does not."""
+        try:
+            target_text(prompt, self.form)
+        except RewardError as error:
+            return str(error)
+        return ""
 
     def load(self) -> Any:
         """The recogniser, loaded at the first call."""
+        require_packages(self)
         threads = self.threads or torch.get_num_threads()
         return _engine(self.confidence, self.side, threads)
 
@@ -113,11 +124,7 @@ def _plain(text: str) -> str:
 @lru_cache(maxsize=2)
 def _engine(confidence: float, side: int, threads: int) -> Any:
     """The recogniser, built once per setting."""
-    try:
-        rapidocr: Any = import_module("rapidocr")
-        import_module("onnxruntime")
-    except ImportError as error:
-        raise ConfigError('ocr: RapidOCR is not installed: pip install -e ".[rewards]"') from error
+    rapidocr: Any = import_module("rapidocr")
     limits = {"Global.text_score": confidence, "Det.limit_side_len": side}
     pools = [f"EngineConfig.onnxruntime.{pool}_op_num_threads" for pool in ("intra", "inter")]
     return rapidocr.RapidOCR(

@@ -179,9 +179,9 @@ def make_reward(config: RunConfig) -> AnyReward:
     return NoisyReward(cast(RewardModel, model), *errors, config.seed)
 
 
-def check(config: RunConfig) -> None:
-    """Raise an error if the world, the method or a name of a reward in `config` is not allowed;
-    builds no network.
+def check(config: RunConfig) -> World:
+    """The world. Raises an error if the world, the method or a name of a reward in `config` is not
+    allowed; builds no network. `flowrl.run.checks` checks the files, devices and packages, too.
     """
     world = make_world(config)
     make_method(config)
@@ -194,6 +194,7 @@ def check(config: RunConfig) -> None:
         find_weights(reference, option="reference")
     if config.policy.base_weights and config.environment.world in KINDS["world"].built_in:
         check_hash(Path(config.policy.base_weights))
+    return world
 
 
 def make_policy(config: RunConfig) -> FlowPolicy:

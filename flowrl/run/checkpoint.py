@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from flowrl.core.errors import CheckpointError, ConfigError, FlowrlError, part_call
 from flowrl.core.processes import Processes
 from flowrl.core.sharded import full_tensors
-from flowrl.run.config import load_config
 from flowrl.run.distributed import load_full_tensors
 from flowrl.run.io import flush_folder, write_bytes
 from flowrl.run.parts.prompts import prompts_digest
 from flowrl.run.parts.state import state_of
 from flowrl.run.parts.trust import trust_option
-from flowrl.run.reading import read_bytes, reading
+from flowrl.run.reading import read_bytes, read_json, reading
+from flowrl.run.records import without_groups
 from flowrl.trainer import Trainer
 
 FORMAT, EARLIER = "flowrl-checkpoint-5", "flowrl-checkpoint-4"
@@ -43,7 +43,8 @@ def to_resume(run: Path) -> str:
     """
     option = ""
     with suppress(FlowrlError):
-        option = trust_option(load_config(run / "config.json", trust=True).flat())
+        settings = without_groups(read_json(run / "config.json", dict[str, Any]))
+        option = trust_option(settings)
     return f"flowrl train --resume {shlex.quote(str(run))}{option}"
 
 

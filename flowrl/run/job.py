@@ -69,6 +69,7 @@ from flowrl.run.results import (
     comparable,
     has_progress,
     holds,
+    require_no_run,
 )
 from flowrl.run.sizes import find_sizes, out_of_memory
 from flowrl.run.started import (
@@ -197,8 +198,7 @@ class Run:
             trial().try_parts([self.config], self._warn_of_trial)
         lock = folder_lock(self.folder)
         if not resume:
-            need = "a folder without a run; to continue a run, use --resume"
-            require(not has_progress(self.folder), "out", str(self.folder), need)
+            require_no_run(self.folder)
             # a start that fails before its first iteration leaves no files, and may be repeated
             made, kept = partial(holds, entry="algorithm"), partial(has_progress, self.folder)
             lock = new_folder(self.folder, "run", made, kept)

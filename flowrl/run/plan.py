@@ -254,7 +254,8 @@ SCORED_TOGETHER = 512
 
 def known_architecture(config: RunConfig) -> Architecture | None:
     """The architecture of the run's model, if it is known."""
-    return architecture_of(config.policy.model) if config.policy.model else None
+    model = config.policy.original or config.policy.model
+    return architecture_of(model) if model else None
 
 
 def memory(counts: Plan, config: RunConfig) -> Memory | None:

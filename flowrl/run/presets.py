@@ -206,6 +206,7 @@ def method_overrides(
 
 
 MODEL_ONLY = (
+    "original",
     "prompts",
     "heldout_prompts",
     "resolution",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, require
 from flowrl.run.reading import read_bytes, read_json
 
 
@@ -81,6 +81,12 @@ def has_progress(folder: Path) -> bool:
         return True
     # row 0 is the untrained model's
     return metrics.exists() and read_bytes(metrics).count(b"\n") > 1
+
+
+def require_no_run(folder: Path) -> None:
+    """Raise `ConfigError` if `folder` has a run that a new one would overwrite."""
+    need = "a folder without a run; to continue a run, use --resume"
+    require(not has_progress(folder), "out", str(folder), need)
 
 
 def decimals(*changes: float, least: int = 3) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.run.checkpoint import LORA_FILE, Checkpoints, load_tensors, load_weights
 from flowrl.run.reading import read_json
-from flowrl.run.records import load_run
+from flowrl.run.records import load_run, without_groups
 from flowrl.run.results import holds
 
 LORA_FILES = (LORA_FILE, "adapter_model.safetensors")
@@ -47,6 +47,11 @@ class SavedWeights:
     def __str__(self) -> str:
         at = f"@{self.checkpoint}" if self.checkpoint else ""
         return f"{self.path}{at}{' (live)' if self.live else ''}"
+
+    def setting(self, name: str) -> Any:
+        """A setting in the config.json of a run."""
+        config = read_json(self.path / "config.json", dict[str, Any], CheckpointError)
+        return without_groups(config).get(name)
 
     def tensors(self) -> dict[str, Tensor]:
         """The trained weights of a run by the names of its parameters. Raises `CheckpointError` if

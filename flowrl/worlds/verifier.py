@@ -222,12 +222,16 @@ class ShapesQuality:
 
     quality: Quality
 
+    def refuses(self, prompt: Prompt) -> str:
+        """Why `score` raises an error for `prompt`; "" if it does not."""
+        lacks = self.quality == "palette" and not request_of(prompt).palette
+        return f"palette: the prompt {prompt.text!r} names no colour" if lacks else ""
+
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
         if self.quality == "clarity":
             return read(images).clarity
+        for reason in filter(None, map(self.refuses, prompts)):
+            raise RewardError(reason)
         requests = [request_of(prompt) for prompt in prompts]
-        for prompt, request in zip(prompts, requests, strict=True):
-            if self.quality == "palette" and not request.palette:
-                raise RewardError(f"palette: the prompt {prompt.text!r} names no colour")
         return looks(images, requests)[self.quality]

@@ -18,7 +18,7 @@ from flowrl.flow import UniformTimes
 from flowrl.losses import ClippedLoss
 from flowrl.probes import Completion, NoProbe, Substeps
 from flowrl.run.config import RunConfig
-from flowrl.run.models.load import family_of
+from flowrl.run.models.hub import family_of
 from flowrl.run.parts.registry import (
     KINDS,
     available,

@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from glob import escape, glob
 from importlib import import_module
@@ -19,6 +19,7 @@ from typing import Any
 from flowrl.core.errors import require
 from flowrl.policies.families import FAMILIES, Family
 from flowrl.run.io import cache_folder, write_bytes
+from flowrl.run.models.sources import Source
 from flowrl.run.reading import read_bytes
 
 OTHERS = {"transformer", "transformer_2", "vae", "scheduler"}
@@ -34,15 +35,11 @@ READ_AT_ONCE = 2**24
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The tokenizers and text encoders in a pipeline's `folder`, and all else that determines an
-    embedding: entries `index` of model_index.json, class `kind` of the pipeline, family, precision
-    and number of tokens.
+    """The tokenizers and text encoders of a pipeline, and all else that determines an embedding:
+    precision and number of tokens.
     """
 
-    folder: Path
-    index: Mapping[str, Any]
-    kind: Any
-    family: Family
+    source: Source
     dtype: str
     tokens: int
 
@@ -51,43 +48,46 @@ class TextFiles:
         """The folder of the embeddings, named by a digest of their origin; None if code that is
         neither flowrl's nor of a library embeds prompts, whose changes no digest would show.
         """
-        parts = [self.index[name] for name in self._parts if self.index[name][0]]
+        index, family, pipeline = self.source.index, self.source.family, self.source.kind
+        parts = [index[name] for name in self._parts if index[name][0]]
         kinds = [getattr(import_module(library), name, None) for library, name in parts]
-        own = type(self.family) not in FAMILIES.values()
-        own = own or any(map(callable, vars(self.family).values()))
-        if own or any(map(_replaced, [self.kind, type(self.family), *kinds])):
+        own = type(family) not in FAMILIES.values()
+        own = own or any(map(callable, vars(family).values()))
+        if own or any(map(_replaced, [pipeline, type(family), *kinds])):
             return None
         libraries = [import_module(name).__version__ for name in ("diffusers", "transformers")]
-        entries = [(name, value) for name, value in sorted(self.index.items()) if name[0] != "_"]
+        entries = [(name, value) for name, value in sorted(index.items()) if name[0] != "_"]
         entries = [entry for entry in entries if entry[0] not in OTHERS]
-        code = inspect.getsource(type(self.family).encode)
-        known = [libraries, self.kind.__name__, code, self.dtype, self.tokens, entries]
+        code = inspect.getsource(type(family).encode)
+        known = [libraries, pipeline.__name__, code, self.dtype, self.tokens, entries]
         digest = hashlib.sha256(repr(known).encode())
         for path in self._files():
-            digest.update(f"{path.relative_to(self.folder)} {_hash_of(path)}\n".encode())
-        name = f"{self.kind.__name__}-{self.dtype}-{self.tokens}-{digest.hexdigest()[:32]}"
+            single = path == self.source.file
+            place = "single file" if single else path.relative_to(self.source.folder)
+            digest.update(f"{place} {_hash_of(path)}\n".encode())
+        name = f"{pipeline.__name__}-{self.dtype}-{self.tokens}-{digest.hexdigest()[:32]}"
         return cache_folder() / "prompts" / name
 
     @property
     def _parts(self) -> list[str]:
         """The tokenizers, text encoders and whatever else is no part of `OTHERS`."""
-        given = sorted(self.index.items())
+        given = sorted(self.source.index.items())
         return [name for name, part in given if name not in OTHERS and isinstance(part, list)]
 
     def _files(self) -> Iterator[Path]:
         """All files of the parts. Raises `ConfigError` for weights elsewhere."""
+        if self.source.file and {*self._parts} & {*self.source.in_file}:
+            yield self.source.file
         for part in self._parts:
-            place = self.folder / part
+            place = self.source.folder / part
             found = glob(f"{escape(str(place))}/**", recursive=True, include_hidden=True)
             files = sorted(path for path in map(Path, found) if path.is_file())
             names = [str(path.relative_to(place)) for path in files]
-            if part in self.family.encoders and files:
-                weights = any(name.endswith(".safetensors") for name in names)
-                require(weights, f"model: {part}", names, "safetensors")
+            if part in self.source.family.encoders and files:
                 merged = "adapter_config.json" not in names
                 require(merged, f"model: {part}", "a LoRA", "merged weights (merge_and_unload)")
             for path in files:
-                if path.name.endswith(".safetensors.index.json"):
+                if ".safetensors.index." in path.name:
                     shards = {*json.loads(read_bytes(path))["weight_map"].values()}
                     require(shards <= {*names}, f"model: {path}", shards, f"files of {part}")
             yield from files

@@ -36,7 +36,7 @@ from flowrl.policies.families import Family, shape_of, size_of
 from flowrl.policies.lora import Adapters
 from flowrl.policies.pipeline import DTYPES
 from flowrl.run.io import cache_folder, write_json
-from flowrl.run.models.load import family_of
+from flowrl.run.models.hub import family_of
 from flowrl.run.reading import read_json
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from flowrl.core.errors import CheckpointError, require
 from flowrl.core.policy_options import PolicyOptions
 from flowrl.policies.lora import is_lora
-from flowrl.run.config import load_config
 from flowrl.run.models.lora_files import Lora, lora_of_run, read_lora
 from flowrl.run.reading import reading
 from flowrl.run.saved import SavedWeights, find_weights
@@ -38,12 +37,11 @@ def network_tensors(
             text = f"{len(lora.others)} tensors for text encoders, such as {min(lora.others)}"
             _LOG.warning("Warning: %s: %s has %s: they are not used", option, saved, text)
         return lora.tensors
-    policy = load_config(saved.path / "config.json", trust=True).policy
-    require(bool(policy.model), option, str(saved), "weights of a model")
+    require(bool(saved.setting("model")), option, str(saved), "weights of a model")
     tensors = saved.tensors()
-    if policy.tuning == "full":
+    if saved.setting("tuning") == "full":
         return tensors
-    return lora_of_run(tensors, policy.lora_alpha / policy.lora_rank).tensors
+    return lora_of_run(tensors, saved.setting("lora_alpha") / saved.setting("lora_rank")).tensors
 
 
 def given_weights(pipe: Any, options: PolicyOptions) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -87,20 +88,13 @@ def read_prompts(source: Path | str) -> list[Prompt]:
         known = f"a file, or [START:END] with START below END of {', '.join(GENERATORS)}"
         require(name in GENERATORS and start < end, "prompts", source, known)
         return GENERATORS[name](end)[start:]
-    if str(source).startswith("hf("):
-        rows, unit, parse = list[Any](_dataset_prompts(str(source))), "row", copy.copy  # as it is
-    else:
-        suffix = Path(source).suffix.lower()
-        require(suffix not in NO_LINES, "prompts", str(source), f"{LINES}, or hf(name={source})")
-        text = read_input() if str(source) == "-" else read_text(Path(source))
-        text = text.removesuffix("\n")
-        rows, unit = list[Any](text.split("\n")), "line"  # splitlines would also cut at U+2028
-        parse = _from_json if suffix in JSON_LINES else _from_text
+    given = _rows(source)
     prompts, first = list[Prompt](), dict[str, int]()
     repeated, faults = list[str](), list[str]()
-    for number, row in enumerate(rows, 1):
+    unit = given.unit
+    for number, row in enumerate(given.rows, 1):
         try:
-            prompt = parse(row)
+            prompt = given.parse(row)
             if "include" in prompt.metadata:
                 request_of(prompt.metadata)
         except ConfigError as error:
@@ -119,6 +113,36 @@ def read_prompts(source: Path | str) -> list[Prompt]:
     for remark in filter(None, (_listed(repeated), _unread(sorted(unread)))):
         warnings.warn(f"{source}: {remark}", stacklevel=2)
     return prompts
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a file or a dataset, what they are called, and what makes a prompt of one."""
+
+    rows: Sequence[Any]
+    unit: str
+    parse: Callable[[Any], Prompt]
+
+
+def _rows(source: Path | str) -> _Rows:
+    if str(source).startswith("hf("):
+        return _Rows(_dataset_prompts(str(source)), "row", copy.copy)  # as they are
+    suffix = Path(source).suffix.lower()
+    require(suffix not in NO_LINES, "prompts", str(source), f"{LINES}, or hf(name={source})")
+    text = read_input() if str(source) == "-" else read_text(Path(source))
+    rows = text.removesuffix("\n").split("\n")  # splitlines would also cut at U+2028
+    return _Rows(rows, "line", _from_json if suffix in JSON_LINES else _from_text)
+
+
+def prompt_places(source: Path | str) -> list[str]:
+    """The place of each prompt of `read_prompts` in its file or dataset, as in "line 3"; of a
+    generator's list, its number.
+    """
+    if re.search(r"\[\d+:\d+\]$", str(source)) and not Path(source).exists():
+        return [f"number {number}" for number in range(1, len(read_prompts(source)) + 1)]
+    given = _rows(source)
+    rows = enumerate(given.rows, 1)
+    return [f"{given.unit} {number}" for number, row in rows if given.parse(row).text]
 
 
 def _unread(names: Sequence[str]) -> str:

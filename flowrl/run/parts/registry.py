@@ -197,7 +197,12 @@ def _record(rule: Any) -> list[str]:
     return ["record"] if needs_of(rule).fields else []
 
 
-OPTIONAL: dict[str, list[str]] = {"state_dict": [], "load_state_dict": ["state"], "metrics": []}
+OPTIONAL: dict[str, list[str]] = {
+    "state_dict": [],
+    "load_state_dict": ["state"],
+    "metrics": [],
+    "refuses": ["prompt"],
+}
 """Optional methods of a part, and the arguments that each takes."""
 
 
