@@ -25,6 +25,7 @@ from flowrl.core.types import Prompt
 from flowrl.nonfinite import NonFiniteError
 from flowrl.rewards import evaluation_reward
 from flowrl.rewards.contract import load_reward
+from flowrl.run.begin import load_start, require_start
 from flowrl.run.build import (
     METHOD_FILE,
     make_reward,
@@ -192,6 +193,9 @@ class Run:
         """Try the user's parts and lock the folder. Returns whether the run has ended already."""
         if self.trial and not self.parts_tried and (self.changed_code or not resume):
             trial().try_parts([self.config], self._warn_of_trial)
+        text = "" if resume else require_start(self.config)
+        if text:
+            self._tell({"note": text})
         lock = folder_lock(self.folder)
         if not resume:
             need = "a folder without a run; to continue a run, use --resume"
@@ -233,15 +237,15 @@ class Run:
                 if (inspect := tried(reward, heldout=spec)) is not None:
                     self._heldout.trials[spec] = inspect
         if changed.keys() & {*SCORED}:
+            load_start(self._trainer, self.config)
             self._write_samples(self._evaluate())
-        self._rows = self._restore(start) if resume else []
+        self._rows = self._loaded(resume, start)
         self._embed_prompts()
         sizes, text = find_sizes(self._trainer, self.config)
         if sizes:
             self.config = self.config.replace(**sizes)
             self._trainer = self._make_trainer(self._trainer)
-            if resume:
-                self._rows = self._restore(start)
+            self._rows = self._loaded(resume, start)
         if text:
             self._tell({"profile": text})
         trainer = self._trainer
@@ -319,6 +323,13 @@ class Run:
         write_bytes(self.folder / "config.yaml", settings_text(values, comment).encode())
         store_prompts(self.folder, self._world, self.config)
         write_json(self.folder / METHOD_FILE, method_parts(self.config))
+
+    def _loaded(self, resume: bool, start: str) -> list[Row]:
+        """Load what the run continues from, or begins with; returns the rows up to there."""
+        rows = self._restore(start) if resume else []
+        if not rows:
+            load_start(self._trainer, self.config)
+        return rows
 
     def _restore(self, start: str) -> list[Row]:
         """Rows up to the last checkpoint (or `start`); later rows will be computed again. Without a

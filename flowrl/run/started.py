@@ -57,7 +57,7 @@ FIXED = {
     "optimizer": Fixed("the checkpoint contains the moments of this optimizer", "adapter"),
     **dict.fromkeys(("frozen_adapters", "quantize"), Fixed(ON_TOP, "start_from")),
     **dict.fromkeys(("seed", "loss_scale"), Fixed(BEGUN, "start_from")),
-    "adapter": Fixed(BEGUN),
+    **dict.fromkeys(("adapter", "start_from"), Fixed(BEGUN)),
     "task": Fixed("evaluations and the samples before training are of this task", "start_from"),
     **dict.fromkeys(("resolution", "width", "num_frames"), Fixed(ONE_SIZE, "start_from")),
     **dict.fromkeys(
