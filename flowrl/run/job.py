@@ -240,6 +240,10 @@ class Run:
             load_start(self._trainer, self.config)
             self._write_samples(self._evaluate())
         self._rows = self._loaded(resume, start)
+        if self._changed:
+            iteration = self._trainer.done + 1
+            text = f"recorded with iteration {iteration}: {changes_text(self._changed)}"
+            self._tell({"note": text})
         self._embed_prompts()
         sizes, text = find_sizes(self._trainer, self.config)
         if sizes:

@@ -101,12 +101,21 @@ def changed_settings(folder: Path, config: RunConfig) -> dict[str, list[Any]]:
     return differences(folder, settings_of(before), settings_of(config))
 
 
+def _is_free(name: str, values: Sequence[Any]) -> bool:
+    """Whether a resume may change a setting from one of `values` to the other: it is one of `FREE`,
+    or names a file or folder that was moved.
+    """
+    texts = all(isinstance(value, str) and value and "(" not in value for value in values)
+    return name in FREE or (texts and len({Path(value).name for value in values}) == 1)
+
+
 def recorded_changes(
     folder: Path, config: RunConfig, checkpoint: Mapping[str, Any], digest: str
 ) -> dict[str, list[Any]]:
     """What has changed since the values of a `checkpoint` of the run in `folder` and changes its
-    numbers: not the `FREE` settings, except for the length of a run whose learning rate decays over
-    it. The `digest` is that of the training prompts now.
+    numbers: not the free settings, except for the length of a run whose learning rate decays over
+    it. The `digest` is that of the training prompts now. Raises `ConfigError` for `FIXED` settings,
+    which are not found earlier if config.yaml is missing.
     """
     if before := checkpoint.get("settings"):
         changed = differences(folder, before, settings_of(config))
@@ -115,9 +124,10 @@ def recorded_changes(
     if checkpoint.get("prompts", digest) != digest and "prompts" not in changed:
         source = config.environment.prompts or config.environment.world_name
         changed["prompts"] = [source, f"{source} with other content"]
-    decays = config.optim.final_learning_rate != 1
-    free = {*FREE} - ({"iterations"} if decays else set())
-    return {name: values for name, values in changed.items() if name not in free}
+    _refuse_fixed(folder, config, changed)
+    kept = {"iterations"} if config.optim.final_learning_rate != 1 else set()
+    names = [name for name in changed if name in kept or not _is_free(name, changed[name])]
+    return {name: changed[name] for name in names}
 
 
 def require_resumable(folder: Path, config: RunConfig, start: str, change: bool) -> str:
@@ -135,7 +145,7 @@ def require_resumable(folder: Path, config: RunConfig, start: str, change: bool)
             f"{ended}, so the changed settings have no effect: {changes_text(changed)}. Undo the"
             f" change, or continue from a checkpoint with --from: {Checkpoints(folder).listed()}"
         )
-    need = {name: values for name, values in changed.items() if name not in FREE}
+    need = {name: values for name, values in changed.items() if not _is_free(name, values)}
     if need and not change:
         new = new_run(folder, config, changed, "start_from")
         raise ConfigError(
@@ -148,7 +158,8 @@ def require_resumable(folder: Path, config: RunConfig, start: str, change: bool)
 
 
 def _refuse_fixed(folder: Path, config: RunConfig, changed: Mapping[str, Sequence[Any]]) -> None:
-    reasons = {name: FIXED[name] for name in changed if name in FIXED}
+    refused = [name for name in changed if name in FIXED and not _is_free(name, changed[name])]
+    reasons = {name: FIXED[name] for name in refused}
     if "device" in changed and len({str(name).partition(":")[0] for name in changed["device"]}) > 1:
         reasons["device"] = OTHER_DEVICE
     if not reasons:

@@ -1,6 +1,8 @@
 """Changes of a run's settings when it is resumed: free ones, those with consent, those refused."""
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -261,12 +263,17 @@ def test_another_reward_begins_a_new_scale(run, tmp_path, capsys):
     assert [iteration for iteration, _ in changes_of(rows)] == [3, 4]
 
 
-def test_settings_whose_last_start_is_unknown_are_compared_with_the_checkpoint(run):
+def test_settings_whose_last_start_is_unknown_are_compared_with_the_checkpoint(run, capsys):
     pause(run)
     edit(run, learning_rate=0.001, iterations=3)
     (run / "config.yaml").unlink()
     assert changed_settings(run, load_config(run / "config.json")) == {}
+    text = (run / "config.json").read_text()
+    edit(run, num_steps=5)
+    assert "a resume cannot change num_steps 4 -> 5" in error_of(f"train --resume {run}", capsys)
+    (run / "config.json").write_text(text)
     assert flowrl_(f"train --resume {run}") == 0
+    assert "recorded with iteration 3: learning_rate 0.02 -> 0.001" in capsys.readouterr().out
     assert changed(run) == {3: RATE}
 
 
@@ -300,7 +307,13 @@ def test_prompts_of_a_model_change_with_consent(model, tmp_path, capsys):
     assert flowrl_(f"{again} --iterations 4 --change") == 0
     assert changed(out)[4] == {"prompts": [str(train), f"{train} with other content"]}
     assert [*changed(out)] == [2, 3, 4]
-    error = error_of(f"{again} --iterations 5 --lora-rank 2", capsys)
+    moved, elsewhere = tmp_path / "moved", Path(model["model"]).name
+    shutil.copytree(model["model"], moved / elsewhere)
+    assert flowrl_(f"{again} --iterations 5 --model {moved / elsewhere}") == 0
+    assert 5 not in changed(out)
+    error = error_of(f"{again} --iterations 6 --model elsewhere/other", capsys)
+    assert "(the trained weights belong to it). Begin a new run: flowrl" in error
+    error = error_of(f"{again} --iterations 6 --lora-rank 2", capsys)
     assert "lora_rank 32 -> 2 (the trained weights are" in error
     assert f"--lora-rank 2 --adapter {out}@last --out NEW --trust" in error
     card = (out / "README.md").read_text()
