@@ -1,6 +1,7 @@
 """Changes of a run's settings when it is resumed: free ones, those with consent, those refused."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,14 @@ def test_every_setting_is_in_one_class():
     names = {*owners(RunConfig)}
     assert len({*FREE}) == len(FREE) and not {*FREE} & {*FIXED}
     assert {*FREE} | {*FIXED} < names
+
+
+def test_the_guide_lists_the_settings_of_each_class():
+    page = Path(__file__).parents[2] / "docs" / "guides" / "resume.md"
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| ")][1:]
+    free, change, fixed = ({*re.findall(r"`(\w+)`", row)} for row in rows)
+    assert free == {*FREE} and fixed == {*FIXED}
+    assert change - {"Run"} < {*owners(RunConfig)} - free - fixed
 
 
 def other(name, value):
@@ -202,6 +211,9 @@ def test_what_cannot_change_says_why_and_what_to_type(options, consent, run, cap
     command = error.rpartition("flowrl train ")[2].strip()
     assert options.split(" --")[0] in command and "--iterations 3" in command
     assert (f"--start-from {run}@last" in command) == bool(weights)
+    if weights and "cuda" not in options and not consent:  # what the error says works
+        assert flowrl_(f"train {command.replace('--out NEW', f'--out {run}/../new')}") == 0
+        assert f"begins with the weights, averages and moments of {run}@" in capsys.readouterr().out
     after = sorted((path, path.read_bytes()) for path in run.rglob("*") if path.is_file())
     assert [p for p in before if p[0].name != ".lock"] == [p for p in after if p[0].name != ".lock"]
 
