@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -10,7 +11,6 @@ import torch
 from small_run import (
     MIXTURE,
     SMALL,
-    edit,
     error_of,
     flowrl_,
     model_files,
@@ -87,7 +87,8 @@ def test_a_run_begins_where_another_one_ended(method, run, tmp_path, capsys):
 
 
 def test_a_killed_run_begins_again_and_a_resumed_one_does_not(run, tmp_path):
-    given = load_config(run / "config.json").replace(start_from=str(run), checkpoint_every=2)
+    first = shutil.copytree(run, tmp_path / "first")
+    given = load_config(run / "config.json").replace(start_from=str(first), checkpoint_every=2)
     assert Run(given, tmp_path / "whole").execute()
 
     def die(state):
@@ -100,10 +101,8 @@ def test_a_killed_run_begins_again_and_a_resumed_one_does_not(run, tmp_path):
     assert not Checkpoints(out).newest
     assert flowrl_(f"train --resume {out}") == 0
     assert numbers(out) == numbers(tmp_path / "whole")
-    gone = tmp_path / "gone"
-    edit(out, start_from=str(gone), iterations=3)
-    (out / "config.yaml").write_bytes((out / "config.json").read_bytes())
-    assert flowrl_(f"train --resume {out}") == 0
+    shutil.rmtree(first)
+    assert flowrl_(f"train --resume {out} --iterations 3") == 0
 
 
 @pytest.mark.parametrize(
@@ -198,22 +197,34 @@ def test_a_run_folder_of_the_earlier_format_resumes(run, tmp_path):
     assert plain(rows_of(out)[2]) == plain(rows_of(tmp_path / "long")[2])
 
 
+def in_two_processes(sharded, *command):
+    """Run a command of flowrl in two processes."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [sys.executable, *launcher, "-m", "flowrl", *map(str, command)]
+    environment = os.environ | {"ACCELERATE_USE_FSDP": sharded}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", ["false", "true"])
-def test_several_processes_begin_with_the_weights_of_one(sharded, model, tmp_path):
+def test_several_processes_begin_with_the_weights_of_one_and_change(sharded, model, tmp_path):
     run, given = model
-    given = given | {"start_from": run}
-    assert main(["train", *words(**given, out=tmp_path / "one")]) == 0
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "flowrl", "train", *words(**given, out=tmp_path / "two")]
-    environment = os.environ | {"ACCELERATE_USE_FSDP": sharded}
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    given, change = given | {"start_from": run}, {"iterations": 2, "change": True, "trust": True}
+    change |= {"learning_rate": 1e-5, "eval_samples": 3}
+    for name in ("one", "two"):
+        first = ["train", *words(**given, out=tmp_path / name)]
+        then = ["train", *words(resume=tmp_path / name, **change)]
+        for command in (first, then):
+            if name == "two":
+                in_two_processes(sharded, *command)
+            else:
+                assert main(command) == 0
     one, two = (load_weights(tmp_path / name / "weights.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys()
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 2e-6
-    moments = [Checkpoints(tmp_path / name).load("000001").tensors for name in ("one", "two")]
+    moments = [Checkpoints(tmp_path / name).load("000002").tensors for name in ("one", "two")]
     names = [name for name in moments[0] if name.startswith("optimizer.step.")]
     assert names and all(torch.equal(*(m[name] for m in moments)) for name in names)
+    changes = [rows_of(tmp_path / name)[2]["changed"] for name in ("one", "two")]
+    assert changes[0] == changes[1] and changes[0]["eval_samples"] == [2, 3]
