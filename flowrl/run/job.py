@@ -215,12 +215,7 @@ class Run:
         """Build the run, restore it if it is resumed, and evaluate the untrained model if it is
         new.
         """
-        changed = dict[str, list[Any]]()
-        if resume:
-            self.config = self.config.replace(**self.distributed.in_main(self._measured_sizes))
-            changed = self.distributed.in_main(lambda: changed_settings(self.folder, self.config))
-            if changed:
-                self._tell({"changed": f"changed settings: {changes_text(changed)}"})
+        changed = self._tell_changes() if resume else {}
         self._observers = Observers(self.config, self.folder, self.observers, self.distributed)
         self._world = make_world(self.config, self.distributed)
         if resume:
@@ -232,18 +227,12 @@ class Run:
         self._inspects = self.trial and not resume and is_main
         self._trainer = self._make_trainer()
         if self._inspects:
-            tried = partial(trial().reward_trial, self.config, warn=self._warn_of_trial)
-            for spec, reward in self._heldout.rewards.items():
-                if (inspect := tried(reward, heldout=spec)) is not None:
-                    self._heldout.trials[spec] = inspect
-        if changed.keys() & {*SCORED}:
+            self._inspect_heldout()
+        before = None
+        if changed.keys() & {*SCORED}:  # the untrained model has other scores now
             load_start(self._trainer, self.config)
-            self._write_samples(self._evaluate())
+            before = self._evaluate()
         self._rows = self._loaded(resume, start)
-        if self._changed:
-            iteration = self._trainer.done + 1
-            text = f"recorded with iteration {iteration}: {changes_text(self._changed)}"
-            self._tell({"note": text})
         self._embed_prompts()
         sizes, text = find_sizes(self._trainer, self.config)
         if sizes:
@@ -252,24 +241,42 @@ class Run:
             self._rows = self._loaded(resume, start)
         if text:
             self._tell({"profile": text})
-        trainer = self._trainer
-        # the last iteration is evaluated
-        least = trainer.done + bool(self._rows and not self._rows[-1]["evaluation"])
-        allowed = f"{least} or more, or an earlier checkpoint with --from"
-        fits = least <= self.config.iterations
-        require(fits, "iterations", self.config.iterations, allowed)
+        self._require_iterations()
         if self.config.batches.compile:
             text = "compiling the network: its first calls take a minute or more"
             self._tell({"note": f"{text} (--compile False: none)"})
         # a run that an observer stopped has ended, unless it continues from a named checkpoint
         self._stopped = self._rows[-1].get("stopped", "") if self._rows and not start else ""
         self._evaluation: Evaluation | None = None
-        self._journal = Journal(self.config, self.folder, trainer.done, is_main)
+        self._journal = Journal(self.config, self.folder, self._trainer.done, is_main)
+        if before is not None:
+            self._write_samples(before)
         if is_main:
             self._write_settings()
         if not self._rows:
             self._write_untrained()
-        self._limits = limits_of(trainer, self.config)
+        self._limits = limits_of(self._trainer, self.config)
+
+    def _tell_changes(self) -> dict[str, list[Any]]:
+        """The settings that have changed since the last start; measured sizes are as before."""
+        self.config = self.config.replace(**self.distributed.in_main(self._measured_sizes))
+        changed = self.distributed.in_main(lambda: changed_settings(self.folder, self.config))
+        if changed:
+            self._tell({"changed": f"changed settings: {changes_text(changed)}"})
+        return changed
+
+    def _require_iterations(self) -> None:
+        """Raise `ConfigError` if the run would end before its last row, or with a row that has no
+        evaluation; say which changes the next row records.
+        """
+        done, rows = self._trainer.done, self._rows
+        least = done + bool(rows and not rows[-1]["evaluation"])
+        allowed = f"{least} or more, or an earlier checkpoint with --from"
+        fits = least <= self.config.iterations
+        require(fits, "iterations", self.config.iterations, allowed)
+        if self._changed:
+            text = f"recorded with iteration {done + 1}: {changes_text(self._changed)}"
+            self._tell({"note": text})
 
     def _make_trainer(self, first: Trainer | None = None) -> Trainer:
         """The trainer, with the policy of the `first` one, on which sizes were measured."""
@@ -282,6 +289,13 @@ class Run:
             on_phase=lambda phase: self._tell({"phase": phase}),
             inspect=self._inspect if self._inspects else None,
         )
+
+    def _inspect_heldout(self) -> None:
+        """Try the user's held-out rewards on their first batches."""
+        tried = partial(trial().reward_trial, self.config, warn=self._warn_of_trial)
+        for spec, reward in self._heldout.rewards.items():
+            if (inspect := tried(reward, heldout=spec)) is not None:
+                self._heldout.trials[spec] = inspect
 
     def _inspect(self, images: Tensor, prompts: Sequence[Prompt], scores: Tensor) -> None:
         """Try a reward of the user on its first batch."""

@@ -237,6 +237,21 @@ def test_options_of_the_command_that_name_another_run_are_refused(run, capsys):
     )
 
 
+def test_consent_without_a_resume_is_refused(tmp_path, capsys):
+    error = error_of(f"train {OPTIONS} --out {tmp_path}/new --change", capsys)
+    assert "change = True is not allowed; allowed: only with --resume" in error
+
+
+def test_a_refused_change_leaves_the_samples(run, capsys):
+    before = (run / "before.safetensors").read_bytes()
+    again = f"train --resume {run} --from 000002 --eval-samples 3 --change"
+    assert "iterations = 1 is not" in error_of(f"{again} --iterations 1", capsys)
+    assert (run / "before.safetensors").read_bytes() == before
+    assert flowrl_(f"{again} --iterations 3") == 0
+    samples = json.loads((run / "samples.json").read_text())
+    assert [len(samples[name]) for name in ("prompts", "reward_before")] == [3, 3]
+
+
 def test_rewards_are_compared_with_those_since_their_change():
     rows: list[Any] = [{"iteration": i} for i in range(4)]
     rows[1]["changed"] = {"learning_rate": [1, 2]}
