@@ -3,12 +3,14 @@
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from torch import Tensor
 
-from flowrl.core.errors import CheckpointError, ConfigError
+from flowrl.core.errors import ConfigError, require
 from flowrl.run.checkpoint import Checkpoint, Checkpoints, restore_training_state, without_prefix
 from flowrl.run.config import RunConfig, load_config
+from flowrl.run.results import holds
 from flowrl.run.saved import SavedWeights, find_weights
 from flowrl.trainer import Trainer
 
@@ -19,14 +21,15 @@ BASE = ("model", "base_weights", "frozen_adapters", "quantize")
 
 
 def find_start(config: RunConfig) -> SavedWeights:
-    """The checkpoint that `start_from` names. Raises `ConfigError` if there is none."""
-    try:
-        return find_weights(config.optim.start_from or "", live=True, option="start_from")
-    except CheckpointError as error:
-        raise ConfigError(
-            f"{error}. start_from accepts a run or one of its checkpoints (RUN, RUN@000010,"
-            " RUN@best, RUN@last); adapter takes other weights"
-        ) from error
+    """The checkpoint that `start_from` names. Raises `ConfigError` if it names no run, and
+    `CheckpointError` if the run has no such checkpoint.
+    """
+    text = config.optim.start_from or ""
+    places = Path(text), Path(text.rpartition("@")[0] or text)
+    need = "a run or one of its checkpoints (RUN, RUN@000010, RUN@best, RUN@last)"
+    fits = any(holds(place, "algorithm") for place in places)
+    require(fits, "start_from", text, f"{need}; adapter takes other weights")
+    return find_weights(text, live=True, option="start_from")
 
 
 def require_start(config: RunConfig) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -155,6 +155,7 @@ class Run:
         self._last: Checkpoint | None = None
         self._kept, self._saving = set[int](), threading.Lock()
         self._changed = dict[str, list[Any]]()
+        self._before: Evaluation | None = None
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
         """Train to the end; with `resume`, from the last checkpoint or from the checkpoint `start`,
@@ -228,17 +229,13 @@ class Run:
         self._trainer = self._make_trainer()
         if self._inspects:
             self._inspect_heldout()
-        before = None
-        if changed.keys() & {*SCORED}:  # the untrained model has other scores now
-            load_start(self._trainer, self.config)
-            before = self._evaluate()
-        self._rows = self._loaded(resume, start)
+        self._rows = self._loaded(resume, start, changed)
         self._embed_prompts()
         sizes, text = find_sizes(self._trainer, self.config)
         if sizes:
             self.config = self.config.replace(**sizes)
             self._trainer = self._make_trainer(self._trainer)
-            self._rows = self._loaded(resume, start)
+            self._rows = self._loaded(resume, start, {})
         if text:
             self._tell({"profile": text})
         self._require_iterations()
@@ -249,8 +246,8 @@ class Run:
         self._stopped = self._rows[-1].get("stopped", "") if self._rows and not start else ""
         self._evaluation: Evaluation | None = None
         self._journal = Journal(self.config, self.folder, self._trainer.done, is_main)
-        if before is not None:
-            self._write_samples(before)
+        if self._before is not None:
+            self._write_samples(self._before)
         if is_main:
             self._write_settings()
         if not self._rows:
@@ -342,24 +339,32 @@ class Run:
         store_prompts(self.folder, self._world, self.config)
         write_json(self.folder / METHOD_FILE, method_parts(self.config))
 
-    def _loaded(self, resume: bool, start: str) -> list[Row]:
-        """Load what the run continues from, or begins with; returns the rows up to there."""
-        rows = self._restore(start) if resume else []
+    def _loaded(self, resume: bool, start: str, changed: Mapping[str, Any]) -> list[Row]:
+        """Load what the run continues from, or begins with; returns the rows up to there. The
+        settings `changed` since the last start may ask for scores of the untrained model.
+        """
+        rows = self._restore(start, changed) if resume else []
         if not rows:
             load_start(self._trainer, self.config)
         return rows
 
-    def _restore(self, start: str) -> list[Row]:
+    def _restore(self, start: str, changed: Mapping[str, Any]) -> list[Row]:
         """Rows up to the last checkpoint (or `start`); later rows will be computed again. Without a
         checkpoint the run starts anew.
         """
         trainer, checkpoint, rows = self._trainer, Checkpoint({}, {}), list[Row]()
         name = start or self._checkpoints.newest
-        with reading(self._checkpoints.path(name), CheckpointError):
-            with self.distributed.shared_errors():
-                if self.distributed.is_main and name:
-                    checkpoint = self._checkpoints.load(name)
-                    rows = self._rows_until(checkpoint)
+        file = self._checkpoints.path(name)
+        with reading(file, CheckpointError), self.distributed.shared_errors():
+            if self.distributed.is_main and name:
+                checkpoint = self._checkpoints.load(name)
+                rows = self._rows_until(checkpoint)
+        given = self.folder, self.config, checkpoint.values, prompts_digest(trainer.prompts.prompts)
+        self._changed = self.distributed.in_main(lambda: recorded_changes(*given) if rows else {})
+        if {*changed, *self._changed} & {*SCORED} and self._before is None:
+            load_start(trainer, self.config)
+            self._before = self._evaluate()
+        with reading(file, CheckpointError):
             if self.distributed.any(bool(checkpoint.values)):
                 restore_trainer(trainer, checkpoint)
 
@@ -378,11 +383,7 @@ class Run:
                 self._count(lines)
             return rows
 
-        rows = self.distributed.in_main(rewind)
-        given = self.folder, self.config, checkpoint.values, prompts_digest(trainer.prompts.prompts)
-        changes = self.distributed.in_main(lambda: recorded_changes(*given))
-        self._changed = changes if rows else {}
-        return rows
+        return self.distributed.in_main(rewind)
 
     def _rows_until(self, checkpoint: Checkpoint) -> list[Row]:
         """The rows at the time of `checkpoint`. Raises `CheckpointError` if metrics.jsonl has
@@ -444,7 +445,10 @@ class Run:
             raise NonFiniteError(f"{error}. {place}", error.values) from error
         row: Row = dict(iteration)
         if self._changed:
-            row["changed"], self._changed = self._changed, {}
+            row["changed"] = self._changed
+            if self._before is not None and self._changed.keys() & {*SCORED}:
+                row["untrained"] = self._before.row
+            self._changed = {}
         row |= {
             f"{name}_total": rows[-1][f"{name}_total"] + row[name]
             for name in TOTALS

@@ -111,8 +111,16 @@ def test_a_killed_run_begins_again_and_a_resumed_one_does_not(run, tmp_path):
         ("{run}", "--world shapes --task text", "has world 'mixture', this run has 'shapes'"),
         ("{run}", "--optimizer adamw-8bit", "has optimizer 'adamw', this run has 'adamw-8bit'"),
         ("{run}@000007", "", "no checkpoint '000007'"),
-        ("{run}/nothing", "", "start_from accepts a run or one of its checkpoints"),
-        ("someone/lora", "", "start_from accepts a run or one of its checkpoints"),
+        (
+            "{run}/nothing",
+            "",
+            "is not allowed; allowed: a run or one of its checkpoints (RUN, RUN@000010",
+        ),
+        (
+            "someone/lora",
+            "",
+            "is not allowed; allowed: a run or one of its checkpoints (RUN, RUN@000010",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(

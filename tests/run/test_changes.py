@@ -14,7 +14,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.run.config import RunConfig, load_config, preset
 from flowrl.run.job import Run
 from flowrl.run.parts.settings import options_text, owners
-from flowrl.run.results import changes_of, comparable
+from flowrl.run.results import changes_of, comparable, untrained_of
 from flowrl.run.started import FIXED, FREE, changed_settings, require_resumable
 
 OPTIONS = f"{MIXTURE} --groups 2 --eval-every 1 --checkpoint-every 1 --keep-checkpoints 9"
@@ -65,7 +65,6 @@ def other(name, value):
 @pytest.mark.parametrize("name", sorted(owners(RunConfig)))
 def test_a_setting_is_free_or_needs_consent_or_is_refused(name, tmp_path, monkeypatch):
     """All settings, whatever their values: only the comparison matters."""
-    Run(RunConfig(), tmp_path)
     values = json.loads(json.dumps(RunConfig().typed()))
 
     class Other(RunConfig):
@@ -121,8 +120,6 @@ def test_a_change_needs_consent_and_is_recorded_once(edited, run, capsys):
     error = error_of(f"{again} {options}", capsys)
     assert "learning_rate 0.02 -> 0.001: the numbers" in error
     assert f"--preset {run}/config.yaml --iterations 4 --learning-rate 0.001" in error
-    before = rows_of(run)
-    assert before == rows_of(run)
     assert flowrl_(f"{again} {options} --change") == 0
     assert "iterations 2 -> 4, learning_rate 0.02 -> 0.001" in capsys.readouterr().out
     assert changed(run) == {3: RATE}
@@ -158,6 +155,29 @@ def test_a_change_survives_kills(run):
     assert changed(run) == {2: RATE}
     assert flowrl_(f"train --resume {run} --from 000001 --learning-rate 0.02 --change") == 0
     assert changed(run) == {}  # as at the checkpoint
+
+
+def test_the_samples_before_training_have_the_score_of_the_end(run):
+    """Also if a kill undoes the change of what is scored, and on the way back before it."""
+    config = load_config(run / "config.json")
+    config = config.replace(reward_form="strict", iterations=4, checkpoint_every=9)
+
+    def die(state):
+        if state.get("phase") == "rollout":
+            raise KeyboardInterrupt
+
+    def scores():
+        return json.loads((run / "samples.json").read_text())["reward_before"]
+
+    soft = scores()
+    with pytest.raises(KeyboardInterrupt):
+        Run(config, run, die, change=True).execute(resume=True)
+    (run / "checkpoints" / "000003.safetensors").unlink(missing_ok=True)
+    assert flowrl_(f"train --resume {run}") == 0
+    assert {*scores()} <= {0.0, 1.0} and "untrained" in rows_of(run)[3]
+    assert flowrl_(f"train --resume {run} --from 000001 --reward-form soft --change") == 0
+    assert scores() == soft and changed(run) == {}
+    assert not any("untrained" in row for row in rows_of(run))
 
 
 def test_a_changed_run_computes_as_one_with_its_settings(run, tmp_path):
@@ -287,6 +307,9 @@ def test_another_reward_begins_a_new_scale(run, tmp_path, capsys):
     rows = rows_of(run)
     assert rows[3]["evaluation"]["reward"] > 3 and rows[4]["evaluation"]["reward"] < -3
     assert not any("stopped" in row or "warnings" in row for row in rows[3:])
+    means = [untrained_of(rows[:end])["reward"] for end in (3, 4, 5)]
+    assert means[0] == rows[0]["evaluation"]["reward"]
+    assert means[1] > 3 and abs(means[1] - means[2] - 10) < 1e-4
     assert [iteration for iteration, _ in changes_of(rows)] == [3, 4]
 
 
