@@ -15,6 +15,7 @@ from flowrl.run.config import RunConfig, load_config, preset
 from flowrl.run.job import Run
 from flowrl.run.parts.settings import options_text, owners
 from flowrl.run.results import changes_of, comparable, untrained_of
+from flowrl.run.saved import best_checkpoint
 from flowrl.run.started import FIXED, FREE, changed_settings, require_resumable
 
 OPTIONS = f"{MIXTURE} --groups 2 --eval-every 1 --checkpoint-every 1 --keep-checkpoints 9"
@@ -307,6 +308,7 @@ def test_another_reward_begins_a_new_scale(run, tmp_path, capsys):
     rows = rows_of(run)
     assert rows[3]["evaluation"]["reward"] > 3 and rows[4]["evaluation"]["reward"] < -3
     assert not any("stopped" in row or "warnings" in row for row in rows[3:])
+    assert best_checkpoint(run) == "000004"
     means = [untrained_of(rows[:end])["reward"] for end in (3, 4, 5)]
     assert means[0] == rows[0]["evaluation"]["reward"]
     assert means[1] > 3 and abs(means[1] - means[2] - 10) < 1e-4
