@@ -257,7 +257,8 @@ def resumed_prompts(
     `change`, and for other held-out prompts of a user's world.
     """
     changed = changed_prompts(folder, world, config)
-    if SETTINGS["heldout"] in changed_settings(folder, config):
+    name, settings = SETTINGS["heldout"], changed_settings(folder, config)
+    if name in settings and not _is_free(name, settings[name]):
         changed.pop("heldout", None)
     model, held = bool(config.policy.model), folder / FILES["heldout"]
     if not changed:

@@ -355,6 +355,11 @@ def test_prompts_of_a_model_change_with_consent(model, tmp_path, capsys):
     now = json.loads((out / "samples.json").read_text())
     assert set(now["prompts"]) == {*held.read_text().splitlines()}
     assert now["reward_before"] != first["reward_before"]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "held.txt").write_text("a green fox\n")  # a moved file has its old content
+    error = error_of(f"{again} --iterations 4 --heldout-prompts {elsewhere}/held.txt", capsys)
+    assert f"heldout_prompts {elsewhere}/held.txt (3 prompts at the start, 1 now)" in error
     train.write_text("a red dog\n")
     assert flowrl_(f"{again} --iterations 4 --change") == 0
     assert changed(out)[4] == {"prompts": [str(train), f"{train} with other content"]}
