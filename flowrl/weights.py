@@ -184,6 +184,13 @@ class Copies:
         for copy in self.by_name.values():
             copy.after(event, self.steps)
 
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Set all copies to the current weights."""
+        for copy in self.by_name.values():
+            for value, parameter in zip(copy.values, copy.parameters, strict=True):
+                value.copy_(parameter)
+
     def tensors(self) -> dict[str, Tensor]:
         """The values of all copies, by "copy.NAME.PARAMETER"."""
         return {

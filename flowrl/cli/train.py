@@ -263,6 +263,7 @@ class Train:
         from flowrl.run.plan import card_of, memory_text, plan, plan_text, sized, times_text
 
         require(not self.start or bool(self.resume), "from", self.start, "only with --resume")
+        require(not self.change or bool(self.resume), "change", True, "only with --resume")
         allowed = "only with --plan; `accelerate launch` sets it in training"
         require(self.plan or not self.processes, "processes", self.processes, allowed)
         require(self.plan or self.launch == "ddp", "launch", self.launch, allowed)

@@ -174,7 +174,9 @@ class CompareConfig:
         require_format(source, values)
         with reading(source):
             file: ComparisonFile = as_kind(values, ComparisonFile)
-        run = RunConfig.from_dict({"format": FORMAT, **file.run}, trust, source)
+        run = RunConfig.from_dict(
+            {"format": values.get("format", FORMAT), **file.run}, trust, source
+        )
         # JSON has no tuples
         arms = {
             arm: {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()}

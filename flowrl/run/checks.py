@@ -23,6 +23,7 @@ from flowrl.policies import device_of
 from flowrl.policies.pipeline import PipelinePolicy
 from flowrl.policies.prompt_length import cut_prompts
 from flowrl.rewards.contract import refusal, require_packages
+from flowrl.run.begin import require_start
 from flowrl.run.build import check, make_reward, policy_options, require_room
 from flowrl.run.config import RunConfig
 from flowrl.run.evaluation import make_heldout_metrics
@@ -68,6 +69,7 @@ def findings(config: RunConfig, out: Path | None = None, processes: int = 1) -> 
     run, failed = _Checks(config, out, processes), set[str]()
     for subject, needs, work in (
         ("settings", (), run.settings),
+        ("start", (), run.start),
         ("device", (), run.device),
         ("packages", (), run.packages),
         ("reward", ("settings",), run.reward),
@@ -109,6 +111,9 @@ class _Checks:
         subject = config.policy.model or config.environment.subject
         count = f"{rollout.groups} x {rollout.group_size} trajectories of {rollout.num_steps} steps"
         return f"{config.algorithm.method} on {subject}: {config.iterations} iterations, {count}"
+
+    def start(self) -> str:
+        return "" if self.out is None else require_start(self.config)
 
     def device(self) -> str:
         policy, self.found_device = self.config.policy, False

@@ -12,7 +12,7 @@ from pydantic import PlainValidator, model_validator
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Count, NonNegative, Positive, Seed, Share, Text, Unset, Whole
 from flowrl.core.policy_options import Batch, PolicyOptions, Switch
-from flowrl.run.format import require_complete, require_format
+from flowrl.run.format import completed, require_format
 from flowrl.run.parts.settings import (
     fields_of,
     flat,
@@ -236,6 +236,10 @@ class OptimConfig:
     """Decay per optimizer step of the averaged weights that evaluation uses; 0 = no averaging."""
     loss_scale: NonNegative = 65536.0
     """Initial loss scale when `dtype` is float16, adapted during training; 0 = none."""
+    start_from: Text = None
+    """A run of the same trained weights, or a checkpoint of it (RUN, RUN@000010, RUN@best), whose
+    weights, averages and optimizer state this run begins with; `adapter` takes the weights alone.
+    """
 
 
 @settings_group
@@ -340,12 +344,12 @@ class RunConfig:
         invalid settings, and without `trust` for those that need consent (`require_trust`).
         """
         require_format("config.json", values)
-        is_written = isinstance(values, dict) and "format" in values
-        if is_written:
+        written = values.get("format") if isinstance(values, dict) else None
+        if written:
             values = {name: value for name, value in values.items() if name != "format"}
         settings = read_values(values, RunConfig)
-        if is_written:
-            require_complete(str(source), settings, owners(RunConfig))
+        if written:
+            settings = completed(str(source), written, settings, owners(RunConfig))
         require_trust(settings, source, trust)
         return RunConfig.of(**settings)
 
@@ -420,7 +424,7 @@ def load_config(
     with reading(path):
         settings = read_settings(path, RunConfig).settings
         if "format" in values:
-            require_complete(path, settings, owners(RunConfig))
+            settings = completed(path, values["format"], settings, owners(RunConfig))
         kept = {name: value for name, value in settings.items() if name not in changes}
         require_trust(kept, path, trust)
         return Preset(str(path), settings).apply(planned=planned, **changes)

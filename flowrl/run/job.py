@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from flowrl.core.types import Prompt
 from flowrl.nonfinite import NonFiniteError
 from flowrl.rewards import evaluation_reward
 from flowrl.rewards.contract import load_reward
+from flowrl.run.begin import load_start, require_start
 from flowrl.run.build import (
     METHOD_FILE,
     make_reward,
@@ -158,6 +159,7 @@ class Run:
         self._last: Checkpoint | None = None
         self._kept, self._saving = set[int](), threading.Lock()
         self._changed = dict[str, list[Any]]()
+        self._before: Evaluation | None = None
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
         """Train to the end; with `resume`, from the last checkpoint or from the checkpoint `start`,
@@ -196,6 +198,9 @@ class Run:
         """Try the user's parts and lock the folder. Returns whether the run has ended already."""
         if self.trial and not self.parts_tried and (self.changed_code or not resume):
             trial().try_parts([self.config], self._warn_of_trial)
+        text = "" if resume else require_start(self.config)
+        if text:
+            self._tell({"note": text})
         lock = folder_lock(self.folder)
         if not resume:
             require_no_run(self.folder)
@@ -214,12 +219,7 @@ class Run:
         """Build the run, restore it if it is resumed, and evaluate the untrained model if it is
         new.
         """
-        changed = dict[str, list[Any]]()
-        if resume:
-            self.config = self.config.replace(**self.distributed.in_main(self._measured_sizes))
-            changed = self.distributed.in_main(lambda: changed_settings(self.folder, self.config))
-            if changed:
-                self._tell({"changed": f"changed settings: {changes_text(changed)}"})
+        changed = self._tell_changes() if resume else {}
         self._observers = Observers(self.config, self.folder, self.observers, self.distributed)
         self._world = make_world(self.config, self.distributed)
         if resume:
@@ -231,40 +231,52 @@ class Run:
         self._inspects = self.trial and not resume and is_main
         self._trainer = self._make_trainer()
         if self._inspects:
-            tried = partial(trial().reward_trial, self.config, warn=self._warn_of_trial)
-            for spec, reward in self._heldout.rewards.items():
-                if (inspect := tried(reward, heldout=spec)) is not None:
-                    self._heldout.trials[spec] = inspect
-        if changed.keys() & {*SCORED}:
-            self._write_samples(self._evaluate())
-        self._rows = self._restore(start) if resume else []
+            self._inspect_heldout()
+        self._rows = self._loaded(resume, start, changed)
         self._embed_prompts()
         sizes, text = find_sizes(self._trainer, self.config)
         if sizes:
             self.config = self.config.replace(**sizes)
             self._trainer = self._make_trainer(self._trainer)
-            if resume:
-                self._rows = self._restore(start)
+            self._rows = self._loaded(resume, start, {})
         if text:
             self._tell({"profile": text})
-        trainer = self._trainer
-        # the last iteration is evaluated
-        least = trainer.done + bool(self._rows and not self._rows[-1]["evaluation"])
-        allowed = f"{least} or more, or an earlier checkpoint with --from"
-        fits = least <= self.config.iterations
-        require(fits, "iterations", self.config.iterations, allowed)
+        self._require_iterations()
         if self.config.batches.compile:
             text = "compiling the network: its first calls take a minute or more"
             self._tell({"note": f"{text} (--compile False: none)"})
         # a run that an observer stopped has ended, unless it continues from a named checkpoint
         self._stopped = self._rows[-1].get("stopped", "") if self._rows and not start else ""
         self._evaluation: Evaluation | None = None
-        self._journal = Journal(self.config, self.folder, trainer.done, is_main)
+        self._journal = Journal(self.config, self.folder, self._trainer.done, is_main)
+        if self._before is not None:
+            self._write_samples(self._before)
         if is_main:
             self._write_settings()
         if not self._rows:
             self._write_untrained()
-        self._limits = limits_of(trainer, self.config)
+        self._limits = limits_of(self._trainer, self.config)
+
+    def _tell_changes(self) -> dict[str, list[Any]]:
+        """The settings that have changed since the last start; measured sizes are as before."""
+        self.config = self.config.replace(**self.distributed.in_main(self._measured_sizes))
+        changed = self.distributed.in_main(lambda: changed_settings(self.folder, self.config))
+        if changed:
+            self._tell({"changed": f"changed settings: {changes_text(changed)}"})
+        return changed
+
+    def _require_iterations(self) -> None:
+        """Raise `ConfigError` if the run would end before its last row, or with a row that has no
+        evaluation; say which changes the next row records.
+        """
+        done, rows = self._trainer.done, self._rows
+        least = done + bool(rows and not rows[-1]["evaluation"])
+        allowed = f"{least} or more, or an earlier checkpoint with --from"
+        fits = least <= self.config.iterations
+        require(fits, "iterations", self.config.iterations, allowed)
+        if self._changed:
+            text = f"recorded with iteration {done + 1}: {changes_text(self._changed)}"
+            self._tell({"note": text})
 
     def _make_trainer(self, first: Trainer | None = None) -> Trainer:
         """The trainer, with the policy of the `first` one, on which sizes were measured."""
@@ -277,6 +289,13 @@ class Run:
             on_phase=lambda phase: self._tell({"phase": phase}),
             inspect=self._inspect if self._inspects else None,
         )
+
+    def _inspect_heldout(self) -> None:
+        """Try the user's held-out rewards on their first batches."""
+        tried = partial(trial().reward_trial, self.config, warn=self._warn_of_trial)
+        for spec, reward in self._heldout.rewards.items():
+            if (inspect := tried(reward, heldout=spec)) is not None:
+                self._heldout.trials[spec] = inspect
 
     def _inspect(self, images: Tensor, prompts: Sequence[Prompt], scores: Tensor) -> None:
         """Try a reward of the user on its first batch."""
@@ -323,17 +342,32 @@ class Run:
         store_prompts(self.folder, self._world, self.config)
         write_json(self.folder / METHOD_FILE, method_parts(self.config))
 
-    def _restore(self, start: str) -> list[Row]:
+    def _loaded(self, resume: bool, start: str, changed: Mapping[str, Any]) -> list[Row]:
+        """Load what the run continues from, or begins with; returns the rows up to there. The
+        settings `changed` since the last start may ask for scores of the untrained model.
+        """
+        rows = self._restore(start, changed) if resume else []
+        if not rows:
+            load_start(self._trainer, self.config)
+        return rows
+
+    def _restore(self, start: str, changed: Mapping[str, Any]) -> list[Row]:
         """Rows up to the last checkpoint (or `start`); later rows will be computed again. Without a
         checkpoint the run starts anew.
         """
         trainer, checkpoint, rows = self._trainer, Checkpoint({}, {}), list[Row]()
         name = start or self._checkpoints.newest
-        with reading(self._checkpoints.path(name), CheckpointError):
-            with self.distributed.shared_errors():
-                if self.distributed.is_main and name:
-                    checkpoint = self._checkpoints.load(name)
-                    rows = self._rows_until(checkpoint)
+        file = self._checkpoints.path(name)
+        with reading(file, CheckpointError), self.distributed.shared_errors():
+            if self.distributed.is_main and name:
+                checkpoint = self._checkpoints.load(name)
+                rows = self._rows_until(checkpoint)
+        given = self.folder, self.config, checkpoint.values, prompts_digest(trainer.prompts.prompts)
+        self._changed = self.distributed.in_main(lambda: recorded_changes(*given) if rows else {})
+        if {*changed, *self._changed} & {*SCORED} and self._before is None:
+            load_start(trainer, self.config)
+            self._before = self._evaluate()
+        with reading(file, CheckpointError):
             if self.distributed.any(bool(checkpoint.values)):
                 restore_trainer(trainer, checkpoint)
 
@@ -352,11 +386,7 @@ class Run:
                 self._count(lines)
             return rows
 
-        rows = self.distributed.in_main(rewind)
-        given = self.folder, self.config, checkpoint.values, prompts_digest(trainer.prompts.prompts)
-        changes = self.distributed.in_main(lambda: recorded_changes(*given))
-        self._changed = changes if rows else {}
-        return rows
+        return self.distributed.in_main(rewind)
 
     def _rows_until(self, checkpoint: Checkpoint) -> list[Row]:
         """The rows at the time of `checkpoint`. Raises `CheckpointError` if metrics.jsonl has
@@ -418,7 +448,10 @@ class Run:
             raise NonFiniteError(f"{error}. {place}", error.values) from error
         row: Row = dict(iteration)
         if self._changed:
-            row["changed"], self._changed = self._changed, {}
+            row["changed"] = self._changed
+            if self._before is not None and self._changed.keys() & {*SCORED}:
+                row["untrained"] = self._before.row
+            self._changed = {}
         row |= {
             f"{name}_total": rows[-1][f"{name}_total"] + row[name]
             for name in TOTALS

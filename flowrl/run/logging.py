@@ -188,5 +188,7 @@ def over_time(folder: Path) -> Image.Image:
         row = ImageOps.expand(picture, (MARGIN, 0, 0, GAP), "white")
         label, place = f"it. {int(path.stem.partition('-')[2])}", (6, picture.height // 2)
         ImageDraw.Draw(row).text(place, label, fill="black", anchor="lm", font_size=15)
-        rows.append(np.asarray(row))
-    return Image.fromarray(np.concatenate(rows)[:-GAP])
+        rows.append(row)
+    width = max(row.width for row in rows)  # a resume may change the number of samples
+    wide = [ImageOps.expand(row, (0, 0, width - row.width, 0), "white") for row in rows]
+    return Image.fromarray(np.concatenate([np.asarray(row) for row in wide])[:-GAP])

@@ -38,7 +38,8 @@ from flowrl.trainer import Iteration, Trainer
 class StopOnCollapse:
     """Stops the run when the held-out reward has fallen from its best by more than `drop` of its
     gain, best - start, and by more than chance explains (`flowrl.run.monitors.heldout_errors`
-    times the median of `reward_std`). The run then ends with the best evaluated checkpoint.
+    times the median of `reward_std`). The run then ends with the best evaluated checkpoint. After a
+    change of what is scored (`flowrl train --resume --change`), the gain is that since the change.
 
     Args:
         drop: the fraction of the gain, in (0, 1].

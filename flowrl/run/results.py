@@ -20,8 +20,9 @@ class _Scores:
 class MetricsRow:
     """The entries of every line of metrics.jsonl: the `iteration` (0: the untrained model), network
     evaluations (`nfe_total`) and training seconds (`seconds_total`) so far, the scores of the
-    `evaluation` if there was one, the number of `trajectories`, and [before, after] by setting if a
-    resume `changed` settings before this iteration.
+    `evaluation` if there was one, the number of `trajectories`, [before, after] by setting if a
+    resume `changed` settings before this iteration, and the scores of the `untrained` model if they
+    changed with the settings.
     """
 
     iteration: int
@@ -30,6 +31,7 @@ class MetricsRow:
     evaluation: _Scores | None = None
     trajectories: float = 1.0
     changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    untrained: _Scores | None = None
 
 
 SCORED = (
@@ -51,6 +53,12 @@ def changes_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
     these as text.
     """
     return [(row["iteration"], changes_text(row["changed"])) for row in rows if "changed" in row]
+
+
+def untrained_of(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The evaluation of the untrained model with the settings at the end of `rows`."""
+    again = [row["untrained"] for row in rows if "untrained" in row]
+    return again[-1] if again else rows[0]["evaluation"]
 
 
 def comparable(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

@@ -15,7 +15,7 @@ from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.run.checkpoint import LORA_FILE, Checkpoints, load_tensors, load_weights
 from flowrl.run.reading import read_json
 from flowrl.run.records import load_run, without_groups
-from flowrl.run.results import holds
+from flowrl.run.results import comparable, holds
 
 LORA_FILES = (LORA_FILE, "adapter_model.safetensors")
 """Names of LoRA files in a folder: diffusers' and PEFT's. Any other name must be the only one."""
@@ -110,11 +110,13 @@ def run_folder(text: str, option: str = "runs") -> Path:
 
 def best_checkpoint(run: Path) -> str:
     """The checkpoint of `run` with the highest held-out reward, among those that were evaluated and
-    are kept. Raises `CheckpointError` if there is none.
+    are kept, since the last change of what is scored. Raises `CheckpointError` if there is none.
     """
-    kept = Checkpoints(run).names()
+    kept, rows = Checkpoints(run).names(), comparable(load_run(run).rows)
     rewards = {
-        f"{row['iteration']:06d}": row["evaluation"]["reward"] for row in load_run(run).evaluations
+        f"{row['iteration']:06d}": row["evaluation"]["reward"]
+        for row in rows
+        if row.get("evaluation")
     }
     evaluated = [name for name in kept if name in rewards]
     if not evaluated:

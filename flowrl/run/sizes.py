@@ -146,8 +146,7 @@ def out_of_memory() -> Iterator[None]:
         raise TrainingError(
             f"GPU memory ran out: {str(error).splitlines()[0]} Use a smaller micro_batch"
             " (updates), max_batch (sampling) or decode_batch (images), gradient_checkpointing,"
-            " chunk 1 or offload. To continue from a checkpoint, set them in the run's config.json"
-            " before --resume"
+            " chunk 1 or offload. To continue from a checkpoint, give them together with --resume"
         ) from error
 
 

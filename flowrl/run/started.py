@@ -52,12 +52,12 @@ ON_TOP = "the weights were trained on top of it"
 OF_WEIGHTS = "the trained weights belong to it"
 ONE_SIZE = "the samples before and after training have one size"
 FIXED = {
-    **dict.fromkeys(("world", "model", "base_weights", "tuning"), Fixed(OF_WEIGHTS)),
+    **dict.fromkeys(("world", "model", "original", "base_weights", "tuning"), Fixed(OF_WEIGHTS)),
     **dict.fromkeys(("lora_rank", "lora_alpha", "lora_targets"), Fixed(OF_LORA, "adapter")),
     "optimizer": Fixed("the checkpoint contains the moments of this optimizer", "adapter"),
     **dict.fromkeys(("frozen_adapters", "quantize"), Fixed(ON_TOP, "start_from")),
     **dict.fromkeys(("seed", "loss_scale"), Fixed(BEGUN, "start_from")),
-    "adapter": Fixed(BEGUN),
+    **dict.fromkeys(("adapter", "start_from"), Fixed(BEGUN)),
     "task": Fixed("evaluations and the samples before training are of this task", "start_from"),
     **dict.fromkeys(("resolution", "width", "num_frames"), Fixed(ONE_SIZE, "start_from")),
     **dict.fromkeys(
@@ -101,12 +101,21 @@ def changed_settings(folder: Path, config: RunConfig) -> dict[str, list[Any]]:
     return differences(folder, settings_of(before), settings_of(config))
 
 
+def _is_free(name: str, values: Sequence[Any]) -> bool:
+    """Whether a resume may change a setting from one of `values` to the other: it is one of `FREE`,
+    or names a file or folder that was moved.
+    """
+    texts = all(isinstance(value, str) and value and "(" not in value for value in values)
+    return name in FREE or (texts and len({Path(value).name for value in values}) == 1)
+
+
 def recorded_changes(
     folder: Path, config: RunConfig, checkpoint: Mapping[str, Any], digest: str
 ) -> dict[str, list[Any]]:
     """What has changed since the values of a `checkpoint` of the run in `folder` and changes its
-    numbers: not the `FREE` settings, except for the length of a run whose learning rate decays over
-    it. The `digest` is that of the training prompts now.
+    numbers: not the free settings, except for the length of a run whose learning rate decays over
+    it. The `digest` is that of the training prompts now. Raises `ConfigError` for `FIXED` settings,
+    which are not found earlier if config.yaml is missing.
     """
     if before := checkpoint.get("settings"):
         changed = differences(folder, before, settings_of(config))
@@ -115,9 +124,10 @@ def recorded_changes(
     if checkpoint.get("prompts", digest) != digest and "prompts" not in changed:
         source = config.environment.prompts or config.environment.world_name
         changed["prompts"] = [source, f"{source} with other content"]
-    decays = config.optim.final_learning_rate != 1
-    free = {*FREE} - ({"iterations"} if decays else set())
-    return {name: values for name, values in changed.items() if name not in free}
+    _refuse_fixed(folder, config, changed)
+    kept = {"iterations"} if config.optim.final_learning_rate != 1 else set()
+    names = [name for name in changed if name in kept or not _is_free(name, changed[name])]
+    return {name: changed[name] for name in names}
 
 
 def require_resumable(folder: Path, config: RunConfig, start: str, change: bool) -> str:
@@ -135,7 +145,7 @@ def require_resumable(folder: Path, config: RunConfig, start: str, change: bool)
             f"{ended}, so the changed settings have no effect: {changes_text(changed)}. Undo the"
             f" change, or continue from a checkpoint with --from: {Checkpoints(folder).listed()}"
         )
-    need = {name: values for name, values in changed.items() if name not in FREE}
+    need = {name: values for name, values in changed.items() if not _is_free(name, values)}
     if need and not change:
         new = new_run(folder, config, changed, "start_from")
         raise ConfigError(
@@ -148,7 +158,8 @@ def require_resumable(folder: Path, config: RunConfig, start: str, change: bool)
 
 
 def _refuse_fixed(folder: Path, config: RunConfig, changed: Mapping[str, Sequence[Any]]) -> None:
-    reasons = {name: FIXED[name] for name in changed if name in FIXED}
+    refused = [name for name in changed if name in FIXED and not _is_free(name, changed[name])]
+    reasons = {name: FIXED[name] for name in refused}
     if "device" in changed and len({str(name).partition(":")[0] for name in changed["device"]}) > 1:
         reasons["device"] = OTHER_DEVICE
     if not reasons:
@@ -246,7 +257,8 @@ def resumed_prompts(
     `change`, and for other held-out prompts of a user's world.
     """
     changed = changed_prompts(folder, world, config)
-    if SETTINGS["heldout"] in changed_settings(folder, config):
+    name, settings = SETTINGS["heldout"], changed_settings(folder, config)
+    if name in settings and not _is_free(name, settings[name]):
         changed.pop("heldout", None)
     model, held = bool(config.policy.model), folder / FILES["heldout"]
     if not changed:

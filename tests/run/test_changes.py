@@ -1,6 +1,9 @@
 """Changes of a run's settings when it is resumed: free ones, those with consent, those refused."""
 
 import json
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ from flowrl.core.errors import ConfigError
 from flowrl.run.config import RunConfig, load_config, preset
 from flowrl.run.job import Run
 from flowrl.run.parts.settings import options_text, owners
-from flowrl.run.results import changes_of, comparable
+from flowrl.run.results import changes_of, comparable, untrained_of
+from flowrl.run.saved import best_checkpoint
 from flowrl.run.started import FIXED, FREE, changed_settings, require_resumable
 
 OPTIONS = f"{MIXTURE} --groups 2 --eval-every 1 --checkpoint-every 1 --keep-checkpoints 9"
@@ -42,6 +46,14 @@ def test_every_setting_is_in_one_class():
     assert {*FREE} | {*FIXED} < names
 
 
+def test_the_guide_lists_the_settings_of_each_class():
+    page = Path(__file__).parents[2] / "docs" / "guides" / "resume.md"
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| ")][1:]
+    free, change, fixed = ({*re.findall(r"`(\w+)`", row)} for row in rows)
+    assert free == {*FREE} and fixed == {*FIXED}
+    assert change - {"Run"} < {*owners(RunConfig)} - free - fixed
+
+
 def other(name, value):
     """Another value of a setting as JSON, which is checked only after the comparison."""
     if isinstance(value, bool):
@@ -54,7 +66,6 @@ def other(name, value):
 @pytest.mark.parametrize("name", sorted(owners(RunConfig)))
 def test_a_setting_is_free_or_needs_consent_or_is_refused(name, tmp_path, monkeypatch):
     """All settings, whatever their values: only the comparison matters."""
-    Run(RunConfig(), tmp_path)
     values = json.loads(json.dumps(RunConfig().typed()))
 
     class Other(RunConfig):
@@ -110,8 +121,6 @@ def test_a_change_needs_consent_and_is_recorded_once(edited, run, capsys):
     error = error_of(f"{again} {options}", capsys)
     assert "learning_rate 0.02 -> 0.001: the numbers" in error
     assert f"--preset {run}/config.yaml --iterations 4 --learning-rate 0.001" in error
-    before = rows_of(run)
-    assert before == rows_of(run)
     assert flowrl_(f"{again} {options} --change") == 0
     assert "iterations 2 -> 4, learning_rate 0.02 -> 0.001" in capsys.readouterr().out
     assert changed(run) == {3: RATE}
@@ -147,6 +156,29 @@ def test_a_change_survives_kills(run):
     assert changed(run) == {2: RATE}
     assert flowrl_(f"train --resume {run} --from 000001 --learning-rate 0.02 --change") == 0
     assert changed(run) == {}  # as at the checkpoint
+
+
+def test_the_samples_before_training_have_the_score_of_the_end(run):
+    """Also if a kill undoes the change of what is scored, and on the way back before it."""
+    config = load_config(run / "config.json")
+    config = config.replace(reward_form="strict", iterations=4, checkpoint_every=9)
+
+    def die(state):
+        if state.get("phase") == "rollout":
+            raise KeyboardInterrupt
+
+    def scores():
+        return json.loads((run / "samples.json").read_text())["reward_before"]
+
+    soft = scores()
+    with pytest.raises(KeyboardInterrupt):
+        Run(config, run, die, change=True).execute(resume=True)
+    (run / "checkpoints" / "000003.safetensors").unlink(missing_ok=True)
+    assert flowrl_(f"train --resume {run}") == 0
+    assert {*scores()} <= {0.0, 1.0} and "untrained" in rows_of(run)[3]
+    assert flowrl_(f"train --resume {run} --from 000001 --reward-form soft --change") == 0
+    assert scores() == soft and changed(run) == {}
+    assert not any("untrained" in row for row in rows_of(run))
 
 
 def test_a_changed_run_computes_as_one_with_its_settings(run, tmp_path):
@@ -200,6 +232,9 @@ def test_what_cannot_change_says_why_and_what_to_type(options, consent, run, cap
     command = error.rpartition("flowrl train ")[2].strip()
     assert options.split(" --")[0] in command and "--iterations 3" in command
     assert (f"--start-from {run}@last" in command) == bool(weights)
+    if weights and "cuda" not in options and not consent:  # what the error says works
+        assert flowrl_(f"train {command.replace('--out NEW', f'--out {run}/../new')}") == 0
+        assert f"begins with the weights, averages and moments of {run}@" in capsys.readouterr().out
     after = sorted((path, path.read_bytes()) for path in run.rglob("*") if path.is_file())
     assert [p for p in before if p[0].name != ".lock"] == [p for p in after if p[0].name != ".lock"]
 
@@ -221,6 +256,21 @@ def test_options_of_the_command_that_name_another_run_are_refused(run, capsys):
     assert "nothing in this run uses it" in error_of(
         f"train --resume {run} --strict --iterations 3", capsys
     )
+
+
+def test_consent_without_a_resume_is_refused(tmp_path, capsys):
+    error = error_of(f"train {OPTIONS} --out {tmp_path}/new --change", capsys)
+    assert "change = True is not allowed; allowed: only with --resume" in error
+
+
+def test_a_refused_change_leaves_the_samples(run, capsys):
+    before = (run / "before.safetensors").read_bytes()
+    again = f"train --resume {run} --from 000002 --eval-samples 3 --change"
+    assert "iterations = 1 is not" in error_of(f"{again} --iterations 1", capsys)
+    assert (run / "before.safetensors").read_bytes() == before
+    assert flowrl_(f"{again} --iterations 3") == 0
+    samples = json.loads((run / "samples.json").read_text())
+    assert [len(samples[name]) for name in ("prompts", "reward_before")] == [3, 3]
 
 
 def test_rewards_are_compared_with_those_since_their_change():
@@ -258,15 +308,24 @@ def test_another_reward_begins_a_new_scale(run, tmp_path, capsys):
     rows = rows_of(run)
     assert rows[3]["evaluation"]["reward"] > 3 and rows[4]["evaluation"]["reward"] < -3
     assert not any("stopped" in row or "warnings" in row for row in rows[3:])
+    assert best_checkpoint(run) == "000004"
+    means = [untrained_of(rows[:end])["reward"] for end in (3, 4, 5)]
+    assert means[0] == rows[0]["evaluation"]["reward"]
+    assert means[1] > 3 and abs(means[1] - means[2] - 10) < 1e-4
     assert [iteration for iteration, _ in changes_of(rows)] == [3, 4]
 
 
-def test_settings_whose_last_start_is_unknown_are_compared_with_the_checkpoint(run):
+def test_settings_whose_last_start_is_unknown_are_compared_with_the_checkpoint(run, capsys):
     pause(run)
     edit(run, learning_rate=0.001, iterations=3)
     (run / "config.yaml").unlink()
     assert changed_settings(run, load_config(run / "config.json")) == {}
+    text = (run / "config.json").read_text()
+    edit(run, num_steps=5)
+    assert "a resume cannot change num_steps 4 -> 5" in error_of(f"train --resume {run}", capsys)
+    (run / "config.json").write_text(text)
     assert flowrl_(f"train --resume {run}") == 0
+    assert "recorded with iteration 3: learning_rate 0.02 -> 0.001" in capsys.readouterr().out
     assert changed(run) == {3: RATE}
 
 
@@ -296,11 +355,22 @@ def test_prompts_of_a_model_change_with_consent(model, tmp_path, capsys):
     now = json.loads((out / "samples.json").read_text())
     assert set(now["prompts"]) == {*held.read_text().splitlines()}
     assert now["reward_before"] != first["reward_before"]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "held.txt").write_text("a green fox\n")  # a moved file has its old content
+    error = error_of(f"{again} --iterations 4 --heldout-prompts {elsewhere}/held.txt", capsys)
+    assert f"heldout_prompts {elsewhere}/held.txt (3 prompts at the start, 1 now)" in error
     train.write_text("a red dog\n")
     assert flowrl_(f"{again} --iterations 4 --change") == 0
     assert changed(out)[4] == {"prompts": [str(train), f"{train} with other content"]}
     assert [*changed(out)] == [2, 3, 4]
-    error = error_of(f"{again} --iterations 5 --lora-rank 2", capsys)
+    moved, elsewhere = tmp_path / "moved", Path(model["model"]).name
+    shutil.copytree(model["model"], moved / elsewhere)
+    assert flowrl_(f"{again} --iterations 5 --model {moved / elsewhere}") == 0
+    assert 5 not in changed(out)
+    error = error_of(f"{again} --iterations 6 --model elsewhere/other", capsys)
+    assert "(the trained weights belong to it). Begin a new run: flowrl" in error
+    error = error_of(f"{again} --iterations 6 --lora-rank 2", capsys)
     assert "lora_rank 32 -> 2 (the trained weights are" in error
     assert f"--lora-rank 2 --adapter {out}@last --out NEW --trust" in error
     card = (out / "README.md").read_text()

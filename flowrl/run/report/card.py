@@ -21,7 +21,7 @@ from flowrl.run.records import load_run
 from flowrl.run.report.figures import proxy_and_heldout
 from flowrl.run.report.pages import render
 from flowrl.run.report.style import save
-from flowrl.run.results import changes_of, decimals
+from flowrl.run.results import changes_of, decimals, untrained_of
 
 HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
@@ -68,7 +68,8 @@ def card_text(folder: Path, config: RunConfig) -> str:
     last, path = run.rows[-1], folder / "evaluation" / "evaluation.json"
     best = last.get("exported", last["iteration"])
     (result,) = (row["evaluation"] for row in run.rows if row["iteration"] == best)
-    before, after = scalars(run.evaluations[0]["evaluation"]), scalars(result)
+    until = [row for row in run.rows if row["iteration"] <= best]
+    before, after = scalars(untrained_of(until)), scalars(result)
     scores = {
         config.environment.reward if name == "reward" else name: (before[name], after[name])
         for name in after
