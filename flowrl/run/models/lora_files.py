@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from flowrl.core.errors import CheckpointError, ConfigError
+from flowrl.run.models.lora_formats import from_format
 from flowrl.run.reading import read_json, reading
 
 METADATA = "lora_adapter_metadata"
@@ -53,7 +54,9 @@ class Lora:
         """All tensors as in a file of diffusers: those of the transformer begin with
         "transformer.".
         """
-        return {f"transformer.{name}": tensor for name, tensor in self.tensors.items()} | self.others
+        return {
+            f"transformer.{name}": tensor for name, tensor in self.tensors.items()
+        } | self.others
 
 
 def lora_of_run(tensors: Mapping[str, Tensor], scale: float) -> Lora:
@@ -68,8 +71,8 @@ def read_lora(path: Path, pipeline: Any, option: str = "weights") -> Lora:
     """The LoRA in the file `path`.
 
     Args:
-        path: a safetensors file of diffusers, PEFT, kohya's scripts, ComfyUI or what else
-            diffusers' `lora_state_dict` converts.
+        path: a safetensors file of diffusers, PEFT, kohya's scripts or ComfyUI
+            (`lora_formats.LAYERS`), or what else diffusers' `lora_state_dict` converts.
         pipeline: the class of the diffusers pipeline that it is for.
         option: the name of the option, for errors.
 
@@ -88,7 +91,11 @@ def read_lora(path: Path, pipeline: Any, option: str = "weights") -> Lora:
             " lora_down and lora_up"
         )
     raw = _scaled(raw, layers, _settings(path, header))
-    named = {re.sub(r"^base_model\.model\.(transformer\.)?", "transformer.", n): raw[n] for n in raw}
+    if (known := from_format(raw, pipeline.__name__)) is not None:
+        return Lora({name: tensor.float() for name, tensor in known.items()})
+    named = {
+        re.sub(r"^base_model\.model\.(transformer\.)?", "transformer.", n): raw[n] for n in raw
+    }
     with reading(path, CheckpointError):
         named = pipeline.lora_state_dict(named)
     ours = {n: t for n, t in named.items() if n.startswith("transformer.")}
