@@ -49,6 +49,7 @@ from flowrl.run.evaluation import (
     make_heldout_metrics,
     write_trajectory,
 )
+from flowrl.run.export import write_run_lora
 from flowrl.run.format import FORMAT
 from flowrl.run.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
 from flowrl.run.logging import TRACKER_FILE, Journal
@@ -555,11 +556,20 @@ class Run:
         trainer = self._trainer
         with trainer.averaged():
             write_trajectory(folder, trainer, self._world, self.config.environment.task)
-            if (exported := extras(trainer.policy, "save")) is not None:
+            exported = extras(trainer.policy, "save")
+            if exported is not None and not self._is_lora:
                 exported.save(folder / self.config.policy.tuning)
         average = full_tensors(dict(zip(trainer.parameters, trainer.average, strict=True)))
         if average:
             save_weights(folder / "weights.safetensors", average)
+        if average and self._is_lora:
+            write_run_lora(folder / "lora", self.config, self.folder, average, trainer.done)
+
+    @property
+    def _is_lora(self) -> bool:
+        """Whether the run trains a LoRA of a model."""
+        policy = self.config.policy
+        return bool(policy.model) and policy.tuning == "lora"
 
 
 def _kept(rows: Sequence[Row]) -> set[int]:

@@ -10,8 +10,8 @@ from small_run import write_rows
 from flowrl.run.build import METHOD_FILE
 from flowrl.run.config import preset
 from flowrl.run.io import write_json
-from flowrl.run.report.card import card_text, without_folders, write_card
-from flowrl.run.results import decimals
+from flowrl.run.report.card import card_text, write_card
+from flowrl.run.results import decimals, without_folders
 
 SD3 = "stabilityai/stable-diffusion-3.5-medium"
 

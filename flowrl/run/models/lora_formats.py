@@ -17,6 +17,7 @@ Sources, read in November 2026:
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import combinations
 from typing import Literal
 
 import torch
@@ -228,24 +229,24 @@ def _fused(parts: Mapping[str, Matrices | None]) -> Matrices:
 
 
 def _parts(down: Tensor, up: Tensor, parts: Iterable[str]) -> dict[str, Matrices]:
-    """The matrices of the parts of a fused layer: those of a block-diagonal B get their own rank,
-    and parts with B = 0 beside others none; else every part has the whole A.
+    """The matrices of the parts of a fused layer. If B is block-diagonal, as `_fused` makes it,
+    every part gets its own rows of A; else each part whose B is not zero gets the whole A.
     """
     parts = list(parts)
     if len(parts) == 1:
         return {parts[0]: (down, _swapped(parts[0], down, up))}
     unit = len(up) // sum(map(_width, parts))
     rows = dict(zip(parts, up.split([unit * _width(part) for part in parts]), strict=True))
-    used = {part: matrix for part, matrix in rows.items() if matrix.any()} or rows
-    if len(down) % len(used) == 0:
-        rank = len(down) // len(used)
-        own = {part: slice(i * rank, (i + 1) * rank) for i, part in enumerate(used)}
-        blocks = {part: (down[own[part]], matrix[:, own[part]]) for part, matrix in used.items()}
-        if all(
-            matrix.count_nonzero() == blocks[p][1].count_nonzero() for p, matrix in used.items()
-        ):
-            return blocks
-    return {part: (down, matrix) for part, matrix in used.items()}
+    used = {part for part, matrix in rows.items() if matrix.any()}
+    for count in range(len(parts), max(len(used), 1) - 1, -1):
+        for chosen in combinations(parts, count):
+            rank = len(down) // count
+            own = {part: slice(i * rank, (i + 1) * rank) for i, part in enumerate(chosen)}
+            blocks = {part: rows[part][:, columns] for part, columns in own.items()}
+            inside = sum(int(block.count_nonzero()) for block in blocks.values())
+            if len(down) % count == 0 and inside == up.count_nonzero():
+                return {part: (down[own[part]], block) for part, block in blocks.items()}
+    return {part: (down, rows[part]) for part in parts if part in used}
 
 
 def _swapped(part: str, down: Tensor, up: Tensor) -> Tensor:
