@@ -42,13 +42,8 @@ def network_cost(policy: PipelinePolicy, rows: Mapping[str, Tensor]) -> NetworkC
     options = policy.options
     twin.requires_grad_(options.trained == "full")
     if options.trained == "lora":
-        Adapters(
-            twin,
-            options.lora_rank,
-            options.lora_alpha,
-            options.lora_targets or LORA_TARGETS,
-            options.seed,
-        )
+        targets = options.lora_targets or LORA_TARGETS
+        Adapters(twin).add(options.lora_rank, options.lora_alpha, targets, options.seed)
     shaped = {name: torch.empty(row.shape, device="meta") for name, row in rows.items()}
     latent = torch.empty((1, *policy.latent_shape), device="meta")
     with FlopCounterMode(display=False) as counter:

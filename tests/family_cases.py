@@ -15,6 +15,7 @@ from flowrl.rewards import FunctionReward
 from flowrl.rollout import Usage, solve
 from flowrl.run.build import build_trainer, make_method
 from flowrl.run.config import preset
+from flowrl.run.models.weights import given_weights
 from flowrl.testing.tiny import TINY, TINY_VIDEO, tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 
 TEXTS = ["three red circles", "a dog"]
@@ -38,7 +39,8 @@ class Case:
     options: PolicyOptions = TINY
 
     def policy(self, pipe=None, **changes):
-        return PipelinePolicy(pipe or self.make(), self.family, replace(self.options, **changes))
+        pipe, options = pipe or self.make(), replace(self.options, **changes)
+        return PipelinePolicy(pipe, self.family, options, **given_weights(pipe, options))
 
     def picture(self, pipe, noise, guidance=1.0, steps=STEPS, **changes):
         """The plain pipeline's own images or videos."""

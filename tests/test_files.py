@@ -16,7 +16,7 @@ from server_requests import damaged
 
 from flowrl.bench.explain import EXAMPLE, read_rewards
 from flowrl.core.errors import CheckpointError, ConfigError, FlowrlError
-from flowrl.run.build import check, load_trained, make_policy
+from flowrl.run.build import check
 from flowrl.run.checkpoint import load_checkpoint
 from flowrl.run.config import RunConfig, load_config, preset
 from flowrl.run.job import Run
@@ -31,6 +31,7 @@ from flowrl.run.reading import (
     reading,
 )
 from flowrl.run.records import load_run
+from flowrl.run.trained import trained_policy
 from flowrl.testing.tiny import tiny_sd3
 
 SETTINGS = {
@@ -68,9 +69,7 @@ READERS = {
     "config.yaml": read_config,
     "preset.yaml": lambda path: preset(str(path)).apply(),
     "metrics.jsonl": lambda path: load_run(path.parent),
-    "weights.safetensors": lambda path: load_trained(
-        make_policy(RunConfig.of(**SETTINGS)), path.parent
-    ),
+    "weights.safetensors": lambda path: trained_policy(path.parent),
     "checkpoints/000002.safetensors": load_checkpoint,
     "prompts.jsonl": read_prompts,
     "rewards.csv": read_rewards,

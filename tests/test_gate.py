@@ -231,7 +231,7 @@ def test_a_part_that_does_not_return_is_named_once(monkeypatch, capfd):
     ("settings", "names"),
     [
         ({"dtype": "bfloat16", "lora_rank": 4, "loss_scale": 2.0}, None),
-        ({"clip_range": 0.1, "noise_level": 0.5, "window": "0:2"}, []),
+        ({"clip_range": 0.1, "noise_level": 0.5, "window": "0:2", "seed": 1}, []),
         ({"method": "awm", "clip_range": 0.1}, ["clip_range"]),
         ({"method": "diffusion-nft", "window": "1:2"}, ["window"]),
         ({"loss": "clipped(clip_range=0.2)", "clip_range": 0.1}, ["clip_range"]),
@@ -291,8 +291,14 @@ def begun(tmp_path_factory):
     return {name: folder / name for name in configs}
 
 
-@pytest.mark.parametrize("mode", ["--resume {}", "--config {}/config.json"])
-@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize(
+    ("command", "mode"),
+    [
+        ("train", "--config {}/config.json"),  # a resume: tests/run/test_changes.py
+        ("compare", "--config {}/config.json"),
+        ("compare", "--resume {}"),
+    ],
+)
 @pytest.mark.parametrize(
     ("option", "named"),
     [
@@ -303,7 +309,7 @@ def begun(tmp_path_factory):
         ("--preset tiny", "preset = 'tiny' "),
     ],
 )
-def test_a_run_that_goes_on_keeps_its_settings(mode, command, option, named, begun, capsys):
+def test_what_is_repeated_keeps_its_settings(mode, command, option, named, begun, capsys):
     error = error_of(f"{command} {mode.format(begun[command])} {option}", capsys)
     assert named in error and error.count("\n") == 1
 

@@ -1,21 +1,25 @@
 """`flowrl evaluate` and `flowrl sample`: images from base and trained weights."""
 
-import os
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from annotated_types import Ge, Le
 
-from flowrl.cli.options import config_of, typed_command
-from flowrl.core.errors import CheckpointError, ConfigError, require
+from flowrl.cli.options import typed_command
+from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Count, Seed, Whole
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from flowrl.core.protocols import AnyReward, FlowPolicy
+    from flowrl.core.types import Prompt
     from flowrl.run.config import RunConfig
     from flowrl.run.report.weight_comparison import WeightComparison
+    from flowrl.run.saved import SavedWeights
 
 SHAPES_PROMPTS = (
     "three red circles",
@@ -37,19 +41,26 @@ class Evaluate:
 
     Examples: flowrl evaluate --weights runs/mine --reward pickscore --reward ocr
 
-    flowrl evaluate --weights lora-folder --model stabilityai/stable-diffusion-3.5-medium --prompts
-    prompts.txt --reward pickscore
+    flowrl evaluate --weights runs/mine@000050 runs/mine@best runs/other
+
+    flowrl evaluate --weights lora.safetensors --model stabilityai/stable-diffusion-3.5-medium
+    --prompts prompts.txt --reward pickscore
     """
 
-    weights: Path
-    """Folder of a finished run; or, with --model, a LoRA (file or folder) or a folder with
-    transformer/ in diffusers' form.
+    weights: tuple[str, ...]
+    """A run in any state, a checkpoint of it as RUN@000010, RUN@best or RUN@last, a LoRA of any
+    program (file or folder), a folder with a transformer, or a name on the Hub; several are
+    compared with the base and with the first one.
     """
+    live: bool = False
+    """Use a run's weights of the last step and not their average."""
     model: str = ""
-    """The base model of weights that are not a run's: a folder or a name on the Hub."""
+    """The base model (folder or name on the Hub) of weights that are not a run's, or in place of
+    the run's.
+    """
     prompts: str = ""
     """File of prompts, or a generator's slice as text[0:64]; default the run's held-out prompts
-    (required with --model).
+    (required without a run).
     """
     reward: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME, NAME(option=value) or path/to/file.py:Class; repeat the option for several rewards.
@@ -97,22 +108,22 @@ class Evaluate:
         from rich.progress import Progress
 
         from flowrl.rewards import evaluation_reward
-        from flowrl.run.build import load_trained, make_policy, make_world, policy_options
+        from flowrl.run.build import make_world
         from flowrl.run.io import new_folder, require_no_links
-        from flowrl.run.models.load import load_policy
         from flowrl.run.parts.prompts import read_prompts
         from flowrl.run.parts.registry import build
         from flowrl.run.report.card import write_card
         from flowrl.run.report.weight_comparison import (
             SamplingSettings,
             compare_weights,
-            load_weights,
             write_evaluation,
         )
+        from flowrl.run.trained import base_policy, with_weights
         from flowrl.run.worlds import prompts_of
         from flowrl.worlds.mixture import targets
 
-        config = self.settings()
+        found = self.found()
+        config = self.settings(found)
         world, options, environment = make_world(config), config.policy, config.environment
         if self.prompts:
             texts = read_prompts(self.prompts)
@@ -125,28 +136,24 @@ class Evaluate:
         rewards = {
             spec: evaluation_reward(build("reward", spec, device=options.device)) for spec in specs
         } or {form: world.reward(form) for form in world.forms}
-        if self.model:
-            bare = replace(policy_options(config), fixed=True, gradient_checkpointing=False)
-            policy = load_policy(self.model, bare)
-            load = partial(load_weights, policy, self.weights)
-        else:
-            policy = make_policy(config)
-            load = partial(load_trained, policy, self.weights)
+        policy = base_policy(config)
+        weights = {str(saved): with_weights(policy, saved) for saved in found}
         steps = config.evaluation.eval_steps
         how = SamplingSettings(steps, self.count, self.seed, self.batch, self.shown)
+        first = found[0]
         facts = {
             "command": typed_command(),
-            "weights": str(self.weights),
+            "weights": ", ".join(weights),
             "base": options.model or environment.subject,
-            "method": None if self.model else config.algorithm.method,
+            "method": config.algorithm.method if first.kind == "run" else None,
             "guidance": options.guidance_scale,
             "resolution": options.resolution if options.model else None,
             "dtype": options.dtype,
             "device": options.device,
         }
-        beside = self.weights if self.weights.is_dir() else self.weights.parent
+        beside = first.path if first.path.is_dir() else first.path.parent
         out = self.out or beside / "evaluation"
-        of_run = not self.model and out == self.weights / "evaluation"
+        of_run = first.kind == "run" and out == beside / "evaluation"
         if beside in out.parents:
             card = ("lora", "full") if of_run else ()
             require_no_links(beside, (out.relative_to(beside).parts[0], *card))
@@ -154,48 +161,50 @@ class Evaluate:
             new_folder(out, "evaluation", made_evaluation, lambda: False),
             Progress(transient=True) as bars,
         ):
-            tasks = {side: bars.add_task(side) for side in ("base", "trained")}
+            tasks = {side: bars.add_task(side) for side in ("base", *weights)}
 
             def show(side: str, done: int, total: int) -> None:
                 bars.update(tasks[side], completed=done, total=total)
 
-            evaluation = compare_weights(policy, load, prompts, rewards, how, facts, show)
+            evaluation = compare_weights(policy, weights, prompts, rewards, how, facts, show)
             write_evaluation(evaluation, out, self.html, targets(evaluation.prompts))
-        if of_run and (self.weights / "README.md").exists():
-            write_card(self.weights)
+        if of_run and not first.checkpoint and (beside / "README.md").exists():
+            write_card(beside)
         page = f" and {out}/report.html" if self.html else ""
         print(f"{table(evaluation)}\nWrote {out}/evaluation.json and {out}/grid.png{page}")
         return 0
 
-    def settings(self) -> "RunConfig":
+    def found(self) -> "list[SavedWeights]":
+        """The weights that are named; nothing is loaded."""
+        from flowrl.run.saved import find_weights
+
+        require(self.weights != (), "weights", self.weights, "one or more")
+        found = [find_weights(text, self.live) for text in self.weights]
+        names = list(map(str, found))
+        allowed = "weights that differ"
+        require(len({*names}) == len(names), "weights", ", ".join(names), allowed)
+        return found
+
+    def settings(self, found: "Sequence[SavedWeights]") -> "RunConfig":
         """The settings of the run, or of the base model, with the options in their place."""
         import torch
 
-        from flowrl.run.config import load_config, preset
         from flowrl.run.reads import require_read
-        from flowrl.run.started import with_stored_prompts
+        from flowrl.run.trained import settings_of
 
         changes = {name: getattr(self, name) for name in REPLACED}
         changes = {name: value for name, value in changes.items() if value is not None}
+        read = changes.keys()
         if self.num_steps:
             changes["eval_steps"] = self.num_steps
-        if self.reward:
+        if self.reward:  # the run's own, which is not built, needs no consent then
             changes["reward"] = self.reward[0]
-        if self.model:
+        if not any(saved.kind == "run" for saved in found):
             require(bool(self.prompts), "prompts", self.prompts, "a file, or a slice as text[0:64]")
             require(bool(self.reward), "reward", self.reward, "one or more: --reward NAME")
-            if not os.path.exists(self.weights):
-                raise CheckpointError(f"weights: {self.weights} does not exist")
-            config = preset("default").apply(model=self.model, prompts=self.prompts, **changes)
-        else:
-            allowed = "the folder of a run; for a LoRA or a transformer give its --model too"
-            file = config_of("weights", self.weights, allowed)
-            # the run's own reward, which is not built if another is given, needs no consent then
-            option: dict[str, Any] = {"reward": self.reward[0]} if self.reward else {}
-            config = load_config(file, self.trust, **option)
-            config = with_stored_prompts(self.weights, config)
-            read = changes.keys() - {"eval_steps", "reward"}
-            require_read(config.replace(**{name: changes[name] for name in read}), read)
+            changes["prompts"] = self.prompts
+        config = settings_of(found, self.trust, self.model, **changes)
+        require_read(config, read)
         is_cuda = bool(config.policy.model) and torch.cuda.is_available()
         device = self.device or ("cuda" if is_cuda else "cpu")
         return config.replace(**changes, device=device, reward_noise=0.0, reward_bias=0.0)
@@ -217,18 +226,26 @@ def table(comparison: "WeightComparison") -> str:
     """
     from flowrl.run.results import short
 
-    rows = [("score", "base", "trained", "difference [95% interval]", "improved")]
-    for spec, s in comparison.scores.items():
-        d = s.digits
-        interval = f"{s.low:+.{d}f}, {s.high:+.{d}f}" if s.prompts > 1 else "one prompt"
-        change = f"{s.difference:+.{d}f} [{interval}]"
-        means = f"{s.base:.{d}f}", f"{s.trained:.{d}f}"
-        rows.append((short(spec), *means, change, f"{s.better:.0%}"))
-    name, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = [
-        "  ".join([f"{label:{name}s}", *(f"{c:>{w}s}" for c, w in zip(cells, widths, strict=True))])
-        for label, *cells in rows
-    ]
+    lines: list[str] = []
+    several = len(comparison.compared) > 1
+    for pair in comparison.compared:
+        before = "base" if pair.against == "base" else "before"
+        rows = [("score", before, "trained", "difference [95% interval]", "improved")]
+        for spec, s in pair.scores.items():
+            d = s.digits
+            interval = f"{s.low:+.{d}f}, {s.high:+.{d}f}" if s.prompts > 1 else "one prompt"
+            change = f"{s.difference:+.{d}f} [{interval}]"
+            means = f"{s.base:.{d}f}", f"{s.trained:.{d}f}"
+            rows.append((short(spec), *means, change, f"{s.better:.0%}"))
+        name, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines += [f"{pair.weights} against {pair.against}"] * several
+        lines += [
+            "  ".join(
+                [f"{label:{name}s}", *(f"{c:>{w}s}" for c, w in zip(cells, widths, strict=True))]
+            )
+            for label, *cells in rows
+        ]
+        lines += [""] * several
     how, count = comparison.how, len(comparison.prompts)
     sizes = f"{count} prompts x {how.count} images, {how.steps} ODE steps"
     return "\n".join([*lines, f"{sizes}, the same noise; intervals over prompts"])
@@ -236,26 +253,44 @@ def table(comparison: "WeightComparison") -> str:
 
 @dataclass(frozen=True)
 class Sample:
-    """Sample images for prompts from the base model or a finished run, as one PNG grid.
+    """Sample images for prompts from the base model or trained weights, as one PNG grid.
 
-    Example: flowrl sample --prompts "three red circles" 'text "K72"' --weights
+    Examples: flowrl sample --prompts "three red circles" 'text "K72"' --weights
     runs/mine/runs/flow-grpo-seed0
+
+    flowrl sample --weights runs/sd3@best --prompts "a red fox"
     """
 
     prompts: tuple[str, ...] | None = None
     """Prompts in the world's language; default: four of the world's held-out prompts, or for shapes
     one of every kind.
     """
-    weights: Path | None = None
-    """Folder of a finished run; without it, the base model."""
+    weights: str = ""
+    """A run in any state, a checkpoint of it as RUN@000010, RUN@best or RUN@last, or, with --model,
+    a LoRA or a transformer; without it, the base model.
+    """
+    live: bool = False
+    """Use a run's weights of the last step and not their average."""
+    model: str = ""
+    """The base model (folder or name on the Hub) of weights that are not a run's, or in place of
+    the run's.
+    """
     out: Path = Path("samples.png")
     """The PNG file to write."""
     world: str = "shapes"
     """The world of the base model: shapes, mixture, a plug-in or path/to/file.py:Class."""
     count: Annotated[int, Ge(1), Le(100)] = 8
     """Images per prompt."""
-    num_steps: Annotated[int, Ge(1), Le(1000)] = 20
-    """ODE steps."""
+    num_steps: Annotated[int, Ge(1), Le(1000)] | None = None
+    """ODE steps [default: those of the run's evaluations, else 20; of a model 40]."""
+    guidance_scale: Annotated[float, Ge(1)] | None = None
+    """Classifier-free guidance of a model [default: the run's, else 1]."""
+    negative_prompt: str | None = None
+    """Negative prompt of the guidance [default: the run's, else empty]."""
+    resolution: Count | None = None
+    """Height in pixels of a model's images, and width [default: the run's, else 512]."""
+    reward: str = ""
+    """Score the images of a model by this reward; those of a world have its own."""
     seed: Seed = 0
     """Draws the noise; the same seed gives every model the same noise."""
     trust: bool = False
@@ -263,45 +298,94 @@ class Sample:
 
     def main(self) -> int:
         """Sample, score and write the grid."""
+        from contextlib import nullcontext
+
+        from flowrl.run.report.style import require_figure, save
+        from flowrl.run.saved import find_weights
+        from flowrl.run.trained import base_policy, with_weights
+
+        require(self.prompts != (), "prompts", self.prompts, "one or more prompts")
+        default = self.world == Sample.world or not (self.weights or self.model)
+        require(default, "world", self.world, "left out with --weights or --model")
+        require_figure(self.out)
+        found = [find_weights(self.weights, self.live)] if self.weights else []
+        config = self.settings(found)
+        prompts, reward = self.prompts_and_reward(config)
+        policy = base_policy(config)
+        with with_weights(policy, found[0]) if found else nullcontext():
+            figure = self.grid(policy, prompts, reward, config)
+        save(figure, self.out)
+        print(f"Wrote {self.out}: {len(prompts)} prompts x {self.count} images")
+        return 0
+
+    def settings(self, found: "list[SavedWeights]") -> "RunConfig":
+        """The settings of the run, the model or the world, on a device that exists here."""
+        import torch
+
+        from flowrl.run.config import preset
+        from flowrl.run.trained import settings_of
+
+        names = ("guidance_scale", "negative_prompt", "resolution")
+        changes = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if found:
+            config = settings_of(found, self.trust, self.model, **changes)
+        elif self.model:
+            config = preset("default").apply(model=self.model, **changes)
+        else:
+            config = preset("default").apply(world=self.world, **changes)
+        on_gpu = bool(config.policy.model) and torch.cuda.is_available()
+        return config.replace(device="cuda" if on_gpu else "cpu")
+
+    def prompts_and_reward(self, config: "RunConfig") -> "tuple[list[Prompt], AnyReward | None]":
+        """The prompts, and the reward that scores their images."""
+        from flowrl.core.types import Prompt
+        from flowrl.run.build import make_world
+        from flowrl.run.parts.prompts import read_prompts
+        from flowrl.run.parts.registry import build
+        from flowrl.run.worlds import prompts_of
+
+        environment, texts = config.environment, self.prompts
+        if config.policy.model:
+            device = config.policy.device
+            reward = build("reward", self.reward, device=device) if self.reward else None
+            file = environment.heldout_prompts or environment.prompts
+            require(bool(texts or file), "prompts", texts, "one or more prompts")
+            if texts:
+                return list(map(Prompt, texts)), reward
+            return read_prompts(str(file))[:4], reward
+        require(not self.reward, "reward", self.reward, "left out: the world has its own")
+        world = make_world(config)
+        if texts := texts or (SHAPES_PROMPTS if world.name == "shapes" else None):
+            prompts = [world.parse(text) for text in texts]
+        else:
+            prompts = prompts_of(world, environment.task, "heldout")[:4]
+        return prompts, world.reward("soft" if "soft" in world.forms else world.forms[0])
+
+    def grid(
+        self,
+        policy: "FlowPolicy",
+        prompts: "list[Prompt]",
+        reward: "AnyReward | None",
+        config: "RunConfig",
+    ) -> "Figure":
+        """A row of images per prompt."""
         import torch
 
         from flowrl.rewards import stills
         from flowrl.rollout import initial_noise, sample_images, score
-        from flowrl.run.build import make_policy, make_world, trained_policy
-        from flowrl.run.config import preset
         from flowrl.run.report.figures import image_grid
-        from flowrl.run.report.style import require_figure, save
-        from flowrl.run.worlds import check_policy, prompts_of
         from flowrl.worlds.mixture import targets
 
-        require(self.prompts != (), "prompts", self.prompts, "one or more prompts")
-        default = self.world == Sample.world or self.weights is None
-        require(default, "world", self.world, "left out with --weights, which have theirs")
-        require_figure(self.out)
-        if self.weights:
-            policy, config = trained_policy(self.weights, trust=self.trust)
-        else:
-            config = preset("default").apply(world=self.world)
-            policy = make_policy(config)
-        # the device of the training may not exist here
-        world = make_world(config.replace(device=str(policy.device)))
-        check_policy(world, policy)
-        texts = SHAPES_PROMPTS if world.name == "shapes" else None
-        if texts := self.prompts or texts:
-            prompts = [world.parse(text) for text in texts]
-        else:
-            prompts = prompts_of(world, config.environment.task, "heldout")[:4]
-        reward = world.reward("soft" if "soft" in world.forms else world.forms[0])
         repeated = [prompt for prompt in prompts for _ in range(self.count)]
         noise, most = initial_noise(policy, len(repeated), self.seed), config.batches.max_batch
+        steps = self.num_steps or config.evaluation.eval_steps
         images, scores = [], []
-        for batch in sample_images(policy, repeated, noise, self.num_steps, max_batch=most):
+        for batch in sample_images(policy, repeated, noise, steps, max_batch=most):
             images.append(stills(batch.images).cpu())
-            result = score(reward, batch.images, batch.prompts, invalid=False)
-            scores.append(result.total.cpu())
+            if reward is not None:
+                result = score(reward, batch.images, batch.prompts, invalid=False)
+                scores.append(result.total.cpu())
         shape = (len(prompts), self.count)
-        cells, values = torch.cat(images).unflatten(0, shape), torch.cat(scores).view(shape)
-        texts = [prompt.text for prompt in prompts]
-        save(image_grid(cells, values, texts, targets(texts)), self.out)
-        print(f"Wrote {self.out}: {len(prompts)} prompts x {self.count} images")
-        return 0
+        cells, texts = torch.cat(images).unflatten(0, shape), [prompt.text for prompt in prompts]
+        values = torch.cat(scores).view(shape) if scores else None
+        return image_grid(cells, values, texts, targets(texts))

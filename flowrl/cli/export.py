@@ -146,24 +146,21 @@ class Export:
         """Write a LoRA and read it back."""
         import torch
 
-        from flowrl.run.export import check_base, check_lora, saved_lora, write_lora, zeros
+        from flowrl.run.export import check_base, check_lora, lora_file, notes, saved_lora
+        from flowrl.run.io import write_bytes
+        from flowrl.run.saved import LORA_FILE
 
         assert self.format != "merged"
         lora = saved_lora(saved, config, pipeline)
         if base.folder is not None:
             check_base(lora.shapes, base.folder)
-        file, kind = self.out, pipeline.__name__
-        if self.format != "diffusers" and file.suffix != ".safetensors":
-            file = file / f"{file.resolve().name}.safetensors"
-        file = write_lora(file, lora, self.format, kind, facts, dtype or torch.float32)
+        file, name = self.out, f"{self.out.resolve().name}.safetensors"
+        if file.suffix != ".safetensors":
+            file = file / (LORA_FILE if self.format == "diffusers" else name)
+        kind = pipeline.__name__
+        write_bytes(file, lora_file(lora, self.format, kind, facts, dtype or torch.float32))
         check_lora(file, lora, pipeline)
-        if line := zeros(lora).line:
-            print(line)
-        if lora.others and self.format == "kohya":
-            print(f"Warning: {len(lora.others)} matrices of text encoders are left out")
-        if config is not None and config.policy.frozen_adapters:
-            frozen = config.policy.frozen_adapters
-            print(f"Warning: the run was trained on top of {frozen}, which are not in the file")
+        print("".join(f"{line}\n" for line in notes(lora, self.format, config)), end="")
         return file
 
     def merge(
@@ -176,25 +173,26 @@ class Export:
     ) -> Path:
         """Write the base model with the trained weights."""
         from flowrl.run.export import (
-            frozen_loras,
+            first_weights,
+            full_weights,
+            notes,
             saved_lora,
-            transformer_weights,
             write_merged,
-            zeros,
         )
+        from flowrl.run.models.weights import frozen_loras
 
         assert base.folder is not None
         is_lora = config.policy.tuning == "lora" if config else saved.kind == "lora"
         if not is_lora:
-            write_merged(self.out, base.folder, transformer_weights(saved), dtype)
+            write_merged(self.out, base.folder, weights=full_weights(saved), dtype=dtype)
             return self.out
         loras: list[Lora] = [saved_lora(saved, config, pipeline)]
-        if line := zeros(loras[0]).line:
-            print(line)
-        loras += frozen_loras(config, pipeline).values() if config else ()
+        print("".join(f"{line}\n" for line in notes(loras[0])), end="")
+        loras += frozen_loras(config.policy, pipeline).values() if config else ()
         texts = sum(len(lora.others) for lora in loras)
         require(not texts, "format", "merged", f"another: {texts} matrices are of text encoders")
-        write_merged(self.out, base.folder, loras, dtype)
+        weights = first_weights(config) if config else {}
+        write_merged(self.out, base.folder, loras, weights, dtype)
         return self.out
 
     def verified(self, saved: "SavedWeights", config: "RunConfig", written: Path) -> str:

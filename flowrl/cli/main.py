@@ -29,6 +29,7 @@ COMMANDS = {
     "evaluate": "flowrl.cli.evaluate:Evaluate",
     "sample": "flowrl.cli.evaluate:Sample",
     "export": "flowrl.cli.export:Export",
+    "report": "flowrl.cli.report:Report",
     "pretrain": "flowrl.cli.pretrain:Pretrain",
     "serve-reward": "flowrl.serving.command:ServeReward",
     "compare": "flowrl.compare.command:Compare",

@@ -214,9 +214,9 @@ UNNAMED = (
 """Settings left out of the name: where and how a run computes rather than what."""
 
 
-def refuse_others(command: Any, mode: str, allowed: Sequence[str]) -> None:
-    """Raise `ConfigError` for an option that is given with the option `mode`, which reads only the
-    `allowed` ones, or for a setting other than that of the file which `mode` names.
+def refuse_settings(command: Any, mode: str) -> None:
+    """Raise `ConfigError` for a setting other than that of the file which the option `mode`
+    names.
     """
     kept = command.base.flat()
     for name, value in changes(command.run, command.base).items():
@@ -224,6 +224,12 @@ def refuse_others(command: Any, mode: str, allowed: Sequence[str]) -> None:
         edit = " edit its config.json, or" if mode == "resume" else ""
         others = f"for others,{edit} start a run with --preset CONFIG.yaml"
         require(False, name, value, f"{need}; {others}")
+
+
+def refuse_options(command: Any, mode: str, allowed: Sequence[str]) -> None:
+    """Raise `ConfigError` for an option that is given with the option `mode`, which reads only the
+    `allowed` ones; settings are no such options.
+    """
     for item in dataclasses.fields(command):
         value = getattr(command, item.name)
         made = item.default_factory

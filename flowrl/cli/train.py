@@ -19,10 +19,12 @@ from flowrl.cli.options import (
     Base,
     base_of,
     changes,
+    early,
     named_file,
     options_class,
     options_with,
-    refuse_others,
+    refuse_options,
+    refuse_settings,
     rule_name,
     run_name,
 )
@@ -31,7 +33,7 @@ from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Count
 from flowrl.run.config import RunConfig, load_config
 from flowrl.run.parts.registry import shadowed
-from flowrl.run.parts.trust import own_text, trust_option
+from flowrl.run.parts.trust import PARTS, own_text, trust_option
 from flowrl.run.presets import tuned_text
 from flowrl.run.reading import read_text
 from flowrl.run.signals import APART, ignore_stops, on_repeated_stop, on_stop
@@ -45,10 +47,12 @@ if TYPE_CHECKING:
 FROM = "With --resume: the checkpoint to continue from, such as 000010; later ones are deleted."
 PLANNED = ("trust", "trial", "plan", "card", "processes", "launch")
 READ = {
-    "resume": ("start", "changed_code", "changed_prompts", *PLANNED),
+    "resume": ("start", "change", "changed_code", "profile", *PLANNED),
     "config": ("out", *PLANNED),
 }
 """Options that are read together with one that names a run."""
+SPECS = tuple(name for name in PARTS if name not in ("heldout_rewards", "observe"))
+"""Settings with the spec of one part."""
 GRACE = 4.0
 """Seconds in which a second signal ends the process."""
 PLAN_INDENT = 21
@@ -156,7 +160,9 @@ class Train:
     settings that differ from the preset, as in tp-grpo,text,learning_rate=0.001,seed=1.
     """
     resume: Path | None = None
-    """Resume the run in this folder."""
+    """Resume the run in this folder. Options of memory, speed, logging and `iterations` may have
+    other values than before, others only with `change`.
+    """
     start: Annotated[str, tyro.conf.arg(name="from", help=FROM, help_behavior_hint="")] = ""
     config: Path | None = None
     """Repeat a run from its saved config.json or config.yaml. To change some of its settings, pass
@@ -190,9 +196,10 @@ class Train:
     changed_code: bool = False
     """With `resume`: continue although files of your own parts have changed since the run started.
     """
-    changed_prompts: bool = False
-    """With `resume`: continue although the training prompts have changed since the run started.
-    Evaluations keep the held-out prompts of its start.
+    change: bool = False
+    """With `resume`: continue with other settings or training prompts than those of the start,
+    which the run records with the iteration. Evaluations keep the held-out prompts unless
+    `heldout_prompts` is changed. What can never change: docs/guides/resume.md.
     """
     trial: bool = True
     """Test your own parts before the first iteration, for at most 5 s (docs/guides/extend.md)."""
@@ -206,25 +213,32 @@ class Train:
         """The options start from the settings of the chosen preset, world or model, or from those
         of the run that is resumed or repeated. The main process alone reads their files.
         """
+        if any(word.startswith("--changed-prompts") for word in arguments):
+            raise ConfigError("--changed-prompts is now --change, which also allows other settings")
         if launch_rank() > 0:
             base = RunConfig()
         elif file := named_file(arguments):
             trust, planned = "--trust" in arguments, "--plan" in arguments
-            base = load_config(file, trust, planned)
+            # a resume with a part on the command line needs no --trust for the one in the file
+            typed = early(arguments, *SPECS) if early(arguments, "resume") else {}
+            base = load_config(file, trust, planned, **typed)
         else:
             base = base_of(arguments)
         return Train(run=options_with(TrainOptions, base), base=base)
 
     def configuration(self) -> RunConfig:
-        """The settings of the run to resume or repeat, or else the preset's with the given ones on
-        top.
+        """The settings of the run to repeat; or those of the run to resume, or of the preset, with
+        the given ones on top.
         """
         from flowrl.run.reads import NAMED, require_read
         from flowrl.run.sizes import profile_of
+        from flowrl.run.started import require_resumable
 
         if self.resume or self.config:
             mode = "resume" if self.resume else "config"
-            refuse_others(self, mode, READ[mode])
+            refuse_options(self, mode, READ[mode])
+        if self.config:
+            refuse_settings(self, "config")
             return self.base
         chosen = changes(self.run, self.base)
         if "credit" in chosen:
@@ -232,7 +246,9 @@ class Train:
         if self.profile:
             chosen |= profile_of(self.profile)
         config = self.base.replace(**chosen)
-        require_read(config, dict.fromkeys((*chosen, *NAMED)))
+        if self.resume and not self.plan:
+            require_resumable(self.resume, config, self.start, self.change)
+        require_read(config, dict.fromkeys((*chosen, *(() if self.resume else NAMED))))
         return config
 
     def main(self) -> int:
@@ -332,7 +348,7 @@ class Train:
                     asked.is_set,
                     distributed=distributed,
                     changed_code=self.changed_code,
-                    changed_prompts=self.changed_prompts,
+                    change=self.change,
                     trial=self.trial,
                 )
                 runs.append(run)

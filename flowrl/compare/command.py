@@ -20,7 +20,8 @@ from flowrl.cli.options import (
     named_file,
     options_class,
     options_with,
-    refuse_others,
+    refuse_options,
+    refuse_settings,
     typed_command,
 )
 from flowrl.core.errors import require
@@ -97,6 +98,10 @@ class Compare:
     """Resume the comparison in this folder, which has arms and settings."""
     config: Path | None = None
     """Repeat a comparison from its saved config.json, which has arms and settings."""
+    weights: tuple[str, ...] = ()
+    """Compare these weights on the same prompts and noise, without training: as `flowrl evaluate
+    --weights`, which has further options.
+    """
     workers: Workers = 0
     """Runs at a time, 0 = one per core, or the scheduler of a Dask cluster (tcp://HOST:PORT or its
     file, docs/guides/cluster.md). Every run uses one thread, so the numbers do not depend on this.
@@ -147,7 +152,8 @@ class Compare:
         from flowrl.methods import METHODS
 
         if self.config is not None:
-            refuse_others(self, "config", ("out", "workers", "trust", "trial"))
+            refuse_settings(self, "config")
+            refuse_options(self, "config", ("out", "workers", "trust", "trial"))
             loaded = load_compare(self.config, self.trust)
             return dataclasses.replace(loaded, run=self.base, command=typed_command())
         for name in self.methods:
@@ -195,8 +201,15 @@ class Compare:
         from flowrl.policies import device_of
         from flowrl.run.io import disk_errors
 
+        if self.weights:
+            from flowrl.cli.evaluate import Evaluate
+
+            require(not grid, "weights", self.weights, "left out in a sweep")
+            refuse_others(self, "weights", ("out", "trust"))
+            return Evaluate(self.weights, trust=self.trust, out=self.out).main()
         if self.resume is not None:
-            refuse_others(self, "resume", ("workers", "trust", "changed_code", "trial"))
+            refuse_settings(self, "resume")
+            refuse_options(self, "resume", ("workers", "trust", "changed_code", "trial"))
         name = f"{'sweep' if grid else 'compare'}-{time.strftime('%Y%m%d-%H%M%S')}"
         out = self.resume or self.out or Path("runs") / name
         if self.resume:

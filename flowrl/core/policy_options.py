@@ -42,8 +42,8 @@ class PolicyOptions:
     shapes.
     """
     reference: Text = None
-    """Folder of a finished run whose averaged weights replace the base model as the reference: the
-    teacher in distillation, or the reference of the KL penalty.
+    """Run (RUN, RUN@000010, RUN@best) whose averaged weights replace the base model as the
+    reference: the teacher in distillation, or the reference of the KL penalty.
     """
     device: str = "cpu"
     """cpu, cuda or cuda:NUMBER."""
@@ -62,12 +62,13 @@ class PolicyOptions:
     attention layers.
     """
     adapter: Text = None
-    """LoRA that `model` starts from (a file or folder that diffusers reads; `lora_rank` must equal
-    its rank).
+    """Weights that training of `model` starts from: a LoRA of any program (file, folder or name on
+    the Hub) of at most rank `lora_rank`, a run or a checkpoint of it (RUN, RUN@000010, RUN@best),
+    or a folder with a transformer, which is then also the reference.
     """
     frozen_adapters: Text = None
-    """LoRAs of `model` that are active but not trained: files or folders, as PATH or NAME=PATH,
-    separated by commas.
+    """LoRAs of `model` that are active but not trained, separated by commas: what `adapter`
+    accepts, as PATH, NAME=PATH or with a weight as NAME=PATH:0.8.
     """
     resolution: Pixels = 512
     """Height of the images or videos of `model` in pixels, and their width unless `width` is given.

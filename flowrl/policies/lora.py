@@ -1,11 +1,10 @@
 """LoRA (arXiv 2106.09685) on a diffusers transformer: PEFT's layers are added, selected, disabled,
-merged, saved and loaded.
+merged, saved and replaced.
 """
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,40 +28,40 @@ TRAINED = "default"
 
 
 class Adapters:
-    """The trained LoRA of a network: W x + (alpha / rank) B A x, with A Gaussian, B = 0 at the
-    start, both float32.
-
-    With B = 0 the network starts as the base model.
+    """The LoRAs of a network: frozen ones, and at most one that is trained or replaced.
 
     Args:
         network: a diffusers model.
-        rank: rank of the adapter.
-        alpha: scale of the adapter times its rank.
-        targets: ends of the names of the linear layers that get an adapter.
-        seed: seed of A.
         frozen: adapters that the network already has. They are part of every velocity, including
             the reference's, but not trained.
 
     Raises:
-        ConfigError: one of `targets` matches no layer, or the network has adapters that `frozen`
-            does not name.
+        ConfigError: the network has adapters that `frozen` does not name.
     """
 
-    def __init__(
-        self,
-        network: Any,
-        rank: int,
-        alpha: float,
-        targets: Sequence[str],
-        seed: int,
-        frozen: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, network: Any, frozen: Sequence[str] = ()) -> None:
+        foreign = set(getattr(network, "peft_config", ())) - set(frozen)
+        require(not foreign, "adapters of the model", foreign, "none; fuse_lora, then unload_lora")
+        self.network, self.frozen, self.scale = network, tuple(frozen), 1.0
+        self._changed()
+
+    def add(self, rank: int, alpha: float, targets: Sequence[str], seed: int) -> "Adapters":
+        """Add the trained LoRA: W x + (alpha / rank) B A x, with A Gaussian, B = 0 at the start,
+        both float32. With B = 0 the network starts as the base model.
+
+        Args:
+            rank: rank of the adapter.
+            alpha: scale of the adapter times its rank.
+            targets: ends of the names of the linear layers that get an adapter.
+            seed: seed of A.
+
+        Raises:
+            ConfigError: one of `targets` matches no layer.
+        """
         from peft import LoraConfig
         from peft.tuners.lora import LoraLayer
 
-        foreign = set(getattr(network, "peft_config", ())) - set(frozen)
-        require(not foreign, "adapters of the model", foreign, "none; fuse_lora, then unload_lora")
-        modules = network.named_modules()
+        modules = self.network.named_modules()
         linear = [f".{n}" for n, module in modules if isinstance(module, nn.Linear | LoraLayer)]
         idle = [end for end in targets if not any(layer.endswith(f".{end}") for layer in linear)]
         require(
@@ -76,16 +75,55 @@ class Adapters:
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             torch.manual_seed(seed)
             lora = LoraConfig(r=rank, init_lora_weights="gaussian", **options)
-            network.add_adapter(lora, adapter_name=TRAINED)
-        self.network, self.frozen, self.scale = network, tuple(frozen), alpha / rank
-        self.layers: list[Any] = [m for m in network.modules() if isinstance(m, LoraLayer)]
+            self.network.add_adapter(lora, adapter_name=TRAINED)
+        self.scale = alpha / rank
+        self._changed()
+        for parameter in self.parameters().values():
+            parameter.requires_grad_(True)
+        return self
+
+    def replace(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """Have the LoRA with these `tensors`, as `tensors()` returns them, of any ranks and layers,
+        in place of the last one, for sampling; None: no LoRA but the frozen ones.
+
+        Raises `CheckpointError` for layers that the network does not have.
+        """
+        if TRAINED in getattr(self.network, "peft_config", ()):
+            self.network.delete_adapters(TRAINED)
+        if tensors is not None:
+            self.require_layers(tensors)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+                self.network.load_lora_adapter(dict(tensors), prefix=None, adapter_name=TRAINED)
+        self.scale = 1.0
+        self._changed()
+
+    def _changed(self) -> None:
+        """Take up the layers that the network has now."""
+        from peft.tuners.lora import LoraLayer
+
+        self.layers: list[Any] = [m for m in self.network.modules() if isinstance(m, LoraLayer)]
         for layer in self.layers:
             layer._cast_input_dtype = _cast_unless_autocast
-        for name, parameter in network.named_parameters():
+        for name, parameter in self.network.named_parameters():
             if ".lora_" in name:
                 parameter.data = parameter.data.float()
-                parameter.requires_grad_(f".{TRAINED}." in name)
-        self._activate(*frozen, TRAINED)
+                parameter.requires_grad_(False)
+        self._activate(*self.frozen, TRAINED)
+
+    def require_layers(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise `CheckpointError` unless each matrix of a LoRA belongs to a layer of its width."""
+        modules = dict(self.network.named_modules())
+        for name, tensor in tensors.items():
+            layer, _, matrix = name.partition(".lora_")
+            side, width = (1, "in_features") if matrix.startswith("A") else (0, "out_features")
+            size = getattr(modules.get(layer), width, None)
+            if size != tensor.shape[side]:
+                known = "the model has no such layer" if size is None else f"{width} is {size}"
+                raise CheckpointError(
+                    f"the model: {name} is {list(tensor.shape)}, {known}; it is a LoRA of another"
+                    " model"
+                )
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The matrices A and B of the trained adapter, by name."""
@@ -143,53 +181,82 @@ class Adapters:
         tensors = {n: full(t.detach()) for n, t in state.items()}
         return {n: t.cpu().contiguous() for n, t in _scaled(tensors, self.scale).items()}
 
-    def load(self, path: str, pipeline: type[Any]) -> None:
-        """Load A and B of the trained adapter from a LoRA file or folder that `pipeline` (a
-        diffusers pipeline class) reads.
+    def load(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Start the trained adapter from a LoRA, as `tensors()` returns it: matrices of a lower
+        rank fill the first rows of A and columns of B, and the other columns of B stay 0, so that
+        the network is that of the LoRA.
 
-        Raises `CheckpointError` if the file is missing or is not a LoRA, or if its layers or rank
-        differ from this adapter's.
+        Returns:
+            The trained layers that the LoRA does not have; they start at 0.
+
+        Raises:
+            CheckpointError: it has a higher rank, other layers or other widths.
         """
-        from peft import set_peft_model_state_dict
-
-        with _reading_lora("adapter", path):
-            state, metadata = pipeline.lora_state_dict(
-                path, return_lora_metadata=True, use_safetensors=True
-            )
-        state = {n.removeprefix("transformer."): t.float() for n, t in state.items()}
+        own = {name.replace(f".{TRAINED}.", "."): p for name, p in self.parameters().items()}
         shapes, expected = (
-            {n: tuple(t.shape) for n, t in tensors.items()} for tensors in (state, self.tensors())
+            {name: tuple(tensor.shape) for name, tensor in named.items()}
+            for named in (tensors, own)
         )
-        if shapes != expected:
-            problem = _mismatch(shapes, expected)
-            raise CheckpointError(f"adapter: {path} does not match {problem}")
-        # a file without alpha has the scale in B, as `tensors` writes it
-        alpha, rank = ((metadata or {}).get(f"transformer.{n}") for n in ("lora_alpha", "r"))
-        scale = alpha / rank if alpha and rank else 1.0
-        scaled = _scaled(state, scale / self.scale)
-        set_peft_model_state_dict(self.network, scaled, adapter_name=TRAINED)
+        if problem := _mismatch(shapes, expected):
+            raise CheckpointError(problem)
+        with torch.no_grad():
+            for name, tensor in _scaled(dict(tensors), 1 / self.scale).items():
+                rows, columns = tensor.shape
+                own[name].data[:rows, :columns].copy_(tensor)
+        missing = {name.partition(".lora_")[0] for name in expected.keys() - shapes.keys()}
+        return sorted(missing)
+
+
+def is_lora(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether these are matrices of a LoRA and not weights of a network."""
+    return any(".lora_" in name for name in tensors)
+
+
+def fold(network: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Add the products B A of a LoRA, as `Adapters.tensors` returns it, to the weights of
+    `network`: computed in float32 and rounded once.
+
+    Raises `CheckpointError` if a layer is missing or has another shape.
+    """
+    modules = dict(network.named_modules())
+    for name in tensors:
+        layer, _, matrix = name.partition(".lora_A.")
+        if not matrix:
+            continue
+        weight = getattr(modules.get(layer), "weight", None)
+        product = tensors[f"{layer}.lora_B.weight"].float() @ tensors[name].float()
+        if weight is None or weight.shape != product.shape:
+            raise CheckpointError(
+                f"the model: it has no {layer} of shape {list(product.shape)}; it is a LoRA of"
+                " another model"
+            )
+        weight.data = (weight.data.float() + product.to(weight.device)).to(weight.dtype)
 
 
 def _mismatch(shapes: Shapes, expected: Shapes) -> str:
-    """How the matrices of a LoRA differ from the expected ones, and in which setting."""
-    lacking, foreign = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected)
-    if lacking or foreign:
-        parts = [
-            f"{len(names)} {what}, such as {names[0]}"
-            for names, what in ((foreign, "others"), (lacking, "of them missing"))
-            if names
-        ]
-        count = f"it has {len(shapes)} tensors, {len(expected)} expected"
-        return f"lora_targets or the model: {count}; {'; '.join(parts)}"
+    """How the matrices of a LoRA differ from those of the trained adapter that it should fill, and
+    in which setting; "" if they fit.
+    """
+    foreign = sorted({name.partition(".lora_")[0] for name in shapes.keys() - expected})
+    if foreign:
+        known = {name.partition(".lora_")[0] for name in expected}
+        return (
+            f"lora_targets or the model: {len(foreign)} of its"
+            f" {len({name.partition('.lora_')[0] for name in shapes})} layers are not trained, such"
+            f" as {foreign[0]}; trained are {len(known)}, such as {min(known)}"
+        )
     ranks, wanted = (
-        sorted({shape[0] for name, shape in one.items() if "lora_A" in name})
+        max((shape[0] for name, shape in one.items() if "lora_A" in name), default=0)
         for one in (shapes, expected)
     )
-    if ranks != wanted:
-        return f"lora_rank: its rank is {', '.join(map(str, ranks))}, lora_rank is {wanted[0]}"
-    name = next(name for name, shape in shapes.items() if shape != expected[name])
-    both = f"{list(shapes[name])}, {list(expected[name])} expected"
-    return f"the model: {name} is {both}; it is a LoRA of another model"
+    if ranks > wanted:
+        return f"lora_rank: its rank is {ranks}, lora_rank is {wanted}; allowed: {ranks} or more"
+    for name, shape in shapes.items():
+        side = 1 if "lora_A" in name else 0
+        if shape[side] != expected[name][side]:
+            both = f"{list(shape)}, {list(expected[name])} expected"
+            return f"the model: {name} is {both}; it is a LoRA of another model"
+    return ""
 
 
 def _scaled(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
@@ -204,31 +271,3 @@ def _cast_unless_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
     call.
     """
     return x if x.dtype == dtype or torch.is_autocast_enabled(x.device.type) else x.to(dtype)
-
-
-@contextmanager
-def _reading_lora(field: str, path: str) -> Iterator[None]:
-    # checked first, because diffusers would look a missing path up on the Hub
-    if not Path(path).exists():
-        raise CheckpointError(f"{field}: {path} does not exist")
-    try:
-        yield
-    except Exception as error:
-        what = f"{type(error).__name__}: {str(error)[:200]}"
-        raise CheckpointError(f"{field}: LoRA {path} cannot be read: {what}") from error
-
-
-def load_frozen_adapters(pipe: Any, specs: Sequence[str]) -> tuple[str, ...]:
-    """Load LoRAs that are active but not trained into `pipe`, as diffusers does; returns their
-    names.
-
-    A spec is NAME=PATH, or PATH with the name frozen1, frozen2, ... Raises `CheckpointError` if a
-    file cannot be read or two adapters have the same name.
-    """
-    names = []
-    for number, spec in enumerate(specs, 1):
-        name, _, path = spec.rpartition("=")
-        names.append(name or f"frozen{number}")
-        with _reading_lora("frozen_adapters", path):
-            pipe.load_lora_weights(path, adapter_name=names[-1], use_safetensors=True)
-    return tuple(names)

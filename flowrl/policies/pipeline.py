@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flowrl.core.errors import require
+from flowrl.core.errors import CheckpointError, require
 from flowrl.core.policy_options import PolicyOptions, Precision
 from flowrl.core.processes import Processes
 from flowrl.core.sharded import full_tensors, is_sharded_network
@@ -24,7 +24,7 @@ from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.policies.device import device_of
 from flowrl.policies.embeddings import MemoryStore, PromptEmbeddings, Store
 from flowrl.policies.families import Family, linear_guidance, shape_of, size_of
-from flowrl.policies.lora import Adapters, load_frozen_adapters
+from flowrl.policies.lora import Adapters, fold, is_lora
 from flowrl.policies.prompt_length import cut_prompts, quiet
 
 _LOG = logging.getLogger(__name__)
@@ -58,12 +58,10 @@ class PipelinePolicy:
 
     The transformer and the image decoder move to `options.device`. The text encoders move to the
     device only to embed new prompts; afterwards they are in main memory or, with `load_encoders`,
-    deleted. The reference is the network with its
-    adapter disabled, or a frozen copy. `adapters` (None unless a LoRA is trained) adds further
-    adapters and selects which are trained and active. `latent_shape` is [channel, height, width]
-    (SD3), [token, channel] of 2 x 2 patches (FLUX, Qwen-Image) or [channel, frame, height, width]
-    (Wan), `latent_size` the height and width of the latent image, an eighth of the image's for the
-    built-in families.
+    deleted. The reference is the network with its adapter disabled, or a frozen copy. `adapters`
+    are the transformer's LoRAs. `latent_shape` is [channel, height, width] (SD3), [token, channel]
+    of 2 x 2 patches (FLUX, Qwen-Image) or [channel, frame, height, width] (Wan), `latent_size` the
+    height and width of the latent image, an eighth of the image's for the built-in families.
 
     Args:
         pipe: the pipeline. The policy trains its transformer or adds an adapter to it, so it has
@@ -72,6 +70,10 @@ class PipelinePolicy:
         options: sizes, device, dtype, guidance, adapter and memory settings.
         load_encoders: loads the text encoders of a `pipe` without them, by name.
         store: where the prompts' embeddings are kept; None: in main memory.
+        start: the LoRA from which the trained one starts, as `Adapters.tensors` returns it; with
+            full fine-tuning it is added to the weights. The reference does not have it.
+        frozen: LoRAs that are active but not trained, by name, with their tensors under diffusers'
+            names.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class PipelinePolicy:
         options: PolicyOptions = PolicyOptions(),
         load_encoders: Callable[[], Mapping[str, nn.Module]] | None = None,
         store: Store | None = None,
+        start: Mapping[str, Tensor] | None = None,
+        frozen: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> None:
         kind = type(pipe).__name__
         require(kind == family.pipeline, "pipeline", kind, family.pipeline)
@@ -112,36 +116,45 @@ class PipelinePolicy:
         store = MemoryStore() if store is None else store
         self.prompts = PromptEmbeddings(self._embed, self.device, self.dtype, store)
         self.guidance_scale = options.guidance_scale
-        self.adapters: Adapters | None = None
+        for name, tensors in (frozen or {}).items():
+            pipe.load_lora_weights(dict(tensors), adapter_name=name)
+        self.adapters = Adapters(self.transformer, tuple(frozen or ()))
         self._active = self.reference_network = self.transformer
         self._prepare_training(options, first)
+        if start is not None:
+            self._start_from(start)
 
     def _prepare_training(self, options: PolicyOptions, device: torch.device) -> None:
         for fits, need in (
-            (options.trained == "lora", "unless tuning is lora"),
+            (options.trained != "full", "unless tuning is lora"),
             (options.load_to == "device", "with sharded weights (fsdp2, zero2)"),
         ):
             fits = fits or options.quantize == "none"
             require(fits, "quantize", options.quantize, f"none {need}")
-        fits = options.trained == "lora" or not options.frozen
+        fits = options.trained != "full" or not options.frozen
         require(fits, "frozen_adapters", options.frozen_adapters, "none unless tuning is lora")
         if options.trained == "lora":
-            self.adapters = Adapters(
-                self.transformer,
-                options.lora_rank,
-                options.lora_alpha,
-                options.lora_targets or self.family.lora_targets,
-                options.seed,
-                load_frozen_adapters(self.pipe, options.frozen),
-            )
-            if options.adapter:
-                self.adapters.load(options.adapter, type(self.pipe))
+            targets = options.lora_targets or self.family.lora_targets
+            given = options.lora_rank, options.lora_alpha, targets, options.seed
+            self.adapters.add(*given)
         elif options.trained == "full":
             if options.keep_reference:
                 self.reference_network = copy.deepcopy(self.transformer)
                 _place(self.reference_network, device, self.dtype)
             self.transformer.requires_grad_(True)
         self.resize()
+
+    def _start_from(self, start: Mapping[str, Tensor]) -> None:
+        source = f"adapter: {self.options.adapter or 'the LoRA'}"
+        try:
+            if self.options.trained != "lora":
+                with torch.no_grad():
+                    fold(self.transformer, start)
+            elif missing := self.adapters.load(start):
+                count = f"{len(missing)} trained layers, such as {missing[0]}"
+                _LOG.warning("Warning: %s lacks %s: they start at 0", source, count)
+        except CheckpointError as error:
+            raise CheckpointError(f"{source} does not match {error}") from error
 
     def resize(self, **changes: Any) -> None:
         """Change the options `RESIZABLE`; results change by float rounding only."""
@@ -292,13 +305,52 @@ class PipelinePolicy:
         """
         lost = self.options.trained == "full" and not self.options.keep_reference
         require(not lost, "keep_reference", False, "True: this loss compares with the base model")
-        disabled = self.adapters.disabled() if self.adapters else nullcontext()
         self._active = self.reference_network
         try:
-            with torch.no_grad(), disabled:
+            with torch.no_grad(), self.adapters.disabled():
                 yield
         finally:
             self._active = self.transformer
+
+    def weights(self, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """A context in which a policy whose weights are fixed has other ones: a LoRA as
+        `Adapters.tensors` returns it, or weights of the transformer by name.
+
+        Raises `CheckpointError` at once if they belong to another model.
+        """
+        require(self.options.trained is None, "fixed", False, "True: trained weights stay")
+        if is_lora(tensors):
+            self.adapters.require_layers(tensors)
+            return self._with_lora(tensors)
+        named = self.transformer.state_dict().items()
+        own = {name.replace(".base_layer.", "."): tensor.detach() for name, tensor in named}
+        shapes = {name: tensor.shape for name, tensor in own.items()}
+        other = sorted(name for name, tensor in tensors.items() if shapes.get(name) != tensor.shape)
+        if other:
+            text = f"{len(other)} of its {len(tensors)} tensors, such as {other[0]}, do not fit"
+            raise CheckpointError(f"the model: {text}; it is another model's transformer")
+        return self._with_values({name: own[name] for name in tensors}, tensors)
+
+    @contextmanager
+    def _with_lora(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        self.adapters.replace(tensors)
+        try:
+            yield
+        finally:
+            self.adapters.replace(None)
+
+    @contextmanager
+    def _with_values(
+        self, own: Mapping[str, Tensor], values: Mapping[str, Tensor]
+    ) -> Iterator[None]:
+        kept = {name: tensor.to("cpu", copy=True) for name, tensor in own.items()}
+        try:
+            for name, tensor in own.items():
+                tensor.copy_(values[name])
+            yield
+        finally:
+            for name, tensor in own.items():
+                tensor.copy_(kept[name])
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -307,8 +359,7 @@ class PipelinePolicy:
         trained policy.
         """
         exact = self.dtype == torch.float32 and self.options.quantize == "none"
-        adapters = self.adapters if exact else None
-        with torch.no_grad(), adapters.merged() if adapters else nullcontext():
+        with torch.no_grad(), self.adapters.merged() if exact else nullcontext():
             yield
 
     def save(self, folder: Path) -> None:
@@ -322,7 +373,7 @@ class PipelinePolicy:
         require(fits, "fixed", True, "False: there is nothing to save")
         new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
         shutil.rmtree(new, ignore_errors=True)
-        if self.adapters is not None:
+        if self.options.trained == "lora":
             type(self.pipe).save_lora_weights(new, transformer_lora_layers=self.adapters.tensors())
         else:
             network = _full_network(self.transformer)

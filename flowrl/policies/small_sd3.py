@@ -159,7 +159,7 @@ class SmallSD3Policy:
         self.tokenise, self.dtype = tokenise, dtype
         euler: Any = import_module("diffusers").FlowMatchEulerDiscreteScheduler
         self._scheduler = euler(shift=network.shift)
-        self._adapters = Adapters(network.transformer, rank, alpha, LORA_TARGETS, seed)
+        self._adapters = Adapters(network.transformer).add(rank, alpha, LORA_TARGETS, seed)
 
     def schedule(self, steps: int) -> Schedule:
         """The grid of diffusers' `FlowMatchEulerDiscreteScheduler`, float32."""

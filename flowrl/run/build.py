@@ -1,6 +1,4 @@
-"""From settings to parts: worlds, methods, rewards, policies, trainers and the policies of finished
-runs.
-"""
+"""From settings to parts: worlds, methods, rewards, policies and trainers."""
 
 import math
 import os
@@ -12,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from flowrl.core.errors import CheckpointError, require
+from flowrl.core.errors import require
 from flowrl.core.experience import needs_of
 from flowrl.core.policy_options import PolicyOptions
 from flowrl.core.processes import Processes
@@ -32,15 +30,14 @@ from flowrl.probes import NoProbe
 from flowrl.rewards import NoisyReward
 from flowrl.rewards.contract import is_remote, load_reward
 from flowrl.rollout.groups import PromptStream
-from flowrl.run.checkpoint import load_weights
-from flowrl.run.config import RunConfig, load_config
+from flowrl.run.config import RunConfig
 from flowrl.run.distributed import Distributed
 from flowrl.run.evaluation import make_heldout_metrics
 from flowrl.run.optim import make_optimizer, prepare_policy, reference_weights
 from flowrl.run.parts.registry import KINDS, build, check_spec
 from flowrl.run.parts.specs import parse_slice, parse_spec
 from flowrl.run.reward_pool import pooled
-from flowrl.run.started import with_stored_prompts
+from flowrl.run.saved import find_weights
 from flowrl.run.worlds import ModelWorld, check_hash, check_policy, prompts_of, world
 from flowrl.samplers import ODE, FixedWindow, RandomSteps, trained_steps, transition_stds, windowed
 from flowrl.trainer import Trainer, Updates, linear_rate
@@ -193,9 +190,8 @@ def check(config: RunConfig) -> None:
     make_heldout_metrics(config, world)
     for spec in config.logging.observe:
         check_spec("observer", spec)
-    if folder := config.policy.reference:
-        fits = os.path.isfile(os.path.join(folder, "weights.safetensors"))
-        require(fits, "reference", folder, "the folder of a finished run of the same policy")
+    if reference := config.policy.reference:
+        find_weights(reference, option="reference")
     if config.policy.base_weights and config.environment.world in KINDS["world"].built_in:
         check_hash(Path(config.policy.base_weights))
 
@@ -413,33 +409,3 @@ def part_text(kind: str, part: object) -> str:
                 options.append(f"{item.name}={text}")
     name = known.get(class_name, class_name)
     return f"{name}({', '.join(options)})" if options else name
-
-
-def trained_policy(folder: Path, trust: bool = False) -> tuple[FlowPolicy, RunConfig]:
-    """The policy of the finished run in `folder` with its averaged weights, and the run's settings.
-
-    It is on the CPU, or for a model on the run's device if CUDA is available. Raises `ConfigError`
-    for settings that name code, without `trust`, and `CheckpointError` if the weights are missing,
-    damaged or of another model.
-    """
-    if not os.path.isfile(folder / "weights.safetensors"):
-        raise CheckpointError(f"weights: {folder} is not the folder of a finished run")
-    config = with_stored_prompts(folder, load_config(folder / "config.json", trust))
-    on_gpu = config.policy.model and torch.cuda.is_available()
-    policy = make_policy(config if on_gpu else config.replace(device="cpu"))
-    load_trained(policy, folder)
-    return policy, config
-
-
-def load_trained(policy: FlowPolicy, folder: Path) -> None:
-    """Load the averaged weights of the finished run in `folder` into its policy.
-
-    Raises `CheckpointError` if the weights are missing, damaged or of another model.
-    """
-    path = folder / "weights.safetensors"
-    tensors, named = load_weights(path), policy.trainable()
-    if {name: p.shape for name, p in named.items()} != {n: t.shape for n, t in tensors.items()}:
-        raise CheckpointError(f"weights: {path} does not match {folder / 'config.json'}")
-    with torch.no_grad():
-        for name, parameter in named.items():
-            parameter.copy_(tensors[name])

@@ -5,6 +5,7 @@ fsync, rename).
 import hashlib
 import json
 import shlex
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ from flowrl.trainer import Trainer
 
 FORMAT, EARLIER = "flowrl-checkpoint-5", "flowrl-checkpoint-4"
 """The format that is written, and an earlier one that can be read: it holds the rows of metrics."""
+
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+"""diffusers' name of the file of a LoRA in a folder."""
 
 
 def to_resume(run: Path) -> str:
@@ -179,23 +184,37 @@ class Checkpoints:
         """The file of checkpoint `name`."""
         return self.folder / f"{name}.safetensors"
 
-    def save(self, checkpoint: Checkpoint, iteration: int, kept: Collection[int] = ()) -> None:
+    def save(
+        self,
+        checkpoint: Checkpoint,
+        iteration: int,
+        kept: Collection[int] = (),
+        lora: bytes | None = None,
+    ) -> None:
         """Write the checkpoint of `iteration`, then delete all but the newest `keep`, and those of
         the iterations `kept`.
+
+        Before it, write the file `lora` of its LoRA, in diffusers' format, to the folder `run`/
+        checkpoints/000010, for other programs.
         """
         name = f"{iteration:06d}"
+        if lora is not None:
+            write_bytes(self.folder / name / LORA_FILE, lora)
         save_checkpoint(self.path(name), checkpoint)
         others = [other for other in self.names() if other != name and int(other) not in kept]
         old = others[: max(0, len(others) - self.keep + 1)]
         for path in (*map(self.path, old), *self.folder.glob("*.tmp")):
             with suppress(OSError):  # what cannot be deleted remains until the next save
                 path.unlink(missing_ok=True)
+        for other in old:
+            shutil.rmtree(self.folder / other, ignore_errors=True)
 
     def forget_after(self, name: str) -> None:
         """Delete checkpoints newer than `name`, the newest first, so that a crash leaves no gap."""
         for other in reversed(self.names()):
             if int(other) > int(name):
                 self.path(other).unlink(missing_ok=True)
+                shutil.rmtree(self.folder / other, ignore_errors=True)
 
     def load(self, name: str) -> Checkpoint:
         """Checkpoint `name`.

@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from flowrl import __version__
 from flowrl.core.errors import CheckpointError, ConfigError
+from flowrl.policies.lora import is_lora
 from flowrl.run.build import METHOD_FILE
 from flowrl.run.config import RunConfig
 from flowrl.run.io import write_bytes
@@ -25,7 +25,6 @@ from flowrl.run.reading import read_json, reading
 from flowrl.run.results import without_folders
 from flowrl.run.saved import SavedWeights, find_weights
 
-DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 ARCHITECTURES = {
     "StableDiffusion3Pipeline": ("stable-diffusion-3/lora", "networks.lora_sd3"),
     "FluxPipeline": ("flux-1/lora", "networks.lora_flux"),
@@ -37,27 +36,24 @@ musubi-tuner write it (`library/sai_model_spec.py`), and the module that loads t
 """
 
 
-@dataclass(frozen=True)
-class Zeros:
-    """Of a LoRA's `layers`, the number without effect (B = 0)."""
-
-    layers: int
-    without_effect: int
-
-    @property
-    def line(self) -> str:
-        """One line, or ""."""
-        if not self.without_effect:
-            return ""
-        if self.without_effect == self.layers:
-            return f"Warning: B = 0 in all {self.layers} layers: the LoRA changes nothing"
-        return f"{self.without_effect} of {self.layers} layers have B = 0 and change nothing"
-
-
-def zeros(lora: Lora) -> Zeros:
-    """How many layers of `lora` have no effect."""
+def notes(lora: Lora, form: Format = "diffusers", config: RunConfig | None = None) -> list[str]:
+    """Lines about what a file of `lora` lacks: layers without effect, matrices for text encoders in
+    kohya's format, and the weights on which the run with these settings was trained.
+    """
     idle = [layer for layer in lora.ranks if not lora.tensors[f"{layer}.lora_B.weight"].any()]
-    return Zeros(len(lora.ranks), len(idle))
+    lines, count = list[str](), len(lora.ranks)
+    if len(idle) == count:
+        lines.append(f"Warning: B = 0 in all {count} layers: the LoRA changes nothing")
+    elif idle:
+        lines.append(f"{len(idle)} of {count} layers have B = 0 and change nothing")
+    if lora.others and form == "kohya":
+        lines.append(f"Warning: {len(lora.others)} matrices of text encoders are left out")
+    beneath = [config.policy.frozen_adapters] if config else []
+    if config and first_weights(config):
+        beneath.append(config.policy.adapter)
+    for text in filter(None, beneath):
+        lines.append(f"Warning: the run was trained on top of {text}, which is not in the file")
+    return lines
 
 
 def export_facts(
@@ -134,22 +130,11 @@ def saved_lora(
     raise CheckpointError(f"{option}: {weights} are all weights of a transformer, and not a LoRA")
 
 
-def frozen_loras(config: RunConfig, pipeline: Any) -> dict[str, Lora]:
-    """The LoRAs on which a run was trained, by their names."""
-    loras: dict[str, Lora] = {}
-    for number, spec in enumerate(
-        filter(None, (config.policy.frozen_adapters or "").split(",")), 1
-    ):
-        name, _, path = spec.strip().rpartition("=")
-        file = find_weights(path, option="frozen_adapters").path
-        loras[name or f"frozen{number}"] = read_lora(file, pipeline, "frozen_adapters")
-    return loras
-
-
-def transformer_weights(weights: SavedWeights) -> dict[str, Tensor]:
-    """All weights of a trained transformer, by the names in diffusers' files."""
+def full_weights(weights: SavedWeights) -> dict[str, Tensor]:
+    """All weights of a transformer, by the names in diffusers' files; none of a LoRA."""
     if weights.kind == "run":
-        return weights.tensors()
+        tensors = weights.tensors()
+        return {} if is_lora(tensors) else tensors
     tensors: dict[str, Tensor] = {}
     for path in sorted(weights.path.glob("*.safetensors")):
         with reading(path, CheckpointError):
@@ -157,18 +142,23 @@ def transformer_weights(weights: SavedWeights) -> dict[str, Tensor]:
     return tensors
 
 
-def write_lora(
-    path: Path,
+def first_weights(config: RunConfig) -> dict[str, Tensor]:
+    """The weights of the transformer from which a run started, if they are not the base model's."""
+    text = config.policy.adapter
+    saved = find_weights(text, option="adapter") if text else None
+    return full_weights(saved) if saved is not None and saved.kind != "lora" else {}
+
+
+def lora_file(
     lora: Lora,
     form: Format,
     pipeline: str,
     facts: Mapping[str, str] = {},
     dtype: torch.dtype = torch.float32,
-) -> Path:
-    """Write a LoRA as one safetensors file, atomically.
+) -> bytes:
+    """A LoRA as a safetensors file.
 
     Args:
-        path: the file, or a folder, which gets diffusers' name of a LoRA.
         lora: the LoRA.
         form: the program that is to read it. kohya's gets the matrices of the transformer only.
         pipeline: name of the class of the pipeline.
@@ -176,13 +166,11 @@ def write_lora(
         dtype: type of the matrices; alphas are float32.
 
     Returns:
-        The file.
+        The content of the file; the same for the same arguments.
 
     Raises:
         ConfigError: the program's names of a layer are not known.
-        CheckpointError: a matrix is not finite.
     """
-    file = path if path.suffix == ".safetensors" else path / DIFFUSERS_FILE
     named = to_format(lora.tensors, form, pipeline)
     if form != "kohya":
         named |= lora.others
@@ -190,12 +178,8 @@ def write_lora(
         name: tensor.detach().cpu().to(dtype if tensor.ndim else tensor.dtype).contiguous()
         for name, tensor in named.items()
     }
-    for name, tensor in named.items():
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"{name} has values that are not finite in {dtype}")
     spec = _model_spec(lora, form, pipeline, facts) if facts else {}
-    write_bytes(file, _sorted(save(named, {"format": "pt", **facts, **spec})))
-    return file
+    return _sorted(save(named, {"format": "pt", **facts, **spec}))
 
 
 def _sorted(data: bytes) -> bytes:
@@ -236,16 +220,19 @@ def _model_spec(
     return {name: value for name, value in spec.items() if value}
 
 
-def write_run_lora(
-    folder: Path, config: RunConfig, run: Path, tensors: Mapping[str, Tensor], iteration: int
-) -> Path:
-    """Write the LoRA of the run in the folder `run` for diffusers: its averaged weights `tensors`
-    by parameter, after `iteration`. Returns the file in `folder`.
+def run_lora(config: RunConfig, run: Path, tensors: Mapping[str, Tensor], iteration: int) -> bytes:
+    """The file of the LoRA of a run for diffusers.
+
+    Args:
+        config: its settings.
+        run: its folder.
+        tensors: its averaged weights after `iteration`, by parameter.
+        iteration: the iteration.
     """
     policy, base = config.policy, describe_base(config.policy.model or "")
     lora = lora_of_run(tensors, policy.lora_alpha / policy.lora_rank)
     facts = export_facts(base, config, run, iteration)
-    return write_lora(folder, lora, "diffusers", base.pipeline, facts)
+    return lora_file(lora, "diffusers", base.pipeline, facts)
 
 
 def check_base(layers: Mapping[str, tuple[int, int]], base: Path) -> None:
@@ -283,7 +270,8 @@ def check_lora(file: Path, lora: Lora, pipeline: Any) -> None:
 def write_merged(
     folder: Path,
     base: Path,
-    change: Sequence[Lora] | Mapping[str, Tensor],
+    loras: Sequence[Lora] = (),
+    weights: Mapping[str, Tensor] = {},
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write a pipeline in diffusers' form whose transformer has the trained weights; the files of
@@ -292,68 +280,58 @@ def write_merged(
     Args:
         folder: the new folder.
         base: the folder of the base model.
-        change: LoRAs, whose products B A are added in float32 and rounded once; or all weights of
-            the transformer.
+        loras: their products B A are added in float32, and the sum is rounded once.
+        weights: weights that replace those of the transformer.
         dtype: type of the transformer's weights; None for that of the base model's.
 
     Raises:
         ConfigError: the base model has no transformer in safetensors format.
         CheckpointError: a trained layer is not in the base model, or has another shape.
     """
+    shards = sorted((base / "transformer").glob("*.safetensors"))
+    if not shards:
+        raise ConfigError(f"model: {base / 'transformer'} has no *.safetensors file")
+    for lora in loras:
+        check_base(lora.shapes, base)
     index = read_json(base / "model_index.json", dict[str, Any])
     parts = [name for name, entry in index.items() if isinstance(entry, list) and entry[0]]
     for part in [name for name in parts if name != "transformer" and (base / name).is_dir()]:
         shutil.copytree(base / part, folder / part, dirs_exist_ok=True)
     for path in (base / "model_index.json", *base.glob("LICENSE*")):
         shutil.copyfile(path, folder / path.name)
-    shards = sorted((base / "transformer").glob("*.safetensors"))
-    if not shards:
-        raise ConfigError(f"model: {base / 'transformer'} has no *.safetensors file")
     (folder / "transformer").mkdir(exist_ok=True)
     for path in (base / "transformer").glob("*.json"):
         shutil.copyfile(path, folder / "transformer" / path.name)
-    left = _names(change)
+    left = set(weights)
     for shard in shards:
         with reading(shard, CheckpointError):
             tensors = load_file(shard)
-        for name in sorted(tensors.keys() & left):
-            tensors[name] = _changed(name, tensors[name], change)
-        if dtype is not None:
-            tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
-        write_bytes(folder / "transformer" / shard.name, save(tensors, {"format": "pt"}))
-        left = left - tensors.keys()
+        left -= tensors.keys()
+        changed = {n: _changed(n, t, loras, weights, dtype) for n, t in tensors.items()}
+        write_bytes(folder / "transformer" / shard.name, save(changed, {"format": "pt"}))
     if left:
         raise CheckpointError(
-            f"model: {len(left)} trained layers are not in {base}, such as {min(left)}"
+            f"model: {len(left)} trained weights are not in {base}, such as {min(left)}"
         )
 
 
-def _names(change: Sequence[Lora] | Mapping[str, Tensor]) -> set[str]:
-    if isinstance(change, Mapping):
-        return set(change)
-    return {f"{layer}.weight" for lora in change for layer in lora.ranks}
-
-
-def _changed(name: str, weight: Tensor, change: Sequence[Lora] | Mapping[str, Tensor]) -> Tensor:
-    """The trained weight in the type of the base model's."""
-    if isinstance(change, Mapping):
-        new = change[name].float()
-    else:
-        new, layer = weight.float(), name.removesuffix(".weight")
-        for lora in change:
-            if layer in lora.ranks:
-                down, up = (lora.tensors[f"{layer}.lora_{x}.weight"] for x in "AB")
-                new = new + _product(name, weight, down, up)
-    if new.shape != weight.shape:
-        raise CheckpointError(f"{name} is {[*new.shape]}, {[*weight.shape]} in the base model")
-    return new.to(weight.dtype).contiguous()
-
-
-def _product(name: str, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    if weight.shape != (len(up), down.shape[1]):
-        both = f"{[len(up), down.shape[1]]}, {[*weight.shape]} in the base model"
-        raise CheckpointError(f"{name} is {both}: the LoRA belongs to another one")
-    return up.float() @ down.float()
+def _changed(
+    name: str,
+    old: Tensor,
+    loras: Sequence[Lora],
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """The trained weight in place of the `old` one."""
+    new, layer = weights.get(name, old), name.removesuffix(".weight")
+    if new.shape != old.shape:
+        raise CheckpointError(f"{name} is {[*new.shape]}, {[*old.shape]} in the base model")
+    for lora in loras:
+        down, up = (lora.tensors.get(f"{layer}.lora_{x}.weight") for x in "AB")
+        if name.endswith(".weight") and down is not None and up is not None:
+            new = new.float() + up.float() @ down.float()
+    kind = (dtype or old.dtype) if old.is_floating_point() else old.dtype
+    return new.to(kind).contiguous()
 
 
 EXPORT = "export.json"

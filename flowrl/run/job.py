@@ -34,12 +34,14 @@ from flowrl.run.build import (
     prompts_to_embed,
 )
 from flowrl.run.checkpoint import (
+    LORA_FILE,
     Checkpoint,
     Checkpoints,
     restore_trainer,
     save_weights,
     to_resume,
     trainer_state,
+    without_prefix,
 )
 from flowrl.run.config import SIZES, RunConfig, load_config
 from flowrl.run.distributed import Distributed
@@ -49,7 +51,7 @@ from flowrl.run.evaluation import (
     make_heldout_metrics,
     write_trajectory,
 )
-from flowrl.run.export import write_run_lora
+from flowrl.run.export import run_lora
 from flowrl.run.format import FORMAT
 from flowrl.run.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
 from flowrl.run.logging import TRACKER_FILE, Journal
@@ -57,15 +59,25 @@ from flowrl.run.monitors import limits_of, notices
 from flowrl.run.observers import Observers
 from flowrl.run.parts.kinds import TRIAL
 from flowrl.run.parts.plugins import versions
+from flowrl.run.parts.prompts import prompts_digest
 from flowrl.run.parts.settings import settings_text
 from flowrl.run.parts.trust import check_code, record_code
-from flowrl.run.reading import as_kind, read_bytes, read_json, read_tensors, reading
-from flowrl.run.results import MetricsRow, has_progress, holds
+from flowrl.run.reading import as_kind, read_bytes, read_tensors, reading
+from flowrl.run.results import (
+    SCORED,
+    MetricsRow,
+    changes_text,
+    comparable,
+    has_progress,
+    holds,
+)
 from flowrl.run.sizes import find_sizes, out_of_memory
 from flowrl.run.started import (
     changed_settings,
-    require_unchanged,
+    recorded_changes,
+    require_resumable,
     resumed_prompts,
+    settings_of,
     store_prompts,
 )
 from flowrl.run.watch import watched_calls
@@ -101,14 +113,15 @@ class Run:
     """A run in a folder.
 
     The folder gets config.json (and .yaml), method.json, the prompts (`run.started`),
-    metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/ and, at the
-    end, samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a
-    diffusers pipeline also in lora/ or full/, in diffusers' format) and done.json. With
-    `save_experience` it also gets experience/ (`flowrl.run.observers.SaveExperience`). A run
-    that an observer stops ends in the same way; done.json and the last row then have the reason
-    ("stopped") and, if the run ends with the best checkpoint that the observer has named, its
-    iteration ("exported"). Every process executes the run; only the main process writes and
-    reports. If one process is asked to stop, all pause.
+    metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/ (of a LoRA
+    also as a folder with diffusers' file, such as checkpoints/000010/) and, at the end, samples.*,
+    trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline
+    also in lora/ or full/, in diffusers' format) and done.json. With `save_experience` it also gets
+    experience/ (`flowrl.run.observers.SaveExperience`). A run that an observer stops ends in the
+    same way; done.json and the last row then have the reason ("stopped") and, if the run ends with
+    the best checkpoint that the observer has named, its iteration ("exported"). Every process
+    executes the run; only the main process writes and reports. If one process is asked to stop, all
+    pause.
 
     Args:
         config: the settings.
@@ -118,8 +131,8 @@ class Run:
         distributed: the processes.
         changed_code: continue although the files of the run's own parts have changed since it was
             started.
-        changed_prompts: continue although the training prompts have changed; evaluations keep the
-            run's held-out prompts.
+        change: with a resume, allow settings and training prompts that change the numbers of the
+            run (`run.started`). The row of the first iteration after the change records them.
         observers: observers besides those of the setting `observe`; give them again when the run is
             resumed.
         trial: try the user's own parts before a new run, or with `changed_code`
@@ -133,7 +146,7 @@ class Run:
     stop: Callable[[], bool] = lambda: False
     distributed: Distributed = Distributed()
     changed_code: bool = False
-    changed_prompts: bool = False
+    change: bool = False
     observers: Sequence[Observer] = ()
     trial: bool = True
     parts_tried: bool = False
@@ -144,6 +157,7 @@ class Run:
         self._checkpoints = Checkpoints(self.folder, self.config.logging.keep_checkpoints)
         self._last: Checkpoint | None = None
         self._kept, self._saving = set[int](), threading.Lock()
+        self._changed = dict[str, list[Any]]()
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
         """Train to the end; with `resume`, from the last checkpoint or from the checkpoint `start`,
@@ -190,10 +204,9 @@ class Run:
             made, kept = partial(holds, entry="algorithm"), partial(has_progress, self.folder)
             lock = new_folder(self.folder, "run", made, kept)
         stack.enter_context(lock)
-        path = self.folder / "done.json"
-        if not resume or start or not path.exists():
+        if not resume:
             return False
-        ended = require_unchanged(self.folder, read_json(path, dict[str, Any]), self.config)
+        ended = require_resumable(self.folder, self.config, start, self.change)
         if ended:
             self._tell({"note": ended})
         return bool(ended)
@@ -202,12 +215,12 @@ class Run:
         """Build the run, restore it if it is resumed, and evaluate the untrained model if it is
         new.
         """
+        changed = dict[str, list[Any]]()
         if resume:
             self.config = self.config.replace(**self.distributed.in_main(self._measured_sizes))
-            if changed := self.distributed.in_main(
-                lambda: changed_settings(self.folder, self.config)
-            ):
-                self._tell({"changed": f"changed settings: {changed}"})
+            changed = self.distributed.in_main(lambda: changed_settings(self.folder, self.config))
+            if changed:
+                self._tell({"changed": f"changed settings: {changes_text(changed)}"})
         self._observers = Observers(self.config, self.folder, self.observers, self.distributed)
         self._world = make_world(self.config, self.distributed)
         if resume:
@@ -223,6 +236,8 @@ class Run:
             for spec, reward in self._heldout.rewards.items():
                 if (inspect := tried(reward, heldout=spec)) is not None:
                     self._heldout.trials[spec] = inspect
+        if changed.keys() & {*SCORED}:
+            self._write_samples(self._evaluate())
         self._rows = self._restore(start) if resume else []
         self._embed_prompts()
         sizes, text = find_sizes(self._trainer, self.config)
@@ -234,8 +249,10 @@ class Run:
         if text:
             self._tell({"profile": text})
         trainer = self._trainer
-        allowed = f"{trainer.done} or more, or an earlier checkpoint with --from"
-        fits = trainer.done <= self.config.iterations
+        # the last iteration is evaluated
+        least = trainer.done + bool(self._rows and not self._rows[-1]["evaluation"])
+        allowed = f"{least} or more, or an earlier checkpoint with --from"
+        fits = least <= self.config.iterations
         require(fits, "iterations", self.config.iterations, allowed)
         if self.config.batches.compile:
             text = "compiling the network: its first calls take a minute or more"
@@ -276,7 +293,7 @@ class Run:
 
     def _compare_prompts(self) -> None:
         """Compare the world's prompts with those at the start of the run."""
-        given = self.folder, self._world, self.config, self.changed_prompts
+        given = self.folder, self._world, self.config, self.change
         config, text = self.distributed.in_main(lambda: resumed_prompts(*given))
         if text:
             self._tell({"changed": text})
@@ -336,7 +353,11 @@ class Run:
                 self._count(lines)
             return rows
 
-        return self.distributed.in_main(rewind)
+        rows = self.distributed.in_main(rewind)
+        given = self.folder, self.config, checkpoint.values, prompts_digest(trainer.prompts.prompts)
+        changes = self.distributed.in_main(lambda: recorded_changes(*given))
+        self._changed = changes if rows else {}
+        return rows
 
     def _rows_until(self, checkpoint: Checkpoint) -> list[Row]:
         """The rows at the time of `checkpoint`. Raises `CheckpointError` if metrics.jsonl has
@@ -363,12 +384,17 @@ class Run:
         self._digest.update(lines)
         self._length += len(lines)
 
-    def _write_untrained(self) -> None:
-        """Row 0 and the samples of the untrained model."""
-        before = self._evaluate()
+    def _write_samples(self, before: Evaluation) -> None:
+        """The samples of the untrained model."""
         if self.distributed.is_main:
             images = save({"images": before.images, "scores": before.image_scores})
             write_bytes(self.folder / "before.safetensors", images)
+
+    def _write_untrained(self) -> None:
+        """Row 0 and the samples of the untrained model."""
+        before = self._evaluate()
+        self._write_samples(before)
+        if self.distributed.is_main:
             write_bytes(self._metrics, b"")
         totals = {f"{name}_total": 0 for name in TOTALS}
         self._append({"iteration": 0, "evaluation": before.row, **totals})
@@ -392,6 +418,8 @@ class Run:
             place = f"Prompts, rewards and advantages are in {self.folder / 'failure'}"
             raise NonFiniteError(f"{error}. {place}", error.values) from error
         row: Row = dict(iteration)
+        if self._changed:
+            row["changed"], self._changed = self._changed, {}
         row |= {
             f"{name}_total": rows[-1][f"{name}_total"] + row[name]
             for name in TOTALS
@@ -411,7 +439,7 @@ class Run:
             text = f"stopped after iteration {trainer.done} of {self.config.iterations} by"
             text += f" {self._stopped}{self._exported_text(row)}"
             warnings.append({"kind": "stopped", "text": text})
-        warnings = [*map(asdict, notices([*rows, row], self._limits)), *warnings]
+        warnings = [*map(asdict, notices(comparable([*rows, row]), self._limits)), *warnings]
         if warnings:
             row["warnings"] = warnings
         self._append(row)
@@ -485,7 +513,8 @@ class Run:
             if self.distributed.is_main:
                 self._kept = _kept(self._rows)
                 tensors = {**state.tensors, **observed}
-                self._last = Checkpoint(tensors, {**state.values, "metrics": metrics})
+                own = {"metrics": metrics, "settings": settings_of(self.config)}
+                self._last = Checkpoint(tensors, state.values | own)
 
     def save_last(self) -> None:
         """Write the checkpoint of the last complete iteration, after the rows, of which it has the
@@ -496,7 +525,14 @@ class Run:
             if last is not None and int(newest or 0) < last.values["done"]:
                 with open(self._metrics, "rb") as file:
                     os.fsync(file.fileno())
-                self._checkpoints.save(last, last.values["done"], self._kept)
+                self._checkpoints.save(last, last.values["done"], self._kept, self._lora(last))
+
+    def _lora(self, checkpoint: Checkpoint) -> bytes | None:
+        """The file of the averaged LoRA of a model in a checkpoint; None for others."""
+        if not self._is_lora:
+            return None
+        average = without_prefix("average.", checkpoint.tensors)
+        return run_lora(self.config, self.folder, average, checkpoint.values["done"])
 
     @contextmanager
     def _saved_after_failure(self) -> Iterator[None]:
@@ -563,7 +599,8 @@ class Run:
         if average:
             save_weights(folder / "weights.safetensors", average)
         if average and self._is_lora:
-            write_run_lora(folder / "lora", self.config, self.folder, average, trainer.done)
+            lora = run_lora(self.config, self.folder, average, trainer.done)
+            write_bytes(folder / "lora" / LORA_FILE, lora)
 
     @property
     def _is_lora(self) -> bool:

@@ -87,7 +87,7 @@ class Journal:
         step = int(row["iteration"])
         if self.name != "none":
             self._tracker = self._tracker or self._start()
-            numbers = scalars(row)
+            numbers = scalars({name: value for name, value in row.items() if name != "changed"})
             del numbers["iteration"]
             self._tracker.log(numbers, step=step)
         # points of the mixture world are no images

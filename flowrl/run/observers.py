@@ -29,6 +29,7 @@ from flowrl.run.monitors import fallen, heldout_errors
 from flowrl.run.parts.registry import build
 from flowrl.run.parts.specs import parse_spec
 from flowrl.run.parts.state import state_of
+from flowrl.run.results import comparable
 from flowrl.trainer import Iteration, Trainer
 
 
@@ -52,7 +53,7 @@ class StopOnCollapse:
         """Compare the evaluation, if there is one, with the best so far."""
         if not record.metrics.get("evaluation"):
             return None
-        rows = [*record.history, record.metrics]
+        rows = comparable([*record.history, record.metrics])
         evaluated = [row for row in rows if row.get("evaluation")]
         rewards = [row["evaluation"]["reward"] for row in evaluated]
         spread = statistics.median([row["reward_std"] for row in rows if "reward_std" in row])

@@ -3,20 +3,20 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.forward import WeightCopy
 from flowrl.core.protocols import FlowPolicy, extras
 from flowrl.core.sharded import is_sharded_network
 from flowrl.policies import has_compiled_blocks
-from flowrl.run.checkpoint import load_matching, load_weights
+from flowrl.run.checkpoint import load_matching
 from flowrl.run.config import OptimConfig
 from flowrl.run.distributed import Distributed, shard
+from flowrl.run.saved import find_weights
 from flowrl.weights import Behaviour
 
 
@@ -77,15 +77,20 @@ def prepare_policy(
 
 
 def reference_weights(
-    folder: str | None, policy: FlowPolicy, distributed: Distributed
+    reference: str | None, policy: FlowPolicy, distributed: Distributed
 ) -> Callable[[], AbstractContextManager[None]]:
     """A function whose contexts give the policy the weights of the reference: its base model, or
-    the averaged weights of the finished run in `folder`. Raises `ConfigError` if these do not fit.
+    the averaged weights of the run `reference` (`find_weights`). Raises `ConfigError` if these do
+    not fit.
     """
-    if not folder:
+    if not reference:
         return policy.reference
     teacher = Behaviour(WeightCopy(), policy, policy.trainable(), distributed)
     teacher.is_current = False
-    tensors = load_weights(Path(folder) / "weights.safetensors") if distributed.is_main else {}
+    tensors: dict[str, Tensor] = {}
+    if distributed.is_main:
+        saved = find_weights(reference, option="reference")
+        require(saved.kind == "run", "reference", reference, "a run of the same policy")
+        tensors = saved.tensors()
     load_matching(dict(zip(teacher.names, teacher.values, strict=True)), tensors, distributed)
     return teacher.weights

@@ -7,7 +7,6 @@ The option `--method` does not read these files.
 """
 
 import json
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +17,7 @@ from typing import Any
 
 from flowrl.core.errors import ConfigError, require
 from flowrl.run.format import require_format
-from flowrl.run.parts.settings import SettingsFile, read_settings, unknown
+from flowrl.run.parts.settings import SettingsFile, options_text, read_settings, unknown
 from flowrl.run.reading import load_document
 
 KINDS = ("models", "methods", "tasks", "definitions")
@@ -145,11 +144,8 @@ def tuned_text(world: Any, chosen: Mapping[str, Any], source: str) -> str:
     """
     values = (of_method(str(world), chosen["method"]) or {}) if not chosen["credit"] else {}
     other = {name: value for name, value in values.items() if chosen[name] != value}
-    options = " ".join(
-        f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in other.items()
-    )
-    others = f"`flowrl compare` starts from the tuned ones: {options}"
-    return f"settings of the {source}; {others}" if options else ""
+    others = f"`flowrl compare` starts from the tuned ones: {options_text(other)}"
+    return f"settings of the {source}; {others}" if other else ""
 
 
 METHOD_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {

@@ -11,6 +11,7 @@ from flowrl.core.protocols import MultistepSolver
 from flowrl.run.build import make_world, run_method
 from flowrl.run.config import RunConfig
 from flowrl.run.parts.registry import options_of
+from flowrl.run.parts.settings import owners
 from flowrl.run.parts.specs import parse_spec
 from flowrl.samplers import ODE
 
@@ -90,7 +91,7 @@ def _is_read(name: str, config: RunConfig) -> bool:
         return True
     if name in READ_IF:
         return READ_IF[name](config)
-    of_policy = hasattr(config.policy, name) and not config.policy.model
+    of_policy = owners(RunConfig)[name] == "policy" and not config.policy.model
     return not of_policy or _world_reads(name, config)
 
 

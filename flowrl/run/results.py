@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ class _Scores:
 class MetricsRow:
     """The entries of every line of metrics.jsonl: the `iteration` (0: the untrained model), network
     evaluations (`nfe_total`) and training seconds (`seconds_total`) so far, the scores of the
-    `evaluation` if there was one, and the number of `trajectories`.
+    `evaluation` if there was one, the number of `trajectories`, and [before, after] by setting if a
+    resume `changed` settings before this iteration.
     """
 
     iteration: int
@@ -28,6 +30,37 @@ class MetricsRow:
     seconds_total: float
     evaluation: _Scores | None = None
     trajectories: float = 1.0
+    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+
+SCORED = (
+    *("reward", "reward_form", "heldout_prompts", "eval_samples", "eval_steps", "eval_solver"),
+    *("guidance_scale", "negative_prompt", "max_sequence_length"),
+)
+"""Settings on which the scores of an evaluation depend, besides the weights."""
+TRAINED_ON = ("prompts", "reward_noise", "reward_bias")
+"""Further settings on which the rewards of the training samples depend."""
+
+
+def changes_text(changed: Mapping[str, Sequence[Any]]) -> str:
+    """Changed settings on one line, as in "iterations 12 -> 24"."""
+    return ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
+
+
+def changes_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
+    """The changes of settings in the `rows` of a run: the first iteration with the new ones, and
+    these as text.
+    """
+    return [(row["iteration"], changes_text(row["changed"])) for row in rows if "changed" in row]
+
+
+def comparable(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The last of `rows`, whose rewards are on one scale: those since the last change of what is
+    scored, or all.
+    """
+    scored = {*SCORED, *TRAINED_ON}
+    starts = [index for index, row in enumerate(rows) if scored & {*row.get("changed", ())}]
+    return rows[starts[-1] :] if starts else rows
 
 
 def holds(folder: Path, entry: str) -> bool:

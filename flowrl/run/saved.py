@@ -2,6 +2,7 @@
 program, a transformer, or a name on the Hub.
 """
 
+import os
 import re
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,12 +12,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from flowrl.core.errors import CheckpointError, ConfigError
-from flowrl.run.checkpoint import Checkpoints, load_tensors, load_weights
+from flowrl.run.checkpoint import LORA_FILE, Checkpoints, load_tensors, load_weights
 from flowrl.run.reading import read_json
 from flowrl.run.records import load_run
 from flowrl.run.results import holds
 
-LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+LORA_FILES = (LORA_FILE, "adapter_model.safetensors")
 """Names of LoRA files in a folder: diffusers' and PEFT's. Any other name must be the only one."""
 KINDS = (
     "the folder of a run (RUN), a checkpoint of it (RUN@000010, RUN@best, RUN@last), a LoRA (file"
@@ -70,18 +71,19 @@ def find_weights(text: str | Path, live: bool = False, option: str = "weights") 
         CheckpointError: there are no such weights; nothing has been loaded.
     """
     place = Path(text)
+    is_there = os.path.exists(place)  # also False for a name that is too long
     head, at, name = str(text).rpartition("@")
-    if at and not place.exists() and holds(Path(head), "algorithm"):
+    if at and not is_there and holds(Path(head), "algorithm"):
         return _of_run(Path(head), name, live, option)
     if holds(place, "algorithm"):
         return _of_run(place, "", live, option)
-    if place.suffix == ".safetensors" and holds(place.parent, "algorithm"):
+    if place.name == "weights.safetensors" and holds(place.parent, "algorithm"):
         return _of_run(place.parent, "", live, option)
-    if place.suffix == ".safetensors" and holds(place.parent.parent, "algorithm"):
+    if is_there and place.parent.name == "checkpoints" and place.is_file():
         return _of_run(place.parent.parent, place.stem, live, option)
     if live:
         raise CheckpointError(f"{option}: {text} is no run, so it has no live weights")
-    if not place.exists() and (hub := HUB_NAME.fullmatch(str(text))):
+    if not is_there and (hub := HUB_NAME.fullmatch(str(text))):
         place = _downloaded(hub[1], hub[2] or "", option)
     if holds(place, "arms"):
         runs = sorted(str(path.parent) for path in place.glob("runs/*/config.json"))
@@ -91,6 +93,14 @@ def find_weights(text: str | Path, live: bool = False, option: str = "weights") 
         if _is_transformer(folder):
             return SavedWeights("transformer", folder)
     return SavedWeights("lora", _lora_file(place, str(text), option))
+
+
+def run_folder(text: str, option: str = "runs") -> Path:
+    """The folder of the run that `text` names, RUN or RUN@CHECKPOINT; it needs no weights yet."""
+    for place in (Path(text), Path(text.rpartition("@")[0])):
+        if holds(place, "algorithm"):
+            return place
+    raise CheckpointError(f"{option}: {text:.200} is no run; allowed: the folder of a run")
 
 
 def best_checkpoint(run: Path) -> str:
@@ -147,18 +157,16 @@ def _is_transformer(folder: Path) -> bool:
 
 def _lora_file(place: Path, text: str, option: str) -> Path:
     """The LoRA in the file or folder `place`."""
-    files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
+    if not os.path.exists(place):
+        raise CheckpointError(f"{option}: {text:.200} does not exist; allowed: {KINDS}")
+    is_weights = place.suffix == ".safetensors"
+    files = [place] if is_weights and place.is_file() else sorted(place.glob("*.safetensors"))
     named = [file for file in files if file.name in LORA_FILES]
     files = named[:1] or files
     if len(files) == 1 and files[0].suffix == ".safetensors":
         return files[0]
-    found = (
-        "does not exist"
-        if not place.exists()
-        else f"holds {', '.join(file.name for file in files[:4])}"
-        if files
-        else f"holds no weights ({_content(place)})"
-    )
+    names = ", ".join(file.name for file in files[:4])
+    found = f"holds {names}" if files else f"holds no weights ({_content(place)})"
     raise CheckpointError(f"{option}: {text} {found}; allowed: {KINDS}")
 
 

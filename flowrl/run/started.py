@@ -1,10 +1,13 @@
-"""What a run was started with, its settings and its prompts; a resume names what has changed since.
+"""What a run was started with, its settings and its prompts, and what a resume may change of them.
 
-Edits belong into config.json; config.yaml has the settings of the last start or resume. The prompts
-of worlds that are not built in are in prompts.jsonl and heldout-prompts.jsonl.
+Options of `flowrl train --resume` and edits of config.json are changes; config.yaml has the
+settings of the last start or resume. The prompts of worlds that are not built in are in
+prompts.jsonl and heldout-prompts.jsonl.
 """
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,10 @@ from flowrl.run.config import SIZES, RunConfig, load_config
 from flowrl.run.io import write_bytes
 from flowrl.run.parts.prompts import prompt_lines
 from flowrl.run.parts.registry import KINDS
-from flowrl.run.reading import read_bytes
+from flowrl.run.parts.settings import options_text
+from flowrl.run.parts.trust import trust_option
+from flowrl.run.reading import read_bytes, read_json
+from flowrl.run.results import changes_text
 from flowrl.run.worlds import prompts_of
 
 FILES = {"train": "prompts.jsonl", "heldout": "heldout-prompts.jsonl"}
@@ -23,37 +29,170 @@ FILES = {"train": "prompts.jsonl", "heldout": "heldout-prompts.jsonl"}
 SETTINGS = {"train": "prompts", "heldout": "heldout_prompts"}
 
 
-def changed_settings(folder: Path, config: RunConfig) -> str:
-    """The settings of `config` that differ from those of the last start of the run in `folder`, as
-    in "iterations 12 -> 24"; "" if there are none.
+@dataclass(frozen=True)
+class Fixed:
+    """Why a setting of a run cannot change, and the option by which a new run with another value
+    begins with the weights of this one; "" if they do not fit.
+    """
+
+    why: str
+    option: str = ""
+
+
+FREE = (
+    *(*SIZES, "iterations", "chunk", "overlap_rewards", "offload", "prompt_cache"),
+    *("device", "reward_device", "attention_backend", "eval_every", "tracker"),
+    *("checkpoint_every", "keep_checkpoints", "observe", "save_experience", "strict"),
+)
+"""Settings of memory, speed, length and logging, which a resume may change."""
+BEGUN = "a run reads it only before its first iteration"
+OF_LORA = "the trained weights are the matrices of this LoRA"
+OF_METHOD = "it belongs to the method, whose memory and metrics are in the checkpoint"
+ON_TOP = "the weights were trained on top of it"
+OF_WEIGHTS = "the trained weights belong to it"
+ONE_SIZE = "the samples before and after training have one size"
+FIXED = {
+    **dict.fromkeys(("world", "model", "base_weights", "tuning"), Fixed(OF_WEIGHTS)),
+    **dict.fromkeys(("lora_rank", "lora_alpha", "lora_targets"), Fixed(OF_LORA, "adapter")),
+    "optimizer": Fixed("the checkpoint contains the moments of this optimizer", "adapter"),
+    **dict.fromkeys(("frozen_adapters", "quantize"), Fixed(ON_TOP, "start_from")),
+    **dict.fromkeys(("seed", "loss_scale"), Fixed(BEGUN, "start_from")),
+    "adapter": Fixed(BEGUN),
+    "task": Fixed("evaluations and the samples before training are of this task", "start_from"),
+    **dict.fromkeys(("resolution", "width", "num_frames"), Fixed(ONE_SIZE, "start_from")),
+    **dict.fromkeys(
+        ("method", "credit", "sampler", "loss", "window", "initial_noise", "num_steps"),
+        Fixed(OF_METHOD, "start_from"),
+    ),
+}
+"""Settings that no resume can change. All that are in neither table change the numbers of a run,
+so that a resume changes them only with consent (`Run.change`).
+"""
+OTHER_DEVICE = Fixed("random generators of CPU and GPU have different states", "start_from")
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """The settings by name as JSON has them."""
+    typed = config.typed().items()
+    return {name: [*value] if isinstance(value, tuple) else value for name, value in typed}
+
+
+def differences(
+    folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> dict[str, list[Any]]:
+    """[before, now] by setting, of those settings (`settings_of`) of the run in `folder` that
+    differ. Sizes that are auto now are as before, and so are the run's own held-out prompts.
+    """
+    same = [name for name in SIZES if now[name] == "auto"]
+    if now["heldout_prompts"] == str(folder / FILES["heldout"]):
+        same.append("heldout_prompts")
+    names = [name for name in now if name in before and name not in same]
+    return {name: [before[name], now[name]] for name in names if now[name] != before[name]}
+
+
+def changed_settings(folder: Path, config: RunConfig) -> dict[str, list[Any]]:
+    """The `differences` of `config` from the settings of the last start of the run in `folder`;
+    none if config.yaml, which has these, is missing or damaged.
     """
     try:
-        before = load_config(folder / "config.yaml", trust=True).typed()
-    except ConfigError:  # missing or damaged: it is written again
-        return ""
-    now = config.typed()
-    # what is measured at the start is the same in a resumed run
-    now |= {name: before[name] for name in SIZES if now[name] == "auto"}
-    changed = [name for name in now if now[name] != before[name]]
-    return ", ".join(f"{name} {before[name]!r} -> {now[name]!r}" for name in changed)
+        before = load_config(folder / "config.yaml", trust=True)
+    except ConfigError:  # it is written again
+        return {}
+    return differences(folder, settings_of(before), settings_of(config))
 
 
-def require_unchanged(folder: Path, done: Mapping[str, Any], config: RunConfig) -> str:
-    """What to say of the run in `folder`, which has ended as its done.json says; "" if it has more
-    iterations in `config` and continues. Raises `ConfigError` if other settings have changed, which
-    would have no effect.
+def recorded_changes(
+    folder: Path, config: RunConfig, checkpoint: Mapping[str, Any], digest: str
+) -> dict[str, list[Any]]:
+    """What has changed since the values of a `checkpoint` of the run in `folder` and changes its
+    numbers: not the `FREE` settings, except for the length of a run whose learning rate decays over
+    it. The `digest` is that of the training prompts now.
     """
+    if before := checkpoint.get("settings"):
+        changed = differences(folder, before, settings_of(config))
+    else:  # of an earlier version
+        changed = changed_settings(folder, config)
+    if checkpoint.get("prompts", digest) != digest and "prompts" not in changed:
+        source = config.environment.prompts or config.environment.world_name
+        changed["prompts"] = [source, f"{source} with other content"]
+    decays = config.optim.final_learning_rate != 1
+    free = {*FREE} - ({"iterations"} if decays else set())
+    return {name: values for name, values in changed.items() if name not in free}
+
+
+def require_resumable(folder: Path, config: RunConfig, start: str, change: bool) -> str:
+    """What to say of the run in `folder`, which has ended; "" if it continues with `config`: it has
+    not ended, has more iterations now, or continues from the checkpoint `start`.
+
+    Raises `ConfigError` for changed settings that are `FIXED`, that would have no effect, or that
+    need `change`.
+    """
+    changed = changed_settings(folder, config)
+    _refuse_fixed(folder, config, changed)
+    ended = "" if start else _ended(folder, config)
+    if ended and changed:
+        raise ConfigError(
+            f"{ended}, so the changed settings have no effect: {changes_text(changed)}. Undo the"
+            f" change, or continue from a checkpoint with --from: {Checkpoints(folder).listed()}"
+        )
+    need = {name: values for name, values in changed.items() if name not in FREE}
+    if need and not change:
+        new = new_run(folder, config, changed, "start_from")
+        raise ConfigError(
+            f"{folder}: changed settings: {changes_text(need)}: the numbers of the run would no"
+            " longer be those of one setting. `flowrl train --resume` takes them with --change"
+            " (change=True in Python), and the run records them with the iteration. Or begin a new"
+            f" run with its weights: {new}"
+        )
+    return ended
+
+
+def _refuse_fixed(folder: Path, config: RunConfig, changed: Mapping[str, Sequence[Any]]) -> None:
+    reasons = {name: FIXED[name] for name in changed if name in FIXED}
+    if "device" in changed and len({str(name).partition(":")[0] for name in changed["device"]}) > 1:
+        reasons["device"] = OTHER_DEVICE
+    if not reasons:
+        return
+    texts = (f"{changes_text({name: changed[name]})} ({reasons[name].why})" for name in reasons)
+    options = {reason.option for reason in reasons.values()}
+    option = "" if "" in options else min(options)  # an adapter is less than a checkpoint
+    if option == "adapter" and not (config.policy.model and config.policy.tuning == "lora"):
+        option = ""
+    what = {
+        "": "a new run",
+        "adapter": "a new run with the weights of this one",
+        "start_from": "a new run with the weights, averages and optimizer of this one",
+    }
+    raise ConfigError(
+        f"{folder}: a resume cannot change {'; '.join(texts)}. Begin {what[option]}:"
+        f" {new_run(folder, config, changed, option)}"
+    )
+
+
+def new_run(
+    folder: Path, config: RunConfig, changed: Mapping[str, Sequence[Any]], option: str
+) -> str:
+    """The command of a new run with the settings of the run in `folder` but for the `changed` ones,
+    which `option` gives the weights of this run.
+    """
+    given = {name: values[-1] for name, values in changed.items()}
+    given |= {option: f"{folder}@last"} if option else {}
+    preset = shlex.quote(str(folder / "config.yaml"))
+    trust = trust_option(config.flat())
+    return f"flowrl train --preset {preset} {options_text(given)} --out NEW{trust}"
+
+
+def _ended(folder: Path, config: RunConfig) -> str:
+    """That the run in `folder` has ended; "" if it has not, or `config` has more iterations."""
+    path = folder / "done.json"
+    if not path.exists():
+        return ""
+    done = read_json(path, dict[str, Any])
     iterations, stopped = int(done["iterations"]), done.get("stopped", "")
     if not stopped and config.iterations > iterations:
         return ""
-    why = f"it was stopped by {stopped}" if stopped else "raise iterations in config.json for more"
-    ended = f"the run in {folder} has ended after iteration {iterations} ({why})"
-    if changed := changed_settings(folder, config):
-        raise ConfigError(
-            f"{ended}, so the changed settings in config.json have no effect: {changed}. Undo the"
-            f" change, or continue from a checkpoint with --from: {Checkpoints(folder).listed()}"
-        )
-    return ended
+    why = f"it was stopped by {stopped}" if stopped else "--iterations N continues it to N"
+    return f"the run in {folder} has ended after iteration {iterations} ({why})"
 
 
 def stored_lines(world: World, task: str, part: str) -> bytes:
@@ -98,23 +237,26 @@ def with_stored_prompts(folder: Path, config: RunConfig) -> RunConfig:
 
 
 def resumed_prompts(
-    folder: Path, world: World, config: RunConfig, allowed: bool
+    folder: Path, world: World, config: RunConfig, change: bool
 ) -> tuple[RunConfig, str]:
     """The settings with which the run in `folder` continues, and what to say of changed prompts.
 
-    Evaluations keep the stored held-out prompts, so that they stay comparable. Raises `ConfigError`
-    for changed prompts unless they are `allowed`, and for other held-out prompts of a user's world.
+    Evaluations keep the stored held-out prompts, so that they stay comparable, unless the setting
+    `heldout_prompts` has changed. Raises `ConfigError` for changed prompts without consent to a
+    `change`, and for other held-out prompts of a user's world.
     """
     changed = changed_prompts(folder, world, config)
+    if SETTINGS["heldout"] in changed_settings(folder, config):
+        changed.pop("heldout", None)
     model, held = bool(config.policy.model), folder / FILES["heldout"]
     if not changed:
         return config, ""
-    if not allowed or ("heldout" in changed and not model):
+    if not change or ("heldout" in changed and not model):
         raise ConfigError(
             f"{folder}: prompts have changed since the run started: {'; '.join(changed.values())}."
             f" Restore them; the run's own are in {folder / FILES['train']} and {held}."
-            " `flowrl train --resume` takes other training prompts with --changed-prompts"
-            " (changed_prompts=True in Python)"
+            " `flowrl train --resume` takes other training prompts with --change (change=True in"
+            " Python)"
         )
     text = f"changed prompts: {'; '.join(changed.values())}"
     if "heldout" in changed:

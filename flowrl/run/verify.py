@@ -13,9 +13,10 @@ from flowrl.core.types import Prompt
 from flowrl.rollout import initial_noise, sample_images
 from flowrl.run.build import make_policy, policy_options
 from flowrl.run.config import RunConfig
-from flowrl.run.export import frozen_loras
+from flowrl.run.export import first_weights
 from flowrl.run.models.load import load_policy
 from flowrl.run.models.lora_files import Lora, read_lora
+from flowrl.run.models.weights import frozen_loras
 from flowrl.run.saved import SavedWeights
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.05}
@@ -39,11 +40,13 @@ def largest_difference(saved: SavedWeights, config: RunConfig, written: Path, fo
     ran = _image(policy)
     del policy
     bare = replace(policy_options(config), fixed=True, gradient_checkpointing=False)
-    bare = replace(bare, frozen_adapters=None)
+    bare = replace(bare, adapter=None, frozen_adapters=None)
     plain = load_policy(str(written) if form == "merged" else str(config.policy.model), bare)
     if form != "merged":
         kind = type(plain.pipe)
-        loras = {"exported": read_lora(written, kind), **frozen_loras(config, kind)}
+        if started := first_weights(config):
+            plain.transformer.load_state_dict(started)
+        loras = {"exported": read_lora(written, kind), **frozen_loras(config.policy, kind)}
         for name, lora in loras.items():
             plain.pipe.load_lora_weights(Lora(lora.tensors).named, adapter_name=name)
         plain.pipe.set_adapters([*loras])

@@ -41,7 +41,7 @@ def shown(line, capsys):
         ("train --device cuda:99", "device = 'cuda:99' is not allowed"),
         ("train --learning-rate inf", "learning_rate = inf is not allowed; allowed: a number"),
         ("sample --prompts 'a green dog'", "allowed: 1 to 5 words"),
-        ("sample --weights nowhere", "is not the folder of a finished run"),
+        ("sample --weights nowhere", "nowhere does not exist; allowed: the folder of a run"),
         ("trian", "did you mean 'train'?"),
         ("parts cliped", "did you mean 'clipped'?"),
         ("prompts check --file /dev/zero", "/dev/zero is a pipe, a device or a folder"),
@@ -52,10 +52,10 @@ def shown(line, capsys):
         (f"train --credit 'uniform(x={'-' * 5000}1)'", "credit"),
         ("compare --arm '[/]: nope=1'", "[/]"),
         ("explain uniform --out no/../x.png", "out = 'no/../x.png' is not allowed"),
-        (f"evaluate --weights {'y' * 999}", "weights = "),
+        (f"evaluate --weights {'y' * 999}", "weights: yyy"),
         ("compare --arm 'a: reward=weighted-sum(x=6)'", "weighted-sum has no option x"),
         ("compare --out=a\0b", "out = '--out=a"),
-        ("evaluate --weights A --weights B", "--weights is given twice; allowed: once\n"),
+        ("evaluate --weights A --weights B", "given twice; allowed: once, as in --weights A B"),
         ("train --lora-targets a --lora_targets=b", "once, as in --lora-targets A B"),
         ("train --offload --no-offload", "--no-offload is given twice"),
         ("compare --credit uniform --credit A", "once, as in --credit A B"),
@@ -148,7 +148,7 @@ def test_lists_fit_the_terminal_and_a_part_is_described(capsys, monkeypatch):
         path = Path(shown(f"presets --accelerate {name}", capsys).strip())
         assert "distributed_type" in path.read_text()
     monkeypatch.setenv("COLUMNS", "200")
-    assert "or a folder with transformer/ in" in shown("evaluate --help", capsys)
+    assert "a folder with a transformer, or a name on the Hub" in shown("evaluate --help", capsys)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,6 @@ from flowrl.run.report.weight_comparison import (
     SamplingSettings,
     ScoredImages,
     WeightComparison,
-    compare_scores,
     write_evaluation,
 )
 
@@ -345,10 +344,9 @@ def weight_comparison(channels, size):
     shapes = (3, 2), (2, channels, size, size)
     drawn = ([torch.rand(shape, generator=generator) for shape in shapes] for _ in range(2))
     base, trained = (ScoredImages({EVIL: scores}, shown) for scores, shown in drawn)
-    scores = {EVIL: compare_scores(base.scores[EVIL], trained.scores[EVIL])}
     facts = {"command": EVIL, "guidance": 1.5, "resolution": None}
     how = SamplingSettings(steps=3, count=2)
-    return WeightComparison(scores, base, trained, ("a fox", EVIL, "a hat"), how, facts)
+    return WeightComparison({"base": base, EVIL: trained}, ("a fox", EVIL, "a hat"), how, facts)
 
 
 @pytest.mark.parametrize(("channels", "size", "kind"), [(3, 8, "images"), (2, 1, "samples")])
@@ -364,7 +362,8 @@ def test_the_page_of_an_evaluation(channels, size, kind, tmp_path):
         assert value in page
     assert f"3 prompts, 2 {kind} per prompt" in " ".join(page.split())
     assert page.count("data:image/png;base64,") == 1
-    change = (compared.trained.scores[EVIL] - compared.base.scores[EVIL]).mean(1).tolist()
+    base, trained = (side.scores[EVIL] for side in compared.sides.values())
+    change = (trained - base).mean(1).tolist()
     shown = re.findall(r"<td>([+-]0\.\d{4})</td></tr>", page)
     assert shown == [f"{value:+.4f}" for value in sorted(change, reverse=True)]
 
@@ -388,6 +387,21 @@ def test_figures_can_be_drawn_whatever_the_values(rewards, count):
     heights = spread_labels([rewards[-1]] * count, 0.0, 1.0, 0.075)
     assert min(heights) >= -1e-9 and max(heights) <= 1 + 1e-9
     assert len({round(height, 6) for height in heights}) == count
+
+
+def test_a_change_of_settings_is_a_labelled_line_in_the_figure_of_a_single_run():
+    run = record("mine", 0, [0.1, 0.2, 0.3, 0.4], {"heldout": {"other": 0.5}})
+    run.rows[2]["changed"] = {"learning_rate": [0.1, 0.01], "prompts": ["$a", "x" * 80]}
+    for runs, lines in (([run], 1), ([run, record("mine", 1, [0.1])], 0)):
+        figure = proxy_and_heldout({"mine": runs})
+        assert figure is not None
+        figure.savefig(os.devnull, format="png", dpi=50)
+        for axes in figure.axes:
+            drawn = [line for line in axes.lines if line.get_linestyle() == "-."]
+            assert [line.get_xydata()[0, 0] for line in drawn] == [1.5] * lines
+            assert [text.get_text() for text in axes.texts] == [
+                "learning_rate 0.1 -> 0.01, prompts '$a' -> ..."
+            ] * lines
 
 
 def test_files_that_cannot_be_written_are_named(tmp_path):

@@ -22,7 +22,12 @@ from flowrl.core.errors import ConfigError
 from flowrl.rewards.combine import FunctionReward
 from flowrl.run.config import load_config
 from flowrl.run.io import write_json
-from flowrl.run.report.weight_comparison import SamplingSettings, compare_scores, sample_and_score
+from flowrl.run.report.weight_comparison import (
+    Compared,
+    SamplingSettings,
+    compare_scores,
+    sample_and_score,
+)
 from flowrl.run.worlds import world
 from flowrl.testing.tiny import tiny_flux_policy, tiny_sd3
 from flowrl.worlds.built_in import PolicyOptions
@@ -145,12 +150,13 @@ def test_the_interval_is_students_over_prompts():
 def test_a_small_difference_has_digits_in_the_table_and_the_page():
     trained = torch.tensor([[0.5], [0.25], [0.75]])
     score = compare_scores(trained - torch.tensor([[2e-5], [1e-5], [3e-5]]), trained)
+    scores = {
+        "small": score,
+        "one": replace(score, prompts=1),
+        "large": replace(score, low=-9.5),
+    }
     found = SimpleNamespace(
-        scores={
-            "small": score,
-            "one": replace(score, prompts=1),
-            "large": replace(score, low=-9.5),
-        },
+        compared=[Compared("mine", "base", scores)],
         prompts=("a", "b", "c"),
         how=SamplingSettings(),
     )
@@ -194,10 +200,12 @@ LORA = {"weights": ".", "model": "m", "prompts": "text[0:2]", "reward": "ocr"}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "nowhere"}, "the folder of a run; for a LoRA or a transformer give"),
+        ({"weights": "nowhere"}, "nowhere does not exist; allowed: the folder of a run (RUN), a"),
+        ({"weights": "a/b"}, "not among the downloaded weights"),
+        ({"weights": "nowhere@best"}, "nowhere@best does not exist"),
+        ({"weights": "."}, "holds no weights (empty)"),
         (LORA | {"weights": "nowhere"}, "nowhere does not exist"),
-        ({"weights": "w", "model": "m", "reward": "ocr"}, "prompts = "),
-        ({"weights": "w", "model": "m", "prompts": "text[0:2]"}, "reward = "),
+        (LORA | {"live": True}, ". is no run, so it has no live weights"),
         (LORA | {"resolution": 0}, "resolution = 0"),
     ],
 )
@@ -210,11 +218,27 @@ def test_what_is_wrong_is_said(options, message, capsys, tmp_path, monkeypatch):
 
 def test_a_lora_of_another_model_is_refused(folder, tmp_path, capsys):
     tiny_flux_policy().save(tmp_path / "flux")
+    lora = folder / "run" / "lora" / "pytorch_lora_weights.safetensors"
+    save_file({"weight": torch.ones(2)}, tmp_path / "no.safetensors")
     other = {"weights": tmp_path / "flux", "reward": redness(folder), "num_steps": 1, "limit": 1}
     run = {"weights": folder / "run", "trust": True, "num_steps": 0, "out": tmp_path}
+    bare = {name: value for name, value in other.items() if name != "reward"}
     for options, message in (
-        (base(folder) | other, "holds no LoRA and no transformer for this model"),
+        (base(folder) | other, "flux/pytorch_lora_weights.safetensors does not match the model"),
+        (base(folder) | other | {"weights": tmp_path / "no.safetensors"}, "holds weight; allowed"),
+        (base(folder) | other | {"weights": [lora, lora]}, "allowed: weights that differ"),
+        (base(folder) | bare, "reward = "),
+        ({"weights": lora, "reward": redness(folder)}, "prompts = "),
+        ({**other, "weights": lora, "prompts": "text[0:2]"}, "model = "),
         (run, "steps = 0 is not allowed"),
     ):
-        assert main(["evaluate", *words(**options)]) == 2
+        options = {**options, "weights": options["weights"]}
+        assert main(["evaluate", *words_of(options)]) == 2
         assert message in capsys.readouterr().err
+
+
+def words_of(options):
+    """Words of a command whose --weights are several in one option."""
+    weights = options.pop("weights")
+    weights = weights if isinstance(weights, list) else [weights]
+    return ["--weights", *map(str, weights), *words(**options)]

@@ -50,7 +50,8 @@ def test_sizes_are_the_published_ones(name, billion, layers, tokens):
     network = known.build()
     tensors = [*network.parameters(), *network.buffers()]
     assert sum(t.numel() for t in tensors if t.is_meta) / 1e9 == pytest.approx(billion, rel=0.01)
-    adapters = Adapters(network.requires_grad_(False), 32, 64.0, known.family.lora_targets, seed=0)
+    adapters = Adapters(network.requires_grad_(False))
+    adapters.add(32, 64.0, known.family.lora_targets, seed=0)
     assert len(adapters.layers) == layers
     if name == "flux.1-dev":  # as Flow-GRPO's code has it
         trained = sum(p.numel() for p in adapters.parameters().values())

@@ -161,12 +161,11 @@ def test_a_lora_of_plain_diffusers_is_taken_up_with_its_own_alpha(pair, tmp_path
     picture = pair.picture(pipe, noise_of(policy))
     assert_close(draw(policy), picture, atol=5e-6, rtol=0)
     for changes, message in (
-        ({"lora_rank": 4}, "lora_rank: its rank is 2, lora_rank is 4"),
+        ({"lora_rank": 1}, "lora_rank: its rank is 2, lora_rank is 1; allowed: 2 or more"),
         (
             {"lora_targets": ("to_q", "to_v")},
-            r"lora_targets or the model: .* others, such as .*to_k.*missing, such as .*to_v",
+            r"lora_targets or the model: .* are not trained, such as .*to_k; trained .* such as",
         ),
-        ({"lora_targets": ("to_q",)}, r"lora_targets .* others, such as .*to_k\S*$"),
     ):
         with pytest.raises(CheckpointError, match=f"does not match {message}"):
             pair.policy(**{"lora_rank": 2, **options, **changes})
@@ -174,7 +173,54 @@ def test_a_lora_of_plain_diffusers_is_taken_up_with_its_own_alpha(pair, tmp_path
         pair.policy(adapter=str(tmp_path / "none"))
 
 
-def test_a_lora_of_another_model_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora_rank": 5, "lora_alpha": 3.0},
+        {"lora_rank": 3, "lora_targets": ("to_q", "to_k", "to_v")},
+        {"tuning": "full"},
+        {"fixed": True},
+    ],
+)
+def test_training_starts_from_a_lora_of_another_rank(pair, tmp_path, changes, caplog):
+    """Of a lower rank, of fewer layers; with full fine-tuning, as a part of the weights."""
+    first = fill(pair.policy(lora_rank=2, lora_targets=("to_q", "to_k")), std=0.2)
+    first.save(tmp_path)
+    policy = pair.policy(**{"lora_targets": ("to_q", "to_k"), **changes}, adapter=str(tmp_path))
+    assert_close(velocity(policy).detach(), velocity(first).detach(), atol=5e-6, rtol=0)
+    missing = changes.get("lora_targets", ())[2:]
+    assert ("lacks" in caplog.text and "start at 0" in caplog.text) == bool(missing)
+    if not changes.get("fixed"):
+        trainer_of(policy).iteration()
+        with policy.reference():  # the base model, without the LoRA
+            base = velocity(pair.policy(fixed=True))
+            assert_close(velocity(policy), base, atol=1e-6, rtol=0)
+
+
+def test_a_policy_has_other_weights_for_a_while(pair, tmp_path):
+    """LoRAs of any rank, one after the other, and all weights of a transformer."""
+    fixed = pair.policy(fixed=True)
+    base, cases = velocity(fixed), []
+    for rank, targets in ((2, ("to_q",)), (4, ("to_k", "to_v"))):
+        trained = fill(pair.policy(lora_rank=rank, lora_targets=targets), std=0.2)
+        cases.append((trained, trained.adapters.tensors()))
+    full = pair.policy(tuning="full")
+    trainer_of(full).iteration()
+    cases.append((full, {name: p.detach() for name, p in full.transformer.named_parameters()}))
+    for trained, tensors in [*cases, *reversed(cases)]:
+        with fixed.weights(tensors):
+            assert_close(velocity(fixed), velocity(trained).detach(), atol=5e-6, rtol=0)
+            assert (velocity(fixed) - base).abs().max() > 1e-3
+        assert torch.equal(velocity(fixed), base)
+    with (
+        pytest.raises(CheckpointError, match="another model"),
+        fixed.weights({"nowhere.lora_A.weight": torch.ones(2, 4)}),
+    ):
+        pass
+    assert torch.equal(velocity(fixed), base)
+
+
+def test_a_lora_of_another_model_is_named():
     """With the same layers and rank, but other widths."""
     shapes = {"x.lora_A.weight": (2, 8), "x.lora_B.weight": (8, 2)}
     other = {"x.lora_A.weight": (2, 16), "x.lora_B.weight": (8, 2)}

@@ -20,13 +20,14 @@ from flowrl.core.types import Prompt
 from flowrl.rollout import initial_noise, sample_images
 from flowrl.run.build import make_policy
 from flowrl.run.config import load_config
-from flowrl.run.export import made_file, write_lora, write_merged, write_run_lora
+from flowrl.run.export import lora_file, made_file, run_lora, write_merged
 from flowrl.run.io import write_json
 from flowrl.run.models.lora_files import Lora, lora_of_run, read_lora
 from flowrl.run.saved import find_weights
 
 FORMATS = ("diffusers", "comfyui", "kohya")
 ALPHA = 64
+SD3 = "StableDiffusion3Pipeline"
 USUAL = "pytorch_lora_weights.safetensors"
 CARD = """---
 license: other
@@ -123,7 +124,8 @@ def test_the_end_of_a_run_writes_the_same_file(root, tmp_path):
     saved = load_file(tmp_path / "saved" / USUAL)
     found = load_file(lora)
     assert saved.keys() == found.keys() and all(torch.equal(saved[n], found[n]) for n in saved)
-    beside = write_run_lora(tmp_path / "000002", config, root / "run", tensors, 2)
+    assert run_lora(config, root / "run", tensors, 2) == lora.read_bytes()
+    beside = root / "run" / "checkpoints" / "000002" / USUAL
     assert beside.read_bytes() == lora.read_bytes()
 
 
@@ -179,8 +181,8 @@ def test_the_card_beside_an_export_says_which_weights(root, run, tmp_path):
 def test_a_lora_of_another_program_is_converted(root, tmp_path, capsys):
     lora = trained(root / "run").times(3.0)
     named = {
-        n.replace("lora_A", "lora_down").replace("lora_B", "lora_up"): t
-        for n, t in write_and_read(lora, tmp_path).items()
+        name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"): tensor
+        for name, tensor in lora.named.items()
     }
     save_file(named, tmp_path / "theirs.safetensors")
     given = {"model": root / "model", "format": "diffusers"}
@@ -188,15 +190,10 @@ def test_a_lora_of_another_program_is_converted(root, tmp_path, capsys):
     found = load_file(file)
     assert all(torch.equal(found[name], tensor) for name, tensor in lora.named.items())
     zero = lora.times(0.0)
-    write_lora(tmp_path / "zero.safetensors", zero, "diffusers", "StableDiffusion3Pipeline")
+    (tmp_path / "zero.safetensors").write_bytes(lora_file(zero, "diffusers", SD3))
     exported(tmp_path / "nothing", tmp_path / "zero.safetensors", model=root / "model")
     assert "Warning: B = 0 in all 15 layers: the LoRA changes nothing" in capsys.readouterr().out
     assert not (tmp_path / "nothing" / "README.md").exists()
-
-
-def write_and_read(lora, folder):
-    """The tensors of a LoRA file of diffusers."""
-    return load_file(write_lora(folder / "x", lora, "diffusers", "StableDiffusion3Pipeline"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -206,9 +203,9 @@ def test_merged_weights_give_the_image_of_the_adapter(name, tmp_path):
     base = case.make()
     base.save_pretrained(tmp_path / "base")
     lora = lora_of_run(policy.trainable(), policy.adapters.scale)
-    kind, form = type(base), "kohya"
-    file = write_lora(tmp_path / "k.safetensors", lora, form, kind.__name__)
-    lora = read_lora(file, kind)
+    kind = type(base)
+    (tmp_path / "k.safetensors").write_bytes(lora_file(lora, "kohya", kind.__name__))
+    lora = read_lora(tmp_path / "k.safetensors", kind)
     (tmp_path / "merged").mkdir()
     write_merged(tmp_path / "merged", tmp_path / "base", [lora])
     noise = noise_of(policy)
@@ -235,21 +232,31 @@ def test_merging_rounds_once_and_refuses_other_models(tmp_path):
     )
     lora = Lora({"a.lora_A.weight": down, "a.lora_B.weight": up})
     (tmp_path / "out").mkdir()
-    for change, dtype, expected in (
-        ([lora, lora.times(-0.5)], None, (stored.float() + up @ down - 0.5 * up @ down).bfloat16()),
-        ([lora], torch.float32, (stored.float() + up @ down).bfloat16().float()),
-        ({"a.weight": weight}, None, stored),
+    for loras, weights, dtype, expected in (
+        ([lora], {}, None, (stored.float() + up @ down).bfloat16()),
+        ([lora, lora], {}, None, (stored.float() + up @ down + up @ down).bfloat16()),
+        ([lora], {}, torch.float32, stored.float() + up @ down),
+        ([], {"a.weight": weight}, None, stored),
+        ([lora], {"a.weight": weight}, torch.float32, weight + up @ down),
     ):
-        write_merged(tmp_path / "out", tmp_path / "base", change, dtype)
+        write_merged(tmp_path / "out", tmp_path / "base", loras, weights, dtype)
         found = load_file(tmp_path / "out" / "transformer" / "model.safetensors")
-        assert_close(found["a.weight"], expected, atol=1e-2 if len(change) == 2 else 0, rtol=0)
+        assert torch.equal(found["a.weight"], expected)
         assert torch.equal(found["a.bias"], stored[0].to(found["a.bias"].dtype))
     other = Lora({"b.lora_A.weight": down, "b.lora_B.weight": up})
-    with pytest.raises(CheckpointError, match=r"1 trained layers are not in .*such as b.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"another model than .*: b.weight of \[6, 4\] is not there"
+    ):
         write_merged(tmp_path / "out", tmp_path / "base", [other])
     narrow = Lora({"a.lora_A.weight": down[:, :3], "a.lora_B.weight": up})
-    with pytest.raises(CheckpointError, match=r"a.weight is \[6, 3\], \[6, 4\] in the base"):
+    with pytest.raises(CheckpointError, match=r"a.weight of \[6, 3\] is \[6, 4\] there"):
         write_merged(tmp_path / "out", tmp_path / "base", [narrow])
+    for weights, message in (
+        ({"c.weight": weight}, "1 trained weights are not in"),
+        ({"a.weight": weight[:3]}, r"a.weight is \[3, 4\], \[6, 4\] in the base"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            write_merged(tmp_path / "out", tmp_path / "base", weights=weights)
 
 
 def test_errors_name_what_was_found_before_anything_is_loaded(root, run, tmp_path, capsys):

@@ -1,10 +1,19 @@
 """What a resume says of settings and prompts that have changed since the start of the run."""
 
 import json
-import re
 
 import pytest
-from small_run import MIXTURE, SMALL, error_of, flowrl_, model_files, numbers, trainer_of, words
+from small_run import (
+    MIXTURE,
+    SMALL,
+    edit,
+    error_of,
+    flowrl_,
+    model_files,
+    numbers,
+    trainer_of,
+    words,
+)
 
 from flowrl.cli.main import main
 from flowrl.rollout.groups import PromptStream
@@ -15,23 +24,16 @@ from flowrl.run.parts.prompts import read_prompts
 OPTIONS = f"{MIXTURE} --groups 2 --eval-every 1 --checkpoint-every 1 --keep-checkpoints 9"
 
 
-def edit(folder, **settings):
-    """Edit a run's config.json as its user does."""
-    text = (folder / "config.json").read_text()
-    for name, value in settings.items():
-        text, count = re.subn(rf'("{name}"): [^,\n]+', rf"\1: {json.dumps(value)}", text)
-        assert count == 1
-    (folder / "config.json").write_text(text)
-
-
-def test_a_finished_run_continues_with_more_iterations(tmp_path, capsys):
+@pytest.mark.parametrize("edited", [True, False])
+def test_a_finished_run_continues_with_more_iterations(edited, tmp_path, capsys):
     for name, iterations in (("short", 2), ("long", 4)):
         assert flowrl_(f"train {OPTIONS} --iterations {iterations} --out {tmp_path}/{name}") == 0
     out = tmp_path / "short"
     assert flowrl_(f"train --resume {out}") == 0
-    assert "ended after iteration 2 (raise iterations in config.json" in capsys.readouterr().out
-    edit(out, iterations=4)
-    assert flowrl_(f"train --resume {out}") == 0
+    assert "ended after iteration 2 (--iterations N continues it to N)" in capsys.readouterr().out
+    if edited:
+        edit(out, iterations=4)
+    assert flowrl_(f"train --resume {out}{'' if edited else ' --iterations 4'}") == 0
     assert "changed settings: iterations 2 -> 4" in capsys.readouterr().out
     assert numbers(out) == numbers(tmp_path / "long")
     assert json.loads((out / "done.json").read_text()) == {"iterations": 4}
@@ -43,7 +45,8 @@ def test_changed_settings_are_named_or_refused_if_they_have_no_effect(tmp_path, 
     edit(out, learning_rate=0.001)
     error = error_of(f"train --resume {out}", capsys)
     assert "ended after iteration 3 " in error and "learning_rate 0.02 -> 0.001" in error
-    assert flowrl_(f"train --resume {out} --from 000002") == 0
+    assert "--change" in error_of(f"train --resume {out} --from 000002", capsys)
+    assert flowrl_(f"train --resume {out} --from 000002 --change") == 0
     assert "changed settings: learning_rate 0.02 -> 0.001" in capsys.readouterr().out
     edit(out, iterations=1)
     assert "--from" in error_of(f"train --resume {out}", capsys)
@@ -51,7 +54,6 @@ def test_changed_settings_are_named_or_refused_if_they_have_no_effect(tmp_path, 
     assert "iterations = 1 is not allowed; allowed: 3 or more" in error_of(
         f"train --resume {out}", capsys
     )
-    assert "edit its config.json, or" in error_of(f"train --resume {out} --iterations 5", capsys)
     (out / "config.yaml").write_text("{")  # what has changed is unknown
     assert flowrl_(f"train --resume {out} --from 000001") == 0
 
@@ -92,7 +94,8 @@ def test_changed_prompts_are_refused_or_taken(heldout, model, tmp_path, capsys):
     error = error_of(again, capsys)
     assert f"prompts {train} (5 prompts at the start, 2 now)" in error
     assert (f"heldout_prompts {held}" in error) == (heldout == "changed")
-    assert flowrl_(f"{again} --changed-prompts") == 0
+    assert "--change, which" in error_of(f"{again} --changed-prompts", capsys)
+    assert flowrl_(f"{again} --change") == 0
     assert f"changed prompts: prompts {train} (5" in capsys.readouterr().out
     assert json.loads((out / "samples.json").read_text())["prompts"] == texts
     assert [prompt.text for prompt in read_prompts(out / "prompts.jsonl")] == [

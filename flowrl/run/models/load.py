@@ -16,6 +16,7 @@ from flowrl.policies.families import FAMILIES, Family
 from flowrl.policies.pipeline import DTYPES, PipelinePolicy
 from flowrl.run.models.embedded import EmbeddingsFolder, TextFiles
 from flowrl.run.models.prompt_cache import DiskStore
+from flowrl.run.models.weights import given_weights
 from flowrl.run.parts.plugins import plugin
 from flowrl.run.reading import reading
 
@@ -102,7 +103,8 @@ def load_policy(
 
     embeddings = EmbeddingsFolder(pipe, family, stored)
     store = DiskStore(embeddings, options.prompt_cache)
-    return PipelinePolicy(pipe, family, options, load_encoders if lazy else None, store)
+    encoders = load_encoders if lazy else None
+    return PipelinePolicy(pipe, family, options, encoders, store, **given_weights(pipe, options))
 
 
 def _not_found(model: str, error: Exception) -> str:

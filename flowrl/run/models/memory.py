@@ -387,7 +387,7 @@ def count(known: Architecture, options: PolicyOptions) -> Counts:
     linear = _numbers(m.weight for m in network.modules() if isinstance(m, nn.Linear))
     if not full:
         targets = options.lora_targets or family.lora_targets
-        Adapters(network, options.lora_rank, options.lora_alpha, targets, seed=0)
+        Adapters(network).add(options.lora_rank, options.lora_alpha, targets, seed=0)
     nn.Module.to(network, dtype)  # as autocast computes with a LoRA
     if options.gradient_checkpointing:
         cast(Any, network).enable_gradient_checkpointing()

@@ -9,6 +9,7 @@ be given without its group (`flat`, `replaced`).
 import ast
 import difflib
 import inspect
+import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -188,6 +189,19 @@ def grouped(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
         place = result.setdefault(home[name], {}) if home[name] else result
         place[name] = list(value) if isinstance(value, tuple) else value
     return result
+
+
+def options_text(values: Mapping[str, Any]) -> str:
+    """Settings as options of a command, as in "--learning-rate 0.001 --no-offload"."""
+    words = list[str]()
+    for name, value in values.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            items = value if isinstance(value, list | tuple) else [value]
+            words += [f"--{option}", *(str(item) for item in items)]
+    return shlex.join(words)
 
 
 def replaced(settings: T, values: Mapping[str, Any]) -> T:

@@ -25,7 +25,7 @@ from flowrl.run.records import RunRecord, load_run
 from flowrl.run.report.figures import proxy_and_heldout
 from flowrl.run.report.pages import render
 from flowrl.run.report.style import save
-from flowrl.run.results import decimals, without_folders
+from flowrl.run.results import changes_of, decimals, without_folders
 from flowrl.run.saved import SavedWeights, best_checkpoint
 
 BESIDE = ("config.yaml", "samples/over-time.png", "samples/prompts.txt", "evaluation/grid.png")
@@ -115,6 +115,7 @@ def card_text(folder: Path, config: RunConfig, exported: Exported | None = None)
         scores={} if what.weights.live else _scores(config, run, number),
         decimals=decimals,
         last=last,
+        changes=changes_of(run.rows),
         images=sum(row.get("trajectories", 0) for row in run.rows),
         evaluation=read_json(path, _Evaluation) if is_end and path.is_file() else None,
         over_time=(folder / "samples" / "over-time.png").exists(),

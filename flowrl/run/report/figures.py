@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from flowrl.run.records import RunRecord, mean_curve
 from flowrl.run.report.style import INK, PALE, SOFT, clean, colour, marker
-from flowrl.run.results import short
+from flowrl.run.results import changes_of, short
 
 X_LABELS = {
     "iteration": "updates (iterations)",
@@ -73,7 +74,8 @@ def line_figure(
     """A row of panels, or with many arms one per arm, in which the other arms are grey. `baseline`:
     the arm whose final value and cost are dashed lines, if any. `bound`: label, iterations and
     rewards of a curve that is dotted over iterations, and elsewhere its final value, because its
-    cost has no counterpart. `narrow`: a column of panels.
+    cost has no counterpart. `narrow`: a column of panels. Of a single run, changes of settings
+    (`changes_of`) are lines.
     """
     arms = list(runs)
     together = len(arms) <= MOST_TOGETHER
@@ -94,6 +96,8 @@ def line_figure(
                 axes.plot(*bound[1:], ":", color=INK, label=bound[0])
             elif bound:
                 axes.axhline(bound[2][-1], color=INK, linestyle=":", linewidth=1)
+            if len(single := [run for seeds in runs.values() for run in seeds]) == 1:
+                _draw_changes(axes, single[0], panel.x)
             axes.set(xlabel=X_LABELS[panel.x], ylabel=panel.label)
             axes.set_title("" if together else shown[0], fontweight="bold", fontsize=9.5)
             axes.xaxis.set_major_locator(MaxNLocator(4, integer=panel.x == "iteration"))
@@ -105,6 +109,20 @@ def line_figure(
         columns = 1 if narrow else 5
         figure.legend(*handles, loc="outside upper left", ncols=columns, frameon=False)
     return figure
+
+
+def _draw_changes(axes: Axes, run: RunRecord, x: str) -> None:
+    """A line with a label between the last iteration before a change of settings and the first one
+    with it.
+    """
+    spent, height = run.spent(x), axes.get_xaxis_transform()
+    for iteration, text in changes_of(run.rows):
+        place = (spent.get(iteration - 1, spent[iteration]) + spent[iteration]) / 2
+        axes.axvline(place, color=SOFT, linestyle="-.", linewidth=1)
+        label = textwrap.shorten(text, 48, placeholder=" ...")
+        given: dict[str, Any] = {"rotation": 90, "ha": "right", "va": "top", "fontsize": 7}
+        given |= {"xycoords": height, "xytext": (-2, -2), "textcoords": "offset points"}
+        axes.annotate(label, (place, 1), color=SOFT, parse_math=False, **given)
 
 
 def _draw(axes: Axes, runs: Runs, arm: str, panel: Panel, coloured: bool) -> None:
@@ -224,21 +242,25 @@ def _draw_points(axes: Axes, row: Row, targets: Targets) -> None:
 
 
 def image_grid(
-    images: Tensor, scores: Tensor, prompts: Sequence[str], targets: Targets = NO_TARGETS
+    images: Tensor, scores: Tensor | None, prompts: Sequence[str], targets: Targets = NO_TARGETS
 ) -> Figure:
     """Images with their scores, one row (2-D world: one scatter plot) per prompt.
 
     Args:
         images: images [prompt, count, channel, height, width].
-        scores: scores [prompt, count].
+        scores: scores [prompt, count]; None: without.
         prompts: texts of the prompts.
         targets: see `sample_figure`.
 
     Returns:
         The figure.
     """
+    count = images.shape[1]
+    captions = [[""] * count for _ in prompts]
+    if scores is not None:
+        captions = [[f"{score:.2f}" for score in values] for values in scores.tolist()]
     rows = [
-        Row(text, cells, [f"{score:.2f}" for score in values.tolist()], [text] * len(cells))
-        for text, cells, values in zip(prompts, images, scores, strict=True)
+        Row(text, cells, own, [text] * count)
+        for text, cells, own in zip(prompts, images, captions, strict=True)
     ]
     return sample_figure(rows, targets=targets)

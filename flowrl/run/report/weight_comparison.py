@@ -1,11 +1,12 @@
-"""Base against trained weights: images of the same prompts from the same noise, and score
+"""Base and trained weights: images of the same prompts from the same noise, and score
 differences with intervals.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from flowrl.core.errors import CheckpointError, require
+from flowrl.core.errors import require
 from flowrl.core.options import Count, checked_options
 from flowrl.core.protocols import FlowPolicy, RewardModel
 from flowrl.core.types import Prompt
@@ -159,129 +160,111 @@ def compare_scores(base: Tensor, trained: Tensor) -> ScoreDifference:
 
 
 @dataclass(frozen=True)
+class Compared:
+    """One set of weights against another.
+
+    Args:
+        weights: label of the trained weights.
+        against: label of the weights that they are compared with.
+        scores: differences by reward; their `base` is the mean of `against`.
+    """
+
+    weights: str
+    against: str
+    scores: dict[str, ScoreDifference]
+
+
+@dataclass(frozen=True)
 class WeightComparison:
     """A finished comparison of base and trained weights.
 
     Args:
-        scores: differences by reward.
-        base: images and scores of the base weights.
-        trained: images and scores of the trained weights.
+        sides: images and scores by the label of the weights; the first one is "base".
         prompts: texts of the prompts.
         how: settings of sampling.
         facts: further facts about the weights.
     """
 
-    scores: dict[str, ScoreDifference]
-    base: ScoredImages
-    trained: ScoredImages
+    sides: dict[str, ScoredImages]
     prompts: tuple[str, ...]
     how: SamplingSettings
     facts: dict[str, Any]
 
+    @cached_property
+    def compared(self) -> list[Compared]:
+        """All trained weights against the base, then the further ones against the first."""
+        base, first, *others = self.sides
+        pairs = [(name, base) for name in (first, *others)] + [(name, first) for name in others]
+        return [
+            Compared(name, against, self._differences(against, name)) for name, against in pairs
+        ]
+
+    def _differences(self, before: str, after: str) -> dict[str, ScoreDifference]:
+        tables = self.sides[before].scores, self.sides[after].scores
+        return {name: compare_scores(tables[0][name], tables[1][name]) for name in tables[0]}
+
+    @property
+    def scores(self) -> dict[str, ScoreDifference]:
+        """The first trained weights against the base, by reward."""
+        return self.compared[0].scores
+
     def values(self) -> dict[str, Any]:
-        """Plain values for JSON: `facts`, settings and differences."""
-        scores = {name: asdict(difference) for name, difference in self.scores.items()}
+        """Plain values for JSON: `facts`, settings, the `scores`, and of several trained weights
+        all that is `compared`.
+        """
         settings = {"prompts": len(self.prompts), **asdict(self.how)}
-        return {**self.facts, **settings, "scores": finite(scores)}
+        values = {**self.facts, **settings, "scores": asdict(self.compared[0])["scores"]}
+        if len(self.compared) > 1:
+            values["compared"] = [asdict(pair) for pair in self.compared]
+        return finite(values)
+
+
+BASE = "base"
+"""The label of the weights before training."""
 
 
 def compare_weights(
     policy: FlowPolicy,
-    load_trained: Callable[[], None],
+    weights: Mapping[str, AbstractContextManager[None]],
     prompts: Sequence[Prompt],
     rewards: Rewards,
     how: SamplingSettings,
     facts: dict[str, Any],
     progress: Callable[[str, int, int], None] = lambda weights, done, total: None,
 ) -> WeightComparison:
-    """Sample and score with the base weights of `policy`, and again after `load_trained` has
-    replaced them.
+    """Sample and score with the weights of `policy`, and again with each of the trained ones.
 
     Args:
         policy: the policy with the base weights.
-        load_trained: replaces the weights of `policy` by the trained ones.
+        weights: contexts in which `policy` has trained weights, by label
+            (`flowrl.run.trained.with_weights`).
         prompts: the prompts.
         rewards: reward models by name.
-        how: settings of sampling, the same for both weights.
+        how: settings of sampling, the same for all weights.
         facts: facts about the weights, stored in the result.
-        progress: called with (stage, done, total).
+        progress: called with (label, done, total).
 
     Returns:
-        Scores and images of both weights.
+        Scores and images of all weights.
     """
-
-    def side(name: str) -> ScoredImages:
-        return sample_and_score(policy, prompts, rewards, how, partial(progress, name))
-
-    base = side("base")
-    load_trained()
-    trained = side("trained")
-    scores = {name: compare_scores(base.scores[name], trained.scores[name]) for name in rewards}
-    texts = tuple(prompt.text for prompt in prompts)
-    return WeightComparison(scores, base, trained, texts, how, facts)
+    sides: dict[str, ScoredImages] = {}
+    for name, context in {BASE: nullcontext(), **weights}.items():
+        with context:
+            sides[name] = sample_and_score(policy, prompts, rewards, how, partial(progress, name))
+    return WeightComparison(sides, tuple(prompt.text for prompt in prompts), how, facts)
 
 
-def load_weights(policy: Any, folder: Path) -> None:
-    """Load trained weights in diffusers' formats into a `PipelinePolicy` without adapters.
-
-    Args:
-        policy: the policy, without adapters.
-        folder: a LoRA (a file or a folder), or a folder with a transformer in ``transformer/``.
-
-    Raises:
-        CheckpointError: the weights have another format or belong to another model.
-    """
-    from safetensors import SafetensorError
-
-    try:
-        if (folder / "transformer").is_dir():
-            trained = type(policy.transformer).from_pretrained(
-                folder, subfolder="transformer", use_safetensors=True
-            )
-            policy.transformer.load_state_dict(trained.state_dict())
-        else:
-            place, options = folder, {"use_safetensors": True}
-            if folder.is_file():
-                place, options = folder.parent, {**options, "weight_name": folder.name}
-            policy.pipe.load_lora_weights(str(place), **options)
-            _require_all_loaded(policy, policy.pipe.lora_state_dict(str(place), **options))
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise CheckpointError(
-            f"weights: {folder} holds no LoRA and no transformer for this model ({reason})"
-        ) from error
-
-
-def _require_all_loaded(policy: Any, state: Any) -> None:
-    """Raise `ValueError` if layers of a LoRA are not in the model: diffusers ignores them
-    silently.
-    """
-    tensors = state[0] if isinstance(state, tuple) else state
-    wanted = {
-        name.removeprefix("transformer.").partition(".lora_A")[0]
-        for name in tensors
-        if "lora_A" in name and not name.startswith("text_encoder")
-    }
-    layers = {
-        name for name, module in policy.transformer.named_modules() if getattr(module, "lora_A", {})
-    }
-    lost = sorted(wanted - layers)
-    if lost or not wanted:
-        raise ValueError(
-            f"{len(lost)} of its {len(wanted)} layers are not in the model: {lost[:1]}"
-        )
-
-
-def base_and_trained(comparison: WeightComparison, targets: Targets) -> Figure:
-    """The first prompts' images from base and trained weights with their scores; `targets`: see
+def sample_grid(comparison: WeightComparison, targets: Targets) -> Figure:
+    """The first prompts' images from all weights with their scores; `targets`: see
     `sample_figure`.
     """
-    prompts = comparison.prompts[: len(comparison.base.shown)]
+    prompts = comparison.prompts[: len(comparison.sides[BASE].shown)]
     rows = []
-    for name, side in (("base", comparison.base), ("trained", comparison.trained)):
+    for name, side in comparison.sides.items():
+        label = name.rpartition("/")[2] if len(comparison.sides) > 2 or name == BASE else "trained"
         scores = torch.stack([table[: len(prompts), 0] for table in side.scores.values()], 1)
         captions = [", ".join(f"{score:.3g}" for score in image) for image in scores.tolist()]
-        rows.append(Row(name, side.shown, captions, prompts))
+        rows.append(Row(label, side.shown, captions, prompts))
     return sample_figure(rows, prompts, targets)
 
 
@@ -297,7 +280,7 @@ def write_evaluation(
         html: write report.html.
         targets: points that the prompts of a 2-D world ask for.
     """
-    image = png(base_and_trained(comparison, targets), dpi=120)
+    image = png(sample_grid(comparison, targets), dpi=120)
     write_bytes(folder / "grid.png", image)
     write_json(folder / "evaluation.json", comparison.values())
     if html:
@@ -306,7 +289,8 @@ def write_evaluation(
 
 
 def largest_changes(comparison: WeightComparison, count: int = 5) -> list[tuple[str, str]]:
-    """The prompts with the largest gains and losses by the first reward.
+    """The prompts with the largest gains and losses of the first trained weights by the first
+    reward.
 
     Args:
         comparison: the comparison of weights.
@@ -315,8 +299,8 @@ def largest_changes(comparison: WeightComparison, count: int = 5) -> list[tuple[
     Returns:
         Pairs (prompt, formatted change).
     """
-    name = next(iter(comparison.scores))
-    base, trained = (side.scores[name].nanmean(1) for side in (comparison.base, comparison.trained))
+    name, (base, trained, *_) = next(iter(comparison.scores)), comparison.sides.values()
+    base, trained = (side.scores[name].nanmean(1) for side in (base, trained))
     change = (trained - base).nan_to_num(0.0)
     order = change.argsort(descending=True).tolist()
     chosen = dict.fromkeys([*order[:count], *order[-count:]])

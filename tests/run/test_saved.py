@@ -1,0 +1,309 @@
+"""Weights by what a user types: runs in any state, their checkpoints, and weights of other
+programs; in every command that takes them.
+"""
+
+import json
+import shutil
+from functools import cache
+
+import pytest
+import torch
+from family_cases import CASES
+from safetensors.torch import load_file, save_file
+from small_run import MIXTURE, SMALL, error_of, flowrl_, model_files, words
+from torch.testing import assert_close
+
+from flowrl.cli.main import main
+from flowrl.core.errors import CheckpointError, ConfigError
+from flowrl.core.policy_options import PolicyOptions
+from flowrl.run.checkpoint import Checkpoints, without_prefix
+from flowrl.run.config import preset
+from flowrl.run.job import Run
+from flowrl.run.models.load import load_policy
+from flowrl.run.saved import find_weights
+from flowrl.run.trained import base_policy, settings_of, trained_policy, with_weights
+
+COPIES = ("killed", "running")
+STATES = ("running", "paused", "killed", "finished", "checkpoint", "best", "last", "live")
+
+
+def states_of(config, root):
+    """The folder of a run that has ended after three iterations, and what a user types for each
+    state of it; copies of the folder are the states after two iterations.
+    """
+    folder, done = root / "finished", []
+
+    def watch(state):
+        done.append(state.get("iteration"))
+        if state.get("phase") == "rollout" and 2 in done and not (root / "killed").exists():
+            for name in COPIES:
+                shutil.copytree(folder, root / name)
+
+    run = Run(config, folder, watch, lambda: 2 in done, trial=False)
+    assert not run.execute()
+    shutil.copytree(folder, root / "paused")
+    assert Run(config, folder, watch, trial=False).execute(resume=True)
+    texts = {state: str(root / state) for state in ("paused", "finished", *COPIES)}
+    texts |= {name: f"{folder}@{name}" for name in ("best", "last")}
+    return texts | {"checkpoint": f"{folder}@2", "live": f"{folder}@2"}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    root = tmp_path_factory.mktemp("saved")
+    config = SMALL.replace(iterations=3, keep_checkpoints=9, eval_every=1)
+    return states_of(config, root)
+
+
+def newest(text):
+    run = find_weights(text)
+    return Checkpoints(run.path).load(run.checkpoint or Checkpoints(run.path).newest)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_run_in_any_state_has_weights(mixture, state):
+    text, live = mixture[state], state == "live"
+    saved = find_weights(text, live)
+    tensors, checkpoint = saved.tensors(), newest(text)
+    if state != "best":
+        assert checkpoint.values["done"] == (3 if state in ("finished", "last") else 2)
+    expected = without_prefix("weight." if live else "average.", checkpoint.tensors)
+    assert_close(tensors, expected, atol=0, rtol=0)
+    policy, _ = trained_policy(text, live=live)
+    assert_close({n: p.detach() for n, p in policy.trainable().items()}, expected)
+    config = settings_of([saved])
+    base = base_policy(config)
+    before = {name: p.detach().clone() for name, p in base.trainable().items()}
+    with with_weights(base, saved):
+        assert_close({n: p.detach() for n, p in base.trainable().items()}, expected)
+    assert_close({n: p.detach() for n, p in base.trainable().items()}, before, atol=0, rtol=0)
+
+
+def test_best_is_the_best_evaluated_checkpoint_that_is_kept(mixture, tmp_path):
+    run = shutil.copytree(mixture["finished"], tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rewards = {row["iteration"]: row["evaluation"]["reward"] for row in rows}
+    for gone in (None, *sorted((1, 2, 3), key=lambda i: -rewards[i])[:2]):
+        if gone:
+            Checkpoints(run).path(f"{gone:06d}").unlink()
+            del rewards[gone]
+        best = max((i for i in rewards if i), key=lambda i: rewards[i])
+        assert find_weights(f"{run}@best").checkpoint == f"{best:06d}"
+
+
+def test_the_live_weights_of_a_run_that_exported_its_best_are_those(mixture, tmp_path):
+    run = shutil.copytree(mixture["finished"], tmp_path / "run")
+    done = json.loads((run / "done.json").read_text())
+    (run / "done.json").write_text(json.dumps(done | {"exported": 1}))
+    assert find_weights(run, live=True).checkpoint == "000001"
+    assert find_weights(run).checkpoint == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "{0}@7",
+            "no checkpoint '000007' in .*; allowed: best, last or one of 000001, 000002, 000",
+        ),
+        ("{0}@beste", "no checkpoint 'beste'"),
+        ("{0}/checkpoints", "holds 000001.safetensors, 000002"),
+        ("{0}/metrics.jsonl", r"holds no weights \(a file that is not in safetensors format\)"),
+        ("nowhere", "nowhere does not exist; allowed: the folder of a run"),
+        ("nowhere@best", "nowhere@best does not exist"),
+        ("own/name", "own/name .* downloads are off: set HF_HUB_OFFLINE=0"),
+        ("own/name/mine.safetensors", "not among the downloaded weights"),
+        ("{1}/new", "has no checkpoint yet"),
+        ("{1}/new@best", "has no checkpoint yet"),
+        ("{1}/empty", r"holds no weights \(empty\)"),
+        ("{1}/arms", r"is a comparison; allowed: one of its runs, such as .*arms/runs/a"),
+    ],
+)
+def test_what_is_no_weights_is_said_before_anything_is_loaded(mixture, tmp_path, text, message):
+    run = mixture["finished"]
+    (tmp_path / "new").mkdir()
+    (tmp_path / "empty").mkdir()
+    shutil.copy(f"{run}/config.json", tmp_path / "new")
+    shutil.copytree(run, tmp_path / "arms" / "runs" / "a")
+    (tmp_path / "arms" / "config.json").write_text('{"arms": {}}')
+    with pytest.raises(CheckpointError, match=f"^weights: .*{message}"):
+        find_weights(text.format(run, tmp_path))
+
+
+def test_runs_of_other_worlds_and_shapes_are_refused(mixture, tmp_path, capsys):
+    assert flowrl_(f"train --preset tiny --out {tmp_path}/shapes --iterations 1") == 0
+    run = mixture["finished"]
+    error = error_of(f"evaluate --weights {run} {tmp_path}/shapes", capsys)
+    assert f"{tmp_path}/shapes is of another base model (shapes) than {run} (mixture)" in error
+    assert flowrl_(f"train --preset tiny --out {tmp_path}/two --iterations 1 --lora-rank 2") == 0
+    error = error_of(f"evaluate --weights {tmp_path}/shapes {tmp_path}/two", capsys)
+    assert f"{tmp_path}/two does not match the policy: " in error and error.count("\n") == 1
+
+
+def test_checkpoints_are_compared_in_pairs(mixture, tmp_path, capsys):
+    """Each against the base, then the others against the first."""
+    run = mixture["finished"]
+    texts = f"{run}@1 {run}@2 {run}"
+    assert flowrl_(f"evaluate --weights {texts} --out {tmp_path}/out --html") == 0
+    shown = capsys.readouterr().out
+    values = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    names = [f"{run}@000001", f"{run}@000002", run]
+    pairs = [(pair["weights"], pair["against"]) for pair in values["compared"]]
+    assert pairs == [(name, "base") for name in names] + [(name, names[0]) for name in names[1:]]
+    assert all(f"{name} against {before}" in shown for name, before in pairs)
+    for form in values["scores"]:
+        first, second, _, between, _ = (pair["scores"][form] for pair in values["compared"])
+        assert values["scores"][form] == first and between["base"] == first["trained"]
+        assert between["difference"] == pytest.approx(second["difference"] - first["difference"])
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("<h3>") == 5
+    assert flowrl_(f"compare --weights {texts} --out {tmp_path}/same") == 0
+    same = json.loads((tmp_path / "same" / "evaluation.json").read_text())
+    assert same["compared"] == values["compared"]
+    assert "seeds = " in error_of(f"compare --weights {run} --seeds 3", capsys)
+
+
+def test_the_reference_is_a_run_in_any_state(mixture, tmp_path, capsys):
+    line = f"train {MIXTURE} --kl-weight 0.1 --out {tmp_path}/run --reference"
+    assert flowrl_(f"{line} {mixture['paused']}") == 0
+    assert "no checkpoint '000009'" in error_of(f"{line} {mixture['paused']}@9", capsys)
+
+
+# ----- A diffusers model
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return model_files(tmp_path_factory.mktemp("model"))
+
+
+SIZE = {"sd3": {}, "flux": {}, "qwen-image": {}, "wan": {"num_frames": 5}}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A function: the settings of a tiny model of a family, and what a user types for each state
+    of a run of it.
+    """
+
+    @cache
+    def made(family):
+        files = model_files(tmp_path_factory.mktemp(family), pipe=CASES[family].make())
+        settings = {"learning_rate": 0.1, "groups": 1, "lora_rank": 3, "lora_alpha": 5.0}
+        settings |= {"iterations": 3, "keep_checkpoints": 9, "eval_every": 1, **SIZE[family]}
+        settings |= {"checkpoint_every": 1, "tracker": "none", "guidance_scale": 2.0}
+        config = preset("tiny").apply(**files, **settings)
+        return files, states_of(config, tmp_path_factory.mktemp("runs"))
+
+    return made
+
+
+def scored(text, files, out, *more):
+    """The difference of an evaluation, by the run's reward."""
+    line = words(reward=files["reward"], num_steps=2, out=out, trust=True)
+    assert main(["evaluate", "--weights", text, *line, *more]) == 0
+    values = json.loads((out / "evaluation.json").read_text())
+    return next(iter(values["scores"].values()))["difference"]
+
+
+CELLS = [("sd3", state) for state in STATES]
+CELLS += [
+    (family, state) for family in ("flux", "qwen-image", "wan") for state in ("paused", "best")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "state"), CELLS)
+def test_every_command_takes_every_state(runs, tmp_path, family, state):
+    """evaluate, sample and --adapter; each gives the images of the run's own policy."""
+    files, texts = runs(family)
+    text, live = texts[state], state == "live"
+    flag = ["--live"] if live else []
+    saved = find_weights(text, live)
+    difference = scored(text, files, tmp_path / "out", *flag)
+    exported = saved.path / "checkpoints" / (saved.checkpoint or Checkpoints(saved.path).newest)
+    base = words(**{name: files[name] for name in ("model", "prompts", "resolution", "dtype")})
+    base += words(max_sequence_length=24, guidance_scale=2, **SIZE[family])
+    if not live:  # the LoRA beside the checkpoint, as a LoRA of any program
+        again = scored(str(exported), files, tmp_path / "again", *base)
+        assert again == pytest.approx(difference, abs=2e-7) and abs(difference) > 1e-5
+    png = tmp_path / "x.png"
+    assert main(["sample", "--weights", text, *flag, *words(out=png, trust=True, count=1)]) == 0
+    assert png.stat().st_size > 1000
+    policy, _ = trained_policy(text, trust=True, live=live)
+    own = {name: p.detach() for name, p in policy.trainable().items()}
+    if not live:
+        given = {"lora_rank": 4, "resolution": 16, "max_sequence_length": 24, **SIZE[family]}
+        other = load_policy(files["model"], PolicyOptions(adapter=text, **given))
+        products = [products_of(one) for one in (policy, other)]
+        assert_close(*products, atol=1e-6, rtol=1e-5)
+        if state in ("paused", "best"):  # a new run of another method and rank
+            line = words(**files, adapter=text, out=tmp_path / "new", preset="tiny", lora_rank=5)
+            line += words(**SIZE[family])
+            assert main(["train", *line, "--method", "tp-grpo", "--tracker", "none"]) == 0
+    assert_close(own, dict(saved.tensors()), atol=0, rtol=0)
+
+
+def products_of(policy):
+    """B A of every layer with the adapter's scale."""
+    tensors = policy.adapters.tensors()
+    ends = ".lora_A.weight"
+    layers = [name.removesuffix(ends) for name in tensors if name.endswith(ends)]
+    return {x: tensors[f"{x}.lora_B.weight"] @ tensors[f"{x}{ends}"] for x in layers}
+
+
+@pytest.mark.slow
+def test_the_lora_of_a_checkpoint_comes_and_goes_with_it(runs, tmp_path):
+    """Other programs watch the folder; the last one equals lora/ of the run."""
+    files, texts = runs("sd3")
+    folder = find_weights(texts["finished"]).path
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    numbers = [f"00000{i}" for i in (1, 2, 3)]
+    assert names == sorted([*numbers, *(f"{name}.safetensors" for name in numbers)])
+    file = "pytorch_lora_weights.safetensors"
+    last, final = (load_file(folder / x / file) for x in ("checkpoints/000003", "lora"))
+    assert_close(last, final, atol=0, rtol=0)
+    options = words(**files, preset="tiny", iterations=3, checkpoint_every=1, tracker="none")
+    assert main(["train", *options, *words(out=tmp_path / "one", lora_rank=3)]) == 0
+    names = sorted(path.name for path in (tmp_path / "one" / "checkpoints").iterdir())
+    assert names == ["000003", "000003.safetensors"]
+
+
+def test_adapters_that_do_not_fit_are_named(files, tmp_path, capsys):
+    policy = load_policy(files["model"], PolicyOptions(resolution=16, max_sequence_length=24))
+    policy.save(tmp_path / "mine")
+    file = tmp_path / "mine" / "pytorch_lora_weights.safetensors"
+    dora = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    save_file({**dora, "transformer.x.dora_scale": torch.ones(2)}, tmp_path / "dora.safetensors")
+    line = words(**files, preset="tiny", tracker="none", out=tmp_path / "run")
+    for more, message in (
+        ({"adapter": tmp_path / "mine", "lora_rank": 4}, "its rank is 8, lora_rank is 4; allowed"),
+        ({"adapter": tmp_path / "dora.safetensors"}, "holds transformer.x.dora_scale; allowed"),
+        ({"adapter": f"{tmp_path}/mine@best"}, "mine@best does not exist"),
+        ({"frozen_adapters": f"a={file}:0.5,a={file}"}, "names that differ"),
+    ):
+        assert main(["train", *line, *words(**more)]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.splitlines()[-1].startswith("flowrl: error: ")
+
+
+def test_a_frozen_adapter_has_a_weight(files, tmp_path):
+    given = {"resolution": 16, "max_sequence_length": 24, "lora_rank": 2, "lora_alpha": 3.0}
+    options = PolicyOptions(**given)
+    policy = load_policy(files["model"], options)
+    for parameter in policy.trainable().values():
+        torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(1))
+    policy.save(tmp_path / "mine")
+    full = products_of(policy)
+    half = load_policy(
+        files["model"], PolicyOptions(**given, frozen_adapters=f"a={tmp_path}/mine:0.5")
+    )
+    layer = next(iter(full))
+    module = half.transformer.get_submodule(layer)
+    assert_close(module.get_delta_weight("a"), 0.5 * full[layer], atol=1e-6, rtol=1e-5)
+
+
+def test_settings_of_needs_a_model_without_a_run(tmp_path):
+    save_file({"x.lora_A.weight": torch.ones(2, 2)}, tmp_path / "x.safetensors")
+    with pytest.raises(ConfigError, match=r"model = '' .*the base model of these weights: --model"):
+        settings_of([find_weights(tmp_path / "x.safetensors")])
