@@ -54,11 +54,12 @@ class Export:
     verify: bool = False
     """Load the base model, and compare an image of the run with one of the written file."""
     push: str = ""
-    """Upload the folder to this new or existing repository on the Hub (OWNER/NAME), with the token
-    of `hf auth login`.
+    """Upload the folder to this repository on the Hub (OWNER/NAME), public if it is new, with the
+    token of `hf auth login`.
     """
     trust: bool = False
-    """Run code that the settings of the run name, and use their addresses and keys."""
+    """With --verify: run code that the settings of the run name, and use their addresses and keys.
+    """
 
     def main(self) -> int:
         """Read, write, check, and upload if that was typed."""
@@ -106,13 +107,16 @@ class Export:
 
     def settings(self, saved: "SavedWeights") -> "RunConfig | None":
         """The settings of the run; None for weights that are not a run's."""
+        from flowrl.run.build import METHOD_FILE
         from flowrl.run.config import load_config
 
         if saved.kind != "run":
             need = "the base model of the weights: --model FOLDER or --model OWNER/NAME"
             require(bool(self.model), "model", self.model, need)
             return None
-        config = load_config(saved.path / "config.json", self.trust)
+        # without an image, nothing that the settings name is run or contacted
+        is_read = not self.verify and (saved.path / METHOD_FILE).is_file()
+        config = load_config(saved.path / "config.json", self.trust or is_read)
         if not config.policy.model:
             raise ConfigError(
                 f"weights: {self.weights} is a run of the built-in world"

@@ -4,6 +4,7 @@ converters if there are any.
 
 import re
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def with_zero_mlp(named):
 @pytest.mark.parametrize(
     ("pipeline", "form"), [(FLUX, "kohya"), (QWEN, "kohya"), (WAN, "kohya"), (WAN, "comfyui")]
 )
-def test_diffusers_reads_the_same_matrices(pipeline, form, only):
+def test_diffusers_reads_the_same_matrices(pipeline, form: Any, only):
     given = lora(pipeline, rf"(?!.*_img)(?=.*{only})(?!.*add_._proj)" if pipeline == WAN else only)
     named = to_format(given.tensors, form, pipeline)
     if only and (pipeline, form) == (WAN, "kohya"):

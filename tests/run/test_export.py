@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def run(root, tmp_path):
 
 
 def policy_of(run, tensors):
-    policy = make_policy(load_config(run / "config.json", trust=True))
+    policy: Any = make_policy(load_config(run / "config.json", trust=True))
     with torch.no_grad():
         for name, parameter in policy.trainable().items():
             parameter.copy_(tensors[name])
@@ -100,13 +101,13 @@ def test_a_run_in_any_state_is_exported_for_all_programs(root, run, tmp_path):
         (f"{run}@000001", trained(run, "000001")),
     ):
         for form in FORMATS:
-            file = exported(tmp_path / form, weights, format=form, trust=True)
+            file = exported(tmp_path / form, weights, format=form)
             found = read_lora(file, kind)
             effective = {n for n in lora.ranks if lora.tensors[f"{n}.lora_B.weight"].any()}
             assert len(effective) > 10 and effective <= found.ranks.keys()
             for name in found.tensors:
                 assert torch.equal(found.tensors[name], lora.tensors[name])
-    live = exported(tmp_path / "a.safetensors", run, live=True, trust=True, dtype="bfloat16")
+    live = exported(tmp_path / "a.safetensors", run, live=True, dtype="bfloat16")
     assert {t.dtype for t in load_file(live).values()} == {torch.bfloat16}
     expected = trained(run, live=True).named
     assert all(torch.equal(t, expected[n].bfloat16()) for n, t in load_file(live).items())
@@ -115,7 +116,7 @@ def test_a_run_in_any_state_is_exported_for_all_programs(root, run, tmp_path):
 
 def test_the_end_of_a_run_writes_the_same_file(root, tmp_path):
     lora = root / "run" / "lora" / USUAL
-    written = exported(tmp_path / "again", root / "run", trust=True)
+    written = exported(tmp_path / "again", root / "run")
     assert written.name == USUAL and written.read_bytes() == lora.read_bytes()
     tensors = find_weights(root / "run").tensors()
     config = load_config(root / "run" / "config.json", trust=True)
@@ -130,7 +131,7 @@ def test_the_end_of_a_run_writes_the_same_file(root, tmp_path):
 
 
 def test_the_header_says_how_to_sample(root, tmp_path):
-    file = exported(tmp_path / "k", f"{root}/run@1", format="kohya", trust=True)
+    file = exported(tmp_path / "k", f"{root}/run@1", format="kohya")
     facts = header(file)
     expected = {
         "base_model": "someone/demo-medium",
@@ -155,7 +156,7 @@ def test_the_header_says_how_to_sample(root, tmp_path):
 
 
 def test_the_card_beside_an_export_says_which_weights(root, run, tmp_path):
-    exported(tmp_path / "first", f"{run}@best", trust=True)
+    exported(tmp_path / "first", f"{run}@best")
     text = (tmp_path / "first" / "README.md").read_text()
     values = yaml.safe_load(text.split("---\n")[1])
     assert values["base_model"] == "someone/demo-medium"
@@ -171,7 +172,7 @@ def test_the_card_beside_an_export_says_which_weights(root, run, tmp_path):
         "| `reward.py:Redness` | 0.0",
     ):
         assert line in text, line
-    exported(tmp_path / "own", run, live=True, base_model="me/other", format="kohya", trust=True)
+    exported(tmp_path / "own", run, live=True, base_model="me/other", format="kohya")
     text = (tmp_path / "own" / "README.md").read_text()
     assert "base_model: me/other" in text and "not averaged, of iteration 2" in text
     assert "The run has not evaluated these weights." in text
@@ -272,7 +273,7 @@ def test_errors_name_what_was_found_before_anything_is_loaded(root, run, tmp_pat
     for line, message in (
         (f"{tmp_path}/none {out}", "none does not exist; allowed: the folder of a run"),
         (f"{empty} {out}", "has no checkpoint yet"),
-        (f"{run}@7 {out} --trust", "no checkpoint '000007'"),
+        (f"{run}@7 {out}", "no checkpoint '000007'"),
         (f"{lora} {out}", "model = '' is not allowed; allowed: the base model of the weights"),
         (f"{lora} --model {tmp_path} {out}", "no readable model_index.json"),
         (
@@ -280,10 +281,10 @@ def test_errors_name_what_was_found_before_anything_is_loaded(root, run, tmp_pat
             "they belong to another model than",
         ),
         (f"{tmp_path}/points {out}", "is a run of the built-in world mixture"),
-        (f"{run} --out {tmp_path}/foreign --trust", "this one contains other files"),
-        (f"{run} --out {tmp_path}/mine.safetensors --trust", "a new file, or one that this"),
+        (f"{run} --out {tmp_path}/foreign", "this one contains other files"),
+        (f"{run} --out {tmp_path}/mine.safetensors", "a new file, or one that this"),
         (f"{run} --out {tmp_path}/a.safetensors --format merged", "the name of a folder"),
-        (f"{run} {out}", "--trust"),
+        (f"{run} {out} --verify", "--trust"),
         (f"{run} {out} --push me/mine", "HF_HUB_OFFLINE = '1' is not allowed; allowed: 0"),
         (f"{lora} --model {root}/model {out} --verify", "only for the weights of a run"),
     ):
@@ -306,9 +307,9 @@ def test_uploads_happen_only_when_typed(root, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    exported(tmp_path / "a", root / "run", trust=True)
+    exported(tmp_path / "a", root / "run")
     assert calls == []
-    exported(tmp_path / "b", root / "run", trust=True, push="me/mine")
+    exported(tmp_path / "b", root / "run", push="me/mine")
     created, (name, files, ignored) = calls
     assert created == ("me/mine", {"exist_ok": True}) and name == "me/mine"
     assert {"README.md", USUAL, "config.yaml"} <= {*files} and ignored == [".lock*"]
@@ -318,7 +319,7 @@ def test_uploads_happen_only_when_typed(root, tmp_path, monkeypatch, capsys):
         raise OSError("401: log in first")
 
     monkeypatch.setattr(Hub, "create_repo", refuse)
-    line = f"export {root}/run --out {tmp_path}/c --trust --push me/mine"
+    line = f"export {root}/run --out {tmp_path}/c --push me/mine"
     error = error_of(line, capsys)
     assert "is complete, but the upload to me/mine failed (OSError: 401: log in first)" in error
     assert (tmp_path / "c" / USUAL).exists()
@@ -339,7 +340,7 @@ def draws(run, name):
 def test_the_snippet_of_the_card_draws_the_first_sample_of_the_run(root, run, tmp_path, form):
     """Executed as it is, but for the device and the names of folders of other machines."""
     out = tmp_path / "out"
-    arguments = words(format=form, out=out, trust=True, verify=True)
+    arguments = words(format=form, out=out, verify=True, trust=True)
     assert main(["export", f"{run}@000002", *arguments]) == 0
     found = executed(out, root / "model", "someone/demo-medium")
     assert_close(found, draws(run, "000002"), atol=5e-6, rtol=0)
@@ -353,7 +354,7 @@ def executed(out, model, name):
     code = re.sub(r"\)\.(images|frames)\[0\]", r', output_type="pt").\1[0]', code)
     names = {}
     exec(code.replace(f'"{name}"', f'"{model}"'), names)
-    return names.get("image", names.get("video"))
+    return names["video" if "video" in names else "image"]
 
 
 @pytest.mark.slow
@@ -367,7 +368,7 @@ def test_the_snippet_of_other_families_draws_the_first_sample(name, tmp_path):
     assert main(["train", *words(**files, **settings, out=tmp_path / "run")]) == 0
     for form in ("comfyui", "merged"):
         out = tmp_path / form
-        assert main(["export", f"{tmp_path}/run", *words(format=form, out=out, trust=True)]) == 0
+        assert main(["export", f"{tmp_path}/run", *words(format=form, out=out)]) == 0
         found = executed(out, tmp_path / "model", "model")
         assert_close(found, draws(tmp_path / "run", "000001"), atol=2e-5, rtol=0)
 
@@ -378,9 +379,9 @@ def test_full_weights_become_a_pipeline_that_trains(root, tmp_path):
     settings |= {"tracker": "none", "learning_rate": 1e-2}
     files = model_files(tmp_path)
     assert main(["train", *words(**files, **settings, out=tmp_path / "run")]) == 0
-    arguments = words(format="merged", out=tmp_path / "merged", trust=True, verify=True)
+    arguments = words(format="merged", out=tmp_path / "merged", verify=True, trust=True)
     assert main(["export", str(tmp_path / "run"), *arguments]) == 0
     files["model"] = str(tmp_path / "merged")
     assert main(["train", *words(**files, **settings, out=tmp_path / "next")]) == 0
-    line = f"export {tmp_path}/run --out {tmp_path}/x --trust"
+    line = f"export {tmp_path}/run --out {tmp_path}/x"
     assert flowrl_(line) == 2

@@ -63,8 +63,8 @@ def pipeline_class(model: str, base: BaseModel) -> Any:
     """
     if not base.pipeline:
         raise ConfigError(
-            f"model: {model} has no readable model_index.json on this machine; allowed: the folder"
-            " of a pipeline, or the name of one that was downloaded"
+            f"model: {model} has no readable model_index.json on this machine; allowed with"
+            " --model: the folder of a pipeline, or the name of one that was downloaded"
         )
     own = import_module(type(family_of(base.pipeline)).__module__)
     return getattr(import_module("diffusers"), base.pipeline, None) or getattr(own, base.pipeline)

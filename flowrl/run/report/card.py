@@ -115,6 +115,7 @@ def card_text(folder: Path, config: RunConfig, exported: Exported | None = None)
         scores={} if what.weights.live else _scores(config, run, number),
         decimals=decimals,
         last=last,
+        finished=run.finished,
         changes=changes_of(run.rows),
         images=sum(row.get("trajectories", 0) for row in run.rows),
         evaluation=read_json(path, _Evaluation) if is_end and path.is_file() else None,
