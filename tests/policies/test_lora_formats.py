@@ -60,7 +60,7 @@ ONE_PART = r"to_q|to_out|add_v_proj"
 @pytest.mark.parametrize("only", ["", ATTENTION, ONE_PART])
 @pytest.mark.parametrize("form", ["diffusers", "comfyui", "kohya"])
 @pytest.mark.parametrize("pipeline", LAYERS)
-def test_every_format_is_read_back(pipeline, form, only, tmp_path):
+def test_every_format_is_read_back(pipeline, form: Any, only, tmp_path):
     given = lora(pipeline, only, width=16)
     path = tmp_path / "any.safetensors"
     save_file(to_format(given.tensors, form, pipeline), path)
@@ -97,7 +97,7 @@ def test_diffusers_reads_the_same_matrices(pipeline, form: Any, only):
 
 def test_names_and_alphas_are_those_of_the_programs():
     """Patterns of the sources that the module names; no loader of these programs was run."""
-    expected = {
+    expected: dict[Any, str] = {
         (SD3, "comfyui"): "transformer.transformer_blocks.1.attn.add_k_proj.lora_A.weight",
         (FLUX, "comfyui"): "transformer.single_transformer_blocks.1.attn.to_q.lora_B.weight",
         (QWEN, "comfyui"): "transformer.transformer_blocks.1.attn.to_out.0.lora_B.weight",

@@ -25,6 +25,8 @@ from flowrl.run.export import lora_file, made_file, run_lora, write_merged
 from flowrl.run.io import write_json
 from flowrl.run.models.lora_files import Lora, lora_of_run, read_lora
 from flowrl.run.saved import find_weights
+from flowrl.run.verify import largest_difference
+from flowrl.testing.tiny import tiny_sd3
 
 FORMATS = ("diffusers", "comfyui", "kohya")
 ALPHA = 64
@@ -385,3 +387,32 @@ def test_full_weights_become_a_pipeline_that_trains(root, tmp_path):
     assert main(["train", *words(**files, **settings, out=tmp_path / "next")]) == 0
     line = f"export {tmp_path}/run --out {tmp_path}/x"
     assert flowrl_(line) == 2
+
+
+@pytest.mark.slow
+def test_a_run_on_top_of_other_weights_says_so_and_merges_them(root, tmp_path, capsys):
+    tiny_sd3(seed=5).transformer.save_pretrained(tmp_path / "start" / "transformer")
+    settings = {"preset": "tiny", "lora_rank": 2, "groups": 1, "iterations": 1}
+    settings |= {"tracker": "none", "learning_rate": 0.3, "ema_decay": 0}
+    settings |= {"adapter": tmp_path / "start"}
+    settings |= {"frozen_adapters": f"style={root}/run/lora:0.5"}
+    files = model_files(tmp_path)
+    assert main(["train", *words(**files, **settings, out=tmp_path / "run")]) == 0
+    for form in ("kohya", "merged"):
+        capsys.readouterr()
+        arguments = words(format=form, out=tmp_path / form, verify=True, trust=True)
+        assert main(["export", f"{tmp_path}/run", *arguments]) == 0
+        shown = capsys.readouterr().out
+        assert "Verified: an image of the run and of the file differ by at most" in shown
+        for text in (f"style={root}/run/lora:0.5", str(tmp_path / "start")):
+            warning = f"Warning: the run was trained on top of {text}, which is not in the file"
+            assert (warning in shown) == (form == "kohya")
+    text = (tmp_path / "kohya" / "README.md").read_text()
+    assert "| further LoRAs | `style=lora:0.5`" in text
+    # a file that does not belong to the run is found out
+    other = load_file(tmp_path / "kohya" / "kohya.safetensors")
+    save_file({n: t * 2 if "up" in n else t for n, t in other.items()}, tmp_path / "o.safetensors")
+    config = load_config(tmp_path / "run" / "config.json", trust=True)
+    saved = find_weights(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="gives another image than the run: a pixel differs"):
+        largest_difference(saved, config, tmp_path / "o.safetensors", "kohya")
