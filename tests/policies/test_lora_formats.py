@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from seeded import seeded
+from torch.testing import assert_close
 
 from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.run.models.lora_files import Lora, read_lora
@@ -93,6 +94,39 @@ def test_diffusers_reads_the_same_matrices(pipeline, form: Any, only):
     extra = {n for n in found if n not in given.tensors}
     assert not any(found[n].any() for n in extra if "lora_B" in n)
     require_same(Lora({n: t for n, t in found.items() if n not in extra}), given)
+
+
+class Checkpoint(dict[str, torch.Tensor]):
+    """The weights of an original checkpoint; what it does not have is zero."""
+
+    def pop(self, key, *default):
+        return super().pop(key, torch.zeros(6))
+
+
+def test_the_layers_of_sd3_are_those_of_its_original_checkpoints():
+    """diffusers has no converter for its LoRAs, but one for the weights to which they belong: the
+    products of the original layers, converted, are those of diffusers' layers.
+    """
+    given, width = lora(SD3, width=8).tensors, 8
+    last = "transformer_blocks.1.norm1_context.linear.lora_B.weight"
+    given[last] = torch.randn(2 * width, 2, generator=seeded(5))
+    named = to_format(given, "kohya", SD3)
+    original = Checkpoint({"context_embedder.weight": torch.zeros(width, width)})
+    for layer in [name.format(block) for name in LAYERS[SD3] for block in range(2)]:
+        flat = f"lora_unet_{layer.replace('.', '_')}"
+        down, up = (named.pop(f"{flat}.lora_{side}.weight") for side in ("down", "up"))
+        original[f"{layer}.weight"] = up @ down
+        assert float(named.pop(f"{flat}.alpha")) == len(down)
+    assert not named
+    convert = import_module("diffusers.loaders.single_file_utils")
+    found = convert.convert_sd3_transformer_checkpoint_to_diffusers(original)
+    layers = Lora(given).ranks.keys()
+    unused = {"transformer_blocks.1.attn.to_add_out"}  # the last block has no text output
+    unused |= {f"transformer_blocks.1.ff_context.net.{end}" for end in ("0.proj", "2")}
+    assert unused <= layers
+    for layer in layers - unused:
+        down, up = (given[f"{layer}.lora_{side}.weight"] for side in "AB")
+        assert_close(found[f"{layer}.weight"], up @ down, atol=1e-6, rtol=0)
 
 
 def test_names_and_alphas_are_those_of_the_programs():
