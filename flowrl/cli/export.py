@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from flowrl.core.errors import ConfigError, require
+from flowrl.core.errors import CheckpointError, ConfigError, require
 
 if TYPE_CHECKING:
     from flowrl.run.config import RunConfig
-    from flowrl.run.models.base import BaseModel
-    from flowrl.run.models.lora_files import Lora
+    from flowrl.run.export import Source
     from flowrl.run.saved import SavedWeights
 
 
@@ -63,12 +62,11 @@ class Export:
 
     def main(self) -> int:
         """Read, write, check, and upload if that was typed."""
-        import torch
-
-        from flowrl.run.export import EXPORT, export_facts, iteration_of
+        from flowrl.run.export import EXPORT, Source
         from flowrl.run.io import write_json
         from flowrl.run.models.base import HUB_NAME, describe_base, pipeline_class
         from flowrl.run.saved import find_weights
+        from flowrl.run.verify import largest_difference
 
         is_file = self.out.suffix == ".safetensors"
         folder = "the name of a folder: a card and several files are written"
@@ -84,22 +82,15 @@ class Export:
         require(not self.push or config is not None, "push", self.push, of_run)
         model = self.model or (config.policy.model if config else "") or ""
         base = describe_base(model, self.base_model)
-        pipeline = pipeline_class(model, base)
-        facts = export_facts(base)
-        if config is not None:
-            facts = export_facts(base, config, saved.path, iteration_of(saved), saved.live)
-        dtype = getattr(torch, self.dtype) if self.dtype else None
+        source = Source(saved, config, base, pipeline_class(model, base))
         with self.place(is_file):
-            if self.format == "merged":
-                written = self.merge(saved, config, pipeline, base, dtype)
-            else:
-                written = self.convert(saved, config, pipeline, base, facts, dtype)
+            written = self.merge(source) if self.format == "merged" else self.convert(source)
             if self.verify and config is not None:
-                print(self.verified(saved, config, written))
+                moved = config.replace(model=model)
+                print(largest_difference(saved, moved, written, self.format))
             if not is_file:
-                if config is not None:
-                    self.card(saved, config, base, written)
-                write_json(self.out / EXPORT, facts | {"format": self.format})
+                self.card(source, written)
+                write_json(self.out / EXPORT, source.facts() | {"format": self.format})
         print(f"Wrote {written}{'' if is_file or config is None else ' and its card, README.md'}")
         if self.push:
             print(f"Uploaded to {push_folder(self.out, self.push)}")
@@ -138,85 +129,71 @@ class Export:
             with new_folder(self.out, "export", made_export, lambda: False):
                 yield
 
-    def convert(
-        self,
-        saved: "SavedWeights",
-        config: "RunConfig | None",
-        pipeline: Any,
-        base: "BaseModel",
-        facts: dict[str, str],
-        dtype: Any,
-    ) -> Path:
+    @property
+    def torch_dtype(self) -> Any:
+        """The type of the weights; None without the option."""
+        import torch
+
+        return getattr(torch, self.dtype) if self.dtype else None
+
+    def convert(self, source: "Source") -> Path:
         """Write a LoRA and read it back."""
         import torch
 
-        from flowrl.run.export import check_base, check_lora, lora_file, notes, saved_lora
+        from flowrl.run.export import check_lora, lora_file, notes
         from flowrl.run.io import write_bytes
         from flowrl.run.saved import LORA_FILE
 
         assert self.format != "merged"
-        lora = saved_lora(saved, config, pipeline)
-        if base.folder is not None:
-            check_base(lora.shapes, base.folder)
+        lora, kind = source.lora(), source.pipeline
         file, name = self.out, f"{self.out.resolve().name}.safetensors"
         if file.suffix != ".safetensors":
             file = file / (LORA_FILE if self.format == "diffusers" else name)
-        kind = pipeline.__name__
-        write_bytes(file, lora_file(lora, self.format, kind, facts, dtype or torch.float32))
-        check_lora(file, lora, pipeline)
-        print("".join(f"{line}\n" for line in notes(lora, self.format, config)), end="")
+        given = source.facts(), self.torch_dtype or torch.float32
+        write_bytes(file, lora_file(lora, self.format, kind.__name__, *given))
+        try:
+            check_lora(file, lora, kind)
+        except CheckpointError:
+            file.unlink()
+            raise
+        for line in notes(lora, self.format, source.config):
+            print(line)
         return file
 
-    def merge(
-        self,
-        saved: "SavedWeights",
-        config: "RunConfig | None",
-        pipeline: Any,
-        base: "BaseModel",
-        dtype: Any,
-    ) -> Path:
+    def merge(self, source: "Source") -> Path:
         """Write the base model with the trained weights."""
-        from flowrl.run.export import (
-            first_weights,
-            full_weights,
-            notes,
-            saved_lora,
-            write_merged,
-        )
+        from flowrl.run.export import first_weights, full_weights, notes
+        from flowrl.run.models.merged import write_merged
         from flowrl.run.models.weights import frozen_loras
 
-        assert base.folder is not None
-        is_lora = config.policy.tuning == "lora" if config else saved.kind == "lora"
-        if not is_lora:
-            write_merged(self.out, base.folder, weights=full_weights(saved), dtype=dtype)
+        base, config = source.base.folder, source.config
+        assert base is not None
+        if not source.is_lora:
+            write_merged(
+                self.out, base, weights=full_weights(source.weights), dtype=self.torch_dtype
+            )
             return self.out
-        loras: list[Lora] = [saved_lora(saved, config, pipeline)]
-        print("".join(f"{line}\n" for line in notes(loras[0])), end="")
-        loras += frozen_loras(config.policy, pipeline).values() if config else ()
+        loras = [source.lora()]
+        for line in notes(loras[0]):
+            print(line)
+        weights = {}
+        if config is not None:
+            loras += frozen_loras(config.policy, source.pipeline).values()
+            weights = first_weights(config)
         texts = sum(len(lora.others) for lora in loras)
         require(not texts, "format", "merged", f"another: {texts} matrices are of text encoders")
-        weights = first_weights(config) if config else {}
-        write_merged(self.out, base.folder, loras, weights, dtype)
+        write_merged(self.out, base, loras, weights, self.torch_dtype)
         return self.out
 
-    def verified(self, saved: "SavedWeights", config: "RunConfig", written: Path) -> str:
-        """The largest difference of a pixel between an image of the run's policy and one of plain
-        diffusers with the written file. Raises `CheckpointError` if they differ.
-        """
-        from flowrl.run.verify import largest_difference
-
-        model = self.model or config.policy.model
-        return largest_difference(saved, config.replace(model=model), written, self.format)
-
-    def card(
-        self, saved: "SavedWeights", config: "RunConfig", base: "BaseModel", written: Path
-    ) -> None:
-        """Write the model card."""
+    def card(self, source: "Source", written: Path) -> None:
+        """Write the model card of weights of a run."""
         from flowrl.run.report.card import Exported, card_text, write_beside
 
-        file = "" if self.format in ("diffusers", "merged") else written.name
-        what = Exported(saved, self.format, file, base)
-        write_beside(self.out, card_text(saved.path, config, what), saved.path)
+        if source.config is not None:
+            file = "" if self.format in ("diffusers", "merged") else written.name
+            what = Exported(source.weights, self.format, file, source.base)
+            run = source.weights.path
+            write_beside(self.out, card_text(run, source.config, what), run)
 
 
 def push_folder(folder: Path, name: str) -> str:

@@ -1,13 +1,12 @@
 """Trained weights as files for other programs: LoRAs, and the base model with a LoRA folded in."""
 
 import json
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -16,11 +15,11 @@ from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.policies.lora import is_lora
 from flowrl.run.build import METHOD_FILE
 from flowrl.run.config import RunConfig
-from flowrl.run.io import write_bytes
 from flowrl.run.models.base import BaseModel, describe_base
 from flowrl.run.models.load import family_of
 from flowrl.run.models.lora_files import Lora, lora_of_run, read_lora
 from flowrl.run.models.lora_formats import Format, to_format
+from flowrl.run.models.merged import check_base
 from flowrl.run.reading import read_json, reading
 from flowrl.run.results import without_folders
 from flowrl.run.saved import SavedWeights, find_weights
@@ -34,6 +33,52 @@ ARCHITECTURES = {
 """By pipeline: the architecture in Stability AI's model specification, as sd-scripts and
 musubi-tuner write it (`library/sai_model_spec.py`), and the module that loads the LoRA there.
 """
+
+
+@dataclass(frozen=True)
+class Source:
+    """Saved weights, and what a file of them needs to know.
+
+    Args:
+        weights: the weights.
+        config: the settings of their run; None for weights that are not a run's.
+        base: the base model.
+        pipeline: the class of its pipeline.
+    """
+
+    weights: SavedWeights
+    config: RunConfig | None
+    base: BaseModel
+    pipeline: Any
+
+    @property
+    def is_lora(self) -> bool:
+        """Whether they are a LoRA, and not all weights of a transformer."""
+        tuning = self.config.policy.tuning if self.config else self.weights.kind
+        return tuning == "lora"
+
+    def lora(self) -> Lora:
+        """The LoRA. Raises `CheckpointError` if the weights are none, or if it belongs to another
+        base model.
+        """
+        if not self.is_lora:
+            message = f"weights: {self.weights} are all weights of a transformer, and not a LoRA"
+            raise CheckpointError(f"{message}; allowed: --format merged")
+        if self.config is None:
+            lora = read_lora(self.weights.path, self.pipeline)
+        else:
+            policy = self.config.policy
+            lora = lora_of_run(self.weights.tensors(), policy.lora_alpha / policy.lora_rank)
+        if self.base.folder is not None:
+            check_base(lora.shapes, self.base.folder)
+        return lora
+
+    def facts(self) -> dict[str, str]:
+        """`export_facts` of the weights."""
+        if self.config is None:
+            return export_facts(self.base)
+        saved = self.weights
+        return export_facts(self.base, self.config, saved.path, iteration_of(saved), saved.live)
 
 
 def notes(lora: Lora, form: Format = "diffusers", config: RunConfig | None = None) -> list[str]:
@@ -116,18 +161,6 @@ def iteration_of(weights: SavedWeights) -> int:
         return int(weights.checkpoint)
     ended = read_json(weights.path / "done.json", dict[str, Any])
     return int(ended.get("exported", ended["iterations"]))
-
-
-def saved_lora(
-    weights: SavedWeights, config: RunConfig | None, pipeline: Any, option: str = "weights"
-) -> Lora:
-    """The LoRA of saved weights. Raises `CheckpointError` if they are none."""
-    if weights.kind == "lora":
-        return read_lora(weights.path, pipeline, option)
-    if weights.kind == "run" and config is not None and config.policy.tuning == "lora":
-        policy = config.policy
-        return lora_of_run(weights.tensors(), policy.lora_alpha / policy.lora_rank)
-    raise CheckpointError(f"{option}: {weights} are all weights of a transformer, and not a LoRA")
 
 
 def full_weights(weights: SavedWeights) -> dict[str, Tensor]:
@@ -235,24 +268,6 @@ def run_lora(config: RunConfig, run: Path, tensors: Mapping[str, Tensor], iterat
     return lora_file(lora, "diffusers", base.pipeline, facts)
 
 
-def check_base(layers: Mapping[str, tuple[int, int]], base: Path) -> None:
-    """Raise `CheckpointError` unless the base model has all `layers` with these numbers of outputs
-    and inputs; only the headers of its files are read, and nothing is checked without files.
-    """
-    shapes: dict[str, list[int]] = {}
-    for path in (base / "transformer").glob("*.safetensors"):
-        with reading(path, CheckpointError), safe_open(path, "pt") as file:
-            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    for layer, shape in layers.items() if shapes else ():
-        found = shapes.get(f"{layer}.weight")
-        if found != [*shape]:
-            theirs = f"is {found} there" if found else "is not there"
-            raise CheckpointError(
-                f"weights: they belong to another model than {base}: {layer}.weight of {[*shape]}"
-                f" {theirs}"
-            )
-
-
 def check_lora(file: Path, lora: Lora, pipeline: Any) -> None:
     """Raise `CheckpointError` unless the written `file` reads back with all layers of `lora` that
     have an effect, all finite.
@@ -265,73 +280,6 @@ def check_lora(file: Path, lora: Lora, pipeline: Any) -> None:
         raise CheckpointError(f"{file} has no matrices of {len(lost)} layers, such as {lost[0]}")
     if any(not tensor.isfinite().all() for tensor in found.tensors.values()):
         raise CheckpointError(f"{file} has values that are not finite")
-
-
-def write_merged(
-    folder: Path,
-    base: Path,
-    loras: Sequence[Lora] = (),
-    weights: Mapping[str, Tensor] = {},
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Write a pipeline in diffusers' form whose transformer has the trained weights; the files of
-    the other parts are copied.
-
-    Args:
-        folder: the new folder.
-        base: the folder of the base model.
-        loras: their products B A are added in float32, and the sum is rounded once.
-        weights: weights that replace those of the transformer.
-        dtype: type of the transformer's weights; None for that of the base model's.
-
-    Raises:
-        ConfigError: the base model has no transformer in safetensors format.
-        CheckpointError: a trained layer is not in the base model, or has another shape.
-    """
-    shards = sorted((base / "transformer").glob("*.safetensors"))
-    if not shards:
-        raise ConfigError(f"model: {base / 'transformer'} has no *.safetensors file")
-    for lora in loras:
-        check_base(lora.shapes, base)
-    index = read_json(base / "model_index.json", dict[str, Any])
-    parts = [name for name, entry in index.items() if isinstance(entry, list) and entry[0]]
-    for part in [name for name in parts if name != "transformer" and (base / name).is_dir()]:
-        shutil.copytree(base / part, folder / part, dirs_exist_ok=True)
-    for path in (base / "model_index.json", *base.glob("LICENSE*")):
-        shutil.copyfile(path, folder / path.name)
-    (folder / "transformer").mkdir(exist_ok=True)
-    for path in (base / "transformer").glob("*.json"):
-        shutil.copyfile(path, folder / "transformer" / path.name)
-    left = set(weights)
-    for shard in shards:
-        with reading(shard, CheckpointError):
-            tensors = load_file(shard)
-        left -= tensors.keys()
-        changed = {n: _changed(n, t, loras, weights, dtype) for n, t in tensors.items()}
-        write_bytes(folder / "transformer" / shard.name, save(changed, {"format": "pt"}))
-    if left:
-        raise CheckpointError(
-            f"model: {len(left)} trained weights are not in {base}, such as {min(left)}"
-        )
-
-
-def _changed(
-    name: str,
-    old: Tensor,
-    loras: Sequence[Lora],
-    weights: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
-) -> Tensor:
-    """The trained weight in place of the `old` one."""
-    new, layer = weights.get(name, old), name.removesuffix(".weight")
-    if new.shape != old.shape:
-        raise CheckpointError(f"{name} is {[*new.shape]}, {[*old.shape]} in the base model")
-    for lora in loras:
-        down, up = (lora.tensors.get(f"{layer}.lora_{x}.weight") for x in "AB")
-        if name.endswith(".weight") and down is not None and up is not None:
-            new = new.float() + up.float() @ down.float()
-    kind = (dtype or old.dtype) if old.is_floating_point() else old.dtype
-    return new.to(kind).contiguous()
 
 
 EXPORT = "export.json"

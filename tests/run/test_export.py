@@ -21,9 +21,10 @@ from flowrl.core.types import Prompt
 from flowrl.rollout import initial_noise, sample_images
 from flowrl.run.build import make_policy
 from flowrl.run.config import load_config
-from flowrl.run.export import lora_file, made_file, run_lora, write_merged
+from flowrl.run.export import lora_file, made_file, run_lora
 from flowrl.run.io import write_json
 from flowrl.run.models.lora_files import Lora, lora_of_run, read_lora
+from flowrl.run.models.merged import write_merged
 from flowrl.run.saved import find_weights
 from flowrl.run.verify import largest_difference
 from flowrl.testing.tiny import tiny_sd3
@@ -194,6 +195,13 @@ def test_a_lora_of_another_program_is_converted(root, tmp_path, capsys):
     assert all(torch.equal(found[name], tensor) for name, tensor in lora.named.items())
     zero = lora.times(0.0)
     (tmp_path / "zero.safetensors").write_bytes(lora_file(zero, "diffusers", SD3))
+    huge = lora.times(1e38)
+    (tmp_path / "huge.safetensors").write_bytes(lora_file(huge, "diffusers", SD3))
+    line = f"export {tmp_path}/huge.safetensors --model {root}/model --dtype float16"
+    assert "values that are not finite" in error_of(
+        f"{line} --out {tmp_path}/b.safetensors", capsys
+    )
+    assert not (tmp_path / "b.safetensors").exists()
     exported(tmp_path / "nothing", tmp_path / "zero.safetensors", model=root / "model")
     assert "Warning: B = 0 in all 15 layers: the LoRA changes nothing" in capsys.readouterr().out
     assert not (tmp_path / "nothing" / "README.md").exists()
@@ -376,7 +384,7 @@ def test_the_snippet_of_other_families_draws_the_first_sample(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_full_weights_become_a_pipeline_that_trains(root, tmp_path):
+def test_full_weights_become_a_pipeline_that_trains(tmp_path, capsys):
     settings = {"preset": "tiny", "tuning": "full", "groups": 1, "iterations": 1}
     settings |= {"tracker": "none", "learning_rate": 1e-2}
     files = model_files(tmp_path)
@@ -385,8 +393,8 @@ def test_full_weights_become_a_pipeline_that_trains(root, tmp_path):
     assert main(["export", str(tmp_path / "run"), *arguments]) == 0
     files["model"] = str(tmp_path / "merged")
     assert main(["train", *words(**files, **settings, out=tmp_path / "next")]) == 0
-    line = f"export {tmp_path}/run --out {tmp_path}/x"
-    assert flowrl_(line) == 2
+    error = error_of(f"export {tmp_path}/run --out {tmp_path}/x", capsys)
+    assert "all weights of a transformer, and not a LoRA; allowed: --format merged" in error
 
 
 @pytest.mark.slow
