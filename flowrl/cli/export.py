@@ -62,7 +62,7 @@ class Export:
 
     def main(self) -> int:
         """Read, write, check, and upload if that was typed."""
-        from flowrl.run.export import EXPORT, Source
+        from flowrl.run.export import EXPORT, Source, base_of
         from flowrl.run.io import write_json
         from flowrl.run.models.base import HUB_NAME, describe_base, pipeline_class
         from flowrl.run.saved import find_weights
@@ -81,7 +81,11 @@ class Export:
         require(not self.verify or config is not None, "verify", True, of_run)
         require(not self.push or config is not None, "push", self.push, of_run)
         model = self.model or (config.policy.model if config else "") or ""
-        base = describe_base(model, self.base_model)
+        base = (
+            describe_base(model, self.base_model)
+            if config is None
+            else base_of(config, self.model, self.base_model)
+        )
         source = Source(saved, config, base, pipeline_class(model, base))
         with self.place(is_file):
             written = self.merge(source) if self.format == "merged" else self.convert(source)
@@ -167,7 +171,11 @@ class Export:
         from flowrl.run.models.weights import frozen_loras
 
         base, config = source.base.folder, source.config
-        assert base is not None
+        if base is None:
+            raise ConfigError(
+                "format = 'merged' is not allowed; allowed: a LoRA's format, because the base model"
+                " is a single file, or --model FOLDER with a pipeline"
+            )
         if not source.is_lora:
             write_merged(
                 self.out, base, weights=full_weights(source.weights), dtype=self.torch_dtype

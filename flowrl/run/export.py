@@ -147,6 +147,15 @@ def export_facts(
     return {f"flowrl.{name}": value for name, value in facts.items() if value}
 
 
+def base_of(config: RunConfig, model: str = "", name: str = "") -> BaseModel:
+    """The base model of a run, now in the folder `model` if that is given; `name`: see
+    `describe_base`.
+    """
+    policy = config.policy
+    original = getattr(policy, "original", None) or ""
+    return describe_base(model or policy.model or "", name, original)
+
+
 def prompt_tokens(config: RunConfig, base: BaseModel) -> str:
     """The length of prompts of a run; "" if it is the default of a family that is not known."""
     given = config.policy.max_sequence_length
@@ -262,7 +271,7 @@ def run_lora(config: RunConfig, run: Path, tensors: Mapping[str, Tensor], iterat
         tensors: its averaged weights after `iteration`, by parameter.
         iteration: the iteration.
     """
-    policy, base = config.policy, describe_base(config.policy.model or "")
+    policy, base = config.policy, base_of(config)
     lora = lora_of_run(tensors, policy.lora_alpha / policy.lora_rank)
     facts = export_facts(base, config, run, iteration)
     return lora_file(lora, "diffusers", base.pipeline, facts)

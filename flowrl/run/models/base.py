@@ -28,7 +28,8 @@ class BaseModel:
         name: its name on the Hub; "" for a folder that does not record it.
         pipeline: the class of its pipeline; "" if it is not on this machine.
         licence: the entries of its card about its licence, such as "license" and "license_name".
-        folder: the folder on this machine; None for a name that was not downloaded.
+        folder: the folder on this machine; None for a name that was not downloaded, or a single
+            file.
     """
 
     name: str
@@ -42,12 +43,19 @@ class BaseModel:
         return self.licence.get("license_name") or self.licence.get("license", "")
 
 
-def describe_base(model: str, name: str = "") -> BaseModel:
-    """The base model of a run: `model` is a folder, or a name on the Hub, which is looked up in the
-    local cache only. A folder's name on the Hub is `name`, or the one in model_index.json or in the
-    header of its README.md.
+def describe_base(model: str, name: str = "", original: str = "") -> BaseModel:
+    """The base model of a run, without loading it.
+
+    Args:
+        model: a folder; a name on the Hub, which is looked up in the local cache only; or a file
+            with a transformer.
+        name: its name on the Hub. Without it, that in model_index.json or in the header of
+            README.md.
+        original: of a file, the model whose other parts are used; its pipeline is the file's.
     """
     folder = _local(model)
+    if folder is None and original:
+        return BaseModel(name, describe_base(original).pipeline)
     index, card = ({}, {}) if folder is None else (_index(folder), _card(folder))
     parent = card.get("base_model")
     stated = parent[0] if isinstance(parent, list) and parent else parent

@@ -15,10 +15,10 @@ from flowrl.rollout import EVALUATION_SEED
 from flowrl.run.build import METHOD_FILE, method_parts
 from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.config import RunConfig, load_config
-from flowrl.run.export import prompt_tokens
+from flowrl.run.export import base_of, prompt_tokens
 from flowrl.run.io import write_bytes
 from flowrl.run.logging import scalars
-from flowrl.run.models.base import BaseModel, describe_base
+from flowrl.run.models.base import BaseModel
 from flowrl.run.parts.plugins import versions
 from flowrl.run.reading import read_bytes, read_json, read_text
 from flowrl.run.records import RunRecord, load_run
@@ -90,7 +90,7 @@ def card_text(folder: Path, config: RunConfig, exported: Exported | None = None)
     Without `exported`, of those in lora/ or full/ at its end.
     """
     model, form = config.policy.model or "", {"lora": "diffusers"}.get(config.policy.tuning, "full")
-    what = exported or Exported(SavedWeights("run", folder), form, "", describe_base(model))
+    what = exported or Exported(SavedWeights("run", folder), form, "", base_of(config))
     run, base = load_run(folder), what.base
     if not run.rows:
         raise ConfigError(f"weights: {folder} has no metrics yet, so its card cannot be written")
@@ -207,10 +207,12 @@ EULER = "FlowMatchEulerDiscreteScheduler"
 
 def _snippet(folder: Path, config: RunConfig, what: Exported) -> str:
     """Python that draws the first sample of the run's evaluations with plain diffusers; "" if
-    diffusers does not read the file.
+    diffusers does not read the file, or if the base model is a single file.
     """
     policy, base = config.policy, what.base
-    if what.form == "kohya" and base.pipeline not in ("FluxPipeline", "QwenImagePipeline"):
+    is_file = (policy.model or "").endswith(".safetensors")
+    converted = what.form != "kohya" or base.pipeline in ("FluxPipeline", "QwenImagePipeline")
+    if not converted or is_file:
         return ""
     model = json.dumps(base.name or Path(policy.model or "").name)
     given = f"torch_dtype=torch.{policy.dtype}"
