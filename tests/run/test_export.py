@@ -21,7 +21,7 @@ from flowrl.core.types import Prompt
 from flowrl.rollout import initial_noise, sample_images
 from flowrl.run.build import make_policy
 from flowrl.run.config import load_config
-from flowrl.run.export import lora_file, made_file, run_lora
+from flowrl.run.export import check_lora, lora_file, made_file, run_lora
 from flowrl.run.io import write_json
 from flowrl.run.models.lora_files import Lora, lora_of_run, read_lora
 from flowrl.run.models.merged import write_merged
@@ -268,6 +268,18 @@ def test_merging_rounds_once_and_refuses_other_models(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=message):
             write_merged(tmp_path / "out", tmp_path / "base", weights=weights)
+
+
+def test_a_written_file_must_have_every_layer(root, tmp_path):
+    lora, kind = trained(root / "run"), import_module("diffusers").StableDiffusion3Pipeline
+    file = tmp_path / "a.safetensors"
+    for form in FORMATS:
+        file.write_bytes(lora_file(lora, form, SD3))
+        check_lora(file, lora, kind)
+    named = {n: t for n, t in lora.named.items() if ".1.attn.to_v." not in n}
+    save_file(named, file)
+    with pytest.raises(CheckpointError, match=r"no matrices of 1 layers, such as .*1\.attn\.to_v"):
+        check_lora(file, lora, kind)
 
 
 def test_errors_name_what_was_found_before_anything_is_loaded(root, run, tmp_path, capsys):
