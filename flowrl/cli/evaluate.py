@@ -58,6 +58,8 @@ class Evaluate:
     """The base model (folder or name on the Hub) of weights that are not a run's, or in place of
     the run's.
     """
+    original: str = ""
+    """If `model` is a single file: the pipeline that it was trained from."""
     prompts: str = ""
     """File of prompts, or a generator's slice as text[0:64]; default the run's held-out prompts
     (required without a run).
@@ -203,7 +205,7 @@ class Evaluate:
             require(bool(self.prompts), "prompts", self.prompts, "a file, or a slice as text[0:64]")
             require(bool(self.reward), "reward", self.reward, "one or more: --reward NAME")
             changes["prompts"] = self.prompts
-        config = settings_of(found, self.trust, self.model, **changes)
+        config = settings_of(found, self.trust, self.model, self.original, **changes)
         require_read(config, read)
         is_cuda = bool(config.policy.model) and torch.cuda.is_available()
         device = self.device or ("cuda" if is_cuda else "cpu")
@@ -275,6 +277,8 @@ class Sample:
     """The base model (folder or name on the Hub) of weights that are not a run's, or in place of
     the run's.
     """
+    original: str = ""
+    """If `model` is a single file: the pipeline that it was trained from."""
     out: Path = Path("samples.png")
     """The PNG file to write."""
     world: str = "shapes"
@@ -327,10 +331,8 @@ class Sample:
 
         names = ("guidance_scale", "negative_prompt", "resolution")
         changes = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if found:
-            config = settings_of(found, self.trust, self.model, **changes)
-        elif self.model:
-            config = preset("default").apply(model=self.model, **changes)
+        if found or self.model:
+            config = settings_of(found, self.trust, self.model, self.original, **changes)
         else:
             config = preset("default").apply(world=self.world, **changes)
         on_gpu = bool(config.policy.model) and torch.cuda.is_available()

@@ -28,6 +28,7 @@ COMMANDS = {
     "env": "flowrl.cli.lookup:Env",
     "evaluate": "flowrl.cli.evaluate:Evaluate",
     "sample": "flowrl.cli.evaluate:Sample",
+    "export": "flowrl.cli.export:Export",
     "report": "flowrl.cli.report:Report",
     "pretrain": "flowrl.cli.pretrain:Pretrain",
     "serve-reward": "flowrl.serving.command:ServeReward",

@@ -190,19 +190,17 @@ class Checkpoints:
         checkpoint: Checkpoint,
         iteration: int,
         kept: Collection[int] = (),
-        lora: Mapping[str, Tensor] | None = None,
+        lora: bytes | None = None,
     ) -> None:
         """Write the checkpoint of `iteration`, then delete all but the newest `keep`, and those of
         the iterations `kept`.
 
-        Before it, write its LoRA, tensors under diffusers' names, to the folder `run`/checkpoints/
-        000010 in diffusers' format, for other programs.
+        Before it, write the file `lora` of its LoRA, in diffusers' format, to the folder `run`/
+        checkpoints/000010, for other programs.
         """
         name = f"{iteration:06d}"
         if lora is not None:
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
-            stored = {key: tensor.cpu().contiguous() for key, tensor in lora.items()}
-            write_bytes(self.folder / name / LORA_FILE, save(stored, {"format": "pt"}))
+            write_bytes(self.folder / name / LORA_FILE, lora)
         save_checkpoint(self.path(name), checkpoint)
         others = [other for other in self.names() if other != name and int(other) not in kept]
         old = others[: max(0, len(others) - self.keep + 1)]

@@ -263,12 +263,8 @@ class _Checks:
 
 def _adapters(pipe: Any, options: PolicyOptions) -> dict[str, Any]:
     """The LoRAs in `options`, read; of all weights of a transformer only that they exist."""
-    if options.adapter:
-        saved = find_weights(options.adapter, option="adapter")
-        full = saved.kind == "transformer"
-        if saved.kind == "run":
-            full = saved.setting("tuning") == "full"
-        options = replace(options, adapter=None) if full else options
+    if options.adapter and find_weights(options.adapter, option="adapter").is_full:
+        options = replace(options, adapter=None)
     return given_weights(pipe, options)
 
 

@@ -35,6 +35,7 @@ from flowrl.run.build import (
     prompts_to_embed,
 )
 from flowrl.run.checkpoint import (
+    LORA_FILE,
     Checkpoint,
     Checkpoints,
     restore_trainer,
@@ -51,10 +52,10 @@ from flowrl.run.evaluation import (
     make_heldout_metrics,
     write_trajectory,
 )
+from flowrl.run.export import run_lora
 from flowrl.run.format import FORMAT
 from flowrl.run.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
 from flowrl.run.logging import TRACKER_FILE, Journal
-from flowrl.run.models.lora_files import lora_of_run
 from flowrl.run.monitors import limits_of, notices
 from flowrl.run.observers import Observers
 from flowrl.run.parts.kinds import TRIAL
@@ -559,13 +560,12 @@ class Run:
                     os.fsync(file.fileno())
                 self._checkpoints.save(last, last.values["done"], self._kept, self._lora(last))
 
-    def _lora(self, checkpoint: Checkpoint) -> dict[str, Tensor] | None:
-        """The averaged LoRA of a model in a checkpoint, under diffusers' names; None for others."""
-        policy = self.config.policy
-        if not policy.model or policy.tuning != "lora":
+    def _lora(self, checkpoint: Checkpoint) -> bytes | None:
+        """The file of the averaged LoRA of a model in a checkpoint; None for others."""
+        if not self._is_lora:
             return None
         average = without_prefix("average.", checkpoint.tensors)
-        return lora_of_run(average, policy.lora_alpha / policy.lora_rank).named
+        return run_lora(self.config, self.folder, average, checkpoint.values["done"])
 
     @contextmanager
     def _saved_after_failure(self) -> Iterator[None]:
@@ -625,11 +625,21 @@ class Run:
         trainer = self._trainer
         with trainer.averaged():
             write_trajectory(folder, trainer, self._world, self.config.environment.task)
-            if (exported := extras(trainer.policy, "save")) is not None:
+            exported = extras(trainer.policy, "save")
+            if exported is not None and not self._is_lora:
                 exported.save(folder / self.config.policy.tuning)
         average = full_tensors(dict(zip(trainer.parameters, trainer.average, strict=True)))
         if average:
             save_weights(folder / "weights.safetensors", average)
+        if average and self._is_lora:
+            lora = run_lora(self.config, self.folder, average, trainer.done)
+            write_bytes(folder / "lora" / LORA_FILE, lora)
+
+    @property
+    def _is_lora(self) -> bool:
+        """Whether the run trains a LoRA of a model."""
+        policy = self.config.policy
+        return bool(policy.model) and policy.tuning == "lora"
 
 
 def _kept(rows: Sequence[Row]) -> set[int]:

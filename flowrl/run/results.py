@@ -1,6 +1,7 @@
 """What run folders contain: rows of metrics, and how far a run is."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,3 +113,8 @@ def short(spec: str) -> str:
     head, bracket, rest = spec.partition("(")
     options = bracket and (rest if len(rest) <= 24 else "...)")
     return head.rpartition("/")[2] + bracket + options
+
+
+def without_folders(text: str) -> str:
+    """`text` with every path reduced to its last part, since the card is read on other machines."""
+    return re.sub(r"(?<![\w.-])(?:~|\.{1,2})?(?:/[\w.-]+)+/(?=[\w.-])", "", text)

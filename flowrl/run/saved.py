@@ -53,6 +53,12 @@ class SavedWeights:
         config = read_json(self.path / "config.json", dict[str, Any], CheckpointError)
         return without_groups(config).get(name)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether these are all weights of a transformer, and no LoRA."""
+        of_run = self.kind == "run" and self.setting("tuning") == "full"
+        return self.kind == "transformer" or of_run
+
     def tensors(self) -> dict[str, Tensor]:
         """The trained weights of a run by the names of its parameters. Raises `CheckpointError` if
         the file is missing or damaged.

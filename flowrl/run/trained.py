@@ -22,15 +22,20 @@ from flowrl.weights import weights_replaced
 
 
 def settings_of(
-    weights: Sequence[SavedWeights], trust: bool = False, model: str = "", **changes: Any
+    weights: Sequence[SavedWeights],
+    trust: bool = False,
+    model: str = "",
+    original: str = "",
+    **changes: Any,
 ) -> RunConfig:
     """The settings of the first run among the `weights`, or, without a run, those of the base
-    `model`; with `changes`, and with `model` in place of the run's.
+    `model`; with `changes`, and with `model` (and the `original` of a single file) in place of the
+    run's.
 
     Raises `ConfigError` without a run and a model, if the runs have other base models or worlds
     than the first, or as `load_config`.
     """
-    changes |= {"model": model} if model else {}
+    changes |= {"model": model, "original": original or None} if model else {}
     runs = [saved.path for saved in weights if saved.kind == "run"]
     if not runs:
         need = "the base model of these weights: --model FOLDER or a name on the Hub"
@@ -54,8 +59,11 @@ def base_policy(config: RunConfig) -> FlowPolicy:
     if not (model := config.policy.model):
         return make_policy(config)
     options = policy_options(config)
+    adapter = options.adapter
+    if adapter and not find_weights(adapter, option="adapter").is_full:
+        adapter = None  # training began from this LoRA, which is not part of the base
     return load_policy(
-        model, replace(options, adapter=None, fixed=True, gradient_checkpointing=False)
+        model, replace(options, adapter=adapter, fixed=True, gradient_checkpointing=False)
     )
 
 

@@ -10,8 +10,9 @@ from small_run import write_rows
 from flowrl.run.build import METHOD_FILE
 from flowrl.run.config import preset
 from flowrl.run.io import write_json
-from flowrl.run.report.card import card_text, without_folders, write_card
-from flowrl.run.results import decimals
+from flowrl.run.models.base import describe_base
+from flowrl.run.report.card import card_text, write_card
+from flowrl.run.results import decimals, without_folders
 
 SD3 = "stabilityai/stable-diffusion-3.5-medium"
 
@@ -128,6 +129,29 @@ def test_the_base_model_of_a_folder(folder, tmp_path):
         values = yaml.safe_load(header)
         assert values["base_model"] == expected and values["base_model_relation"] == "adapter"
         assert ("local folder" in header) == (place == local)
+
+
+def test_a_base_model_is_described_without_loading_it(tmp_path):
+    def describe(index, card="", model="local", **given):
+        place = tmp_path / "local"
+        place.mkdir(exist_ok=True)
+        write_json(place / "model_index.json", {"_class_name": "FluxPipeline", **index})
+        (place / "README.md").write_text(card)
+        found = describe_base(str(tmp_path / model), **given)
+        return found.name, found.pipeline, found.licence_name, found.folder and found.folder.name
+
+    card = "---\nlicense: other\nlicense_name: dev\nbase_model:\n- a/b\n---\n"
+    assert describe({}) == ("", "FluxPipeline", "", "local")
+    assert describe({}, card) == ("a/b", "FluxPipeline", "dev", "local")
+    assert describe({"_name_or_path": "c/d"}, card)[0] == "c/d"
+    assert describe({"_name_or_path": "c/d"}, card, name="e/f")[0] == "e/f"
+    assert describe({}, "---\nlicense: mit\n---\n")[2] == "mit"
+    for broken in ("---\n: [\n---\n", "---\njust text\n---\n", "no header"):
+        assert describe({}, broken) == ("", "FluxPipeline", "", "local")
+    original = str(tmp_path / "local")
+    file = describe({}, card, model="one.safetensors", original=original)
+    assert file == ("", "FluxPipeline", "", None)
+    assert describe_base("owner/not-downloaded").folder is None
 
 
 def test_an_evaluation_and_names_with_special_characters(folder):

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from flowrl.core.errors import CheckpointError, ConfigError
+from flowrl.run.models.lora_formats import from_format
 from flowrl.run.reading import read_json, reading
 
 METADATA = "lora_adapter_metadata"
@@ -39,6 +40,12 @@ class Lora:
         """The rank of every layer."""
         ends = ".lora_A.weight"
         return {n.removesuffix(ends): len(t) for n, t in self.tensors.items() if n.endswith(ends)}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of every layer."""
+        a, b = ({n: self.tensors[f"{n}.lora_{x}.weight"].shape for n in self.ranks} for x in "AB")
+        return {layer: (b[layer][0], a[layer][1]) for layer in a}
 
     def times(self, weight: float) -> "Lora":
         """This LoRA with its product B A multiplied by `weight`."""
@@ -70,8 +77,8 @@ def read_lora(path: Path, pipeline: Any, option: str = "weights") -> Lora:
     """The LoRA in the file `path`.
 
     Args:
-        path: a safetensors file of diffusers, PEFT, kohya's scripts, ComfyUI or what else
-            diffusers' `lora_state_dict` converts.
+        path: a safetensors file of diffusers, PEFT, kohya's scripts or ComfyUI
+            (`lora_formats.LAYERS`), or what else diffusers' `lora_state_dict` converts.
         pipeline: the class of the diffusers pipeline that it is for.
         option: the name of the option, for errors.
 
@@ -90,20 +97,33 @@ def read_lora(path: Path, pipeline: Any, option: str = "weights") -> Lora:
             " lora_down and lora_up"
         )
     raw = _scaled(raw, layers, _settings(path, header))
-    named = {
-        re.sub(r"^base_model\.model\.(transformer\.)?", "transformer.", n): raw[n] for n in raw
-    }
+    if (known := from_format(raw, pipeline.__name__)) is not None:
+        return Lora({name: tensor.float() for name, tensor in known.items()})
+    named = {_diffusers_name(name): tensor for name, tensor in raw.items()}
+    named = {n: t for n, t in named.items() if not re.fullmatch(r"transformer\..*\.alpha", n)}
     with reading(path, CheckpointError):
         named = pipeline.lora_state_dict(named)
     ours = {n: t for n, t in named.items() if n.startswith("transformer.")}
     others = {n: t for n, t in named.items() if n not in ours}
     tensors = {n.removeprefix("transformer."): t.float() for n, t in ours.items()}
     unknown = [n for n in others if not n.startswith("text_encoder")]
+    unknown += [n for n in tensors if not re.search(r"\.lora_[AB]\.weight$", n)]
     if not tensors or unknown:
         first = (unknown or [*others])[0]
         kind = pipeline.__name__
         raise CheckpointError(f"{option}: {path} is no LoRA for the transformer of {kind}: {first}")
     return Lora(tensors, others)
+
+
+def _diffusers_name(name: str) -> str:
+    """The name of a matrix in diffusers, of one in PEFT or of one with A and B as in kohya's files;
+    others remain.
+    """
+    name = re.sub(r"^base_model\.model\.(transformer\.)?", "transformer.", name)
+    if name.startswith("transformer."):
+        name = re.sub(r"\.lora[._]down\.weight$", ".lora_A.weight", name)
+        name = re.sub(r"\.lora[._]up\.weight$", ".lora_B.weight", name)
+    return name
 
 
 def _settings(path: Path, header: Mapping[str, str]) -> dict[str, Any]:

@@ -50,22 +50,31 @@ def given_weights(pipe: Any, options: PolicyOptions) -> dict[str, Any]:
 
     Raises `CheckpointError` if a file cannot be read or two adapters have the same name.
     """
-    start, frozen = None, dict[str, Mapping[str, Tensor]]()
+    start = None
     if options.adapter:
         start = network_tensors(find_weights(options.adapter, option="adapter"), pipe, "adapter")
         if not is_lora(start):
             _load(pipe.transformer, start, options.adapter)
             start = None
     # with full fine-tuning the policy refuses them
-    for number, spec in enumerate(options.frozen if options.trained != "full" else (), 1):
+    loras = frozen_loras(options, type(pipe)) if options.trained != "full" else {}
+    return {"start": start, "frozen": {name: lora.named for name, lora in loras.items()}}
+
+
+def frozen_loras(options: PolicyOptions, kind: Any) -> dict[str, Lora]:
+    """The frozen adapters in `options` by name, multiplied by their weights, for pipelines of the
+    class `kind`. Raises `CheckpointError` as `given_weights`.
+    """
+    loras: dict[str, Lora] = {}
+    for number, spec in enumerate(options.frozen, 1):
         name, _, text = spec.rpartition("=")
         name = name or f"frozen{number}"
         text, weight = _weighted(text)
         saved = find_weights(text, option="frozen_adapters")
         allowed = "names that differ, as in one=PATH,two=PATH"
-        require(name not in frozen, "frozen_adapters", options.frozen_adapters, allowed)
-        frozen[name] = _frozen(saved, pipe, weight)
-    return {"start": start, "frozen": frozen}
+        require(name not in loras, "frozen_adapters", options.frozen_adapters, allowed)
+        loras[name] = _frozen(saved, kind).times(weight)
+    return loras
 
 
 def _load(network: Any, tensors: Mapping[str, Tensor], source: str) -> None:
@@ -86,11 +95,12 @@ def _weighted(text: str) -> tuple[str, float]:
         return text, 1.0
 
 
-def _frozen(saved: SavedWeights, pipe: Any, weight: float) -> Mapping[str, Tensor]:
-    """The tensors of a frozen LoRA, also those for text encoders, under diffusers' names."""
+def _frozen(saved: SavedWeights, kind: Any) -> Lora:
+    """A frozen LoRA, also its matrices for text encoders."""
     if saved.kind == "lora":
-        return read_lora(saved.path, type(pipe), "frozen_adapters").times(weight).named
-    tensors = network_tensors(saved, pipe, "frozen_adapters")
+        return read_lora(saved.path, kind, "frozen_adapters")
+    is_run = saved.kind == "run"
+    tensors = network_tensors(saved, None, "frozen_adapters") if is_run else {}
     if not is_lora(tensors):
         raise CheckpointError(f"frozen_adapters: {saved} holds all weights; allowed: a LoRA")
-    return Lora(dict(tensors)).times(weight).named
+    return Lora(dict(tensors))

@@ -3,28 +3,31 @@ repeat it.
 """
 
 import json
-import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import CheckpointError, ConfigError
+from flowrl.rollout import EVALUATION_SEED
 from flowrl.run.build import METHOD_FILE, method_parts
+from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.config import RunConfig, load_config
+from flowrl.run.export import base_of, prompt_tokens
 from flowrl.run.io import write_bytes
 from flowrl.run.logging import scalars
+from flowrl.run.models.base import BaseModel
 from flowrl.run.parts.plugins import versions
-from flowrl.run.reading import read_bytes, read_json
-from flowrl.run.records import load_run
+from flowrl.run.reading import read_bytes, read_json, read_text
+from flowrl.run.records import RunRecord, load_run
 from flowrl.run.report.figures import proxy_and_heldout
 from flowrl.run.report.pages import render
 from flowrl.run.report.style import save
-from flowrl.run.results import changes_of, decimals, untrained_of
+from flowrl.run.results import changes_of, decimals, untrained_of, without_folders
+from flowrl.run.saved import SavedWeights, best_checkpoint
 
-HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
 BESIDE = ("config.yaml", "samples/over-time.png", "samples/prompts.txt", "evaluation/grid.png")
 """Files that a card refers to."""
 
@@ -43,6 +46,23 @@ def finish_run(folder: Path) -> list[str]:
     return [f"Proxy and held-out metrics: {folder / 'proxy.png'}"]
 
 
+@dataclass(frozen=True)
+class Exported:
+    """What a card describes.
+
+    Args:
+        weights: the weights of a run.
+        form: their format: that of a LoRA, "merged", or "full" for a transformer alone.
+        file: the name of the file; "" for the usual one.
+        base: the base model.
+    """
+
+    weights: SavedWeights
+    form: str
+    file: str
+    base: BaseModel
+
+
 def write_card(folder: Path) -> None:
     """Write README.md to the folder of a finished run of a model, and to lora/ or full/ together
     with the files it refers to.
@@ -53,58 +73,93 @@ def write_card(folder: Path) -> None:
     config = load_config(folder / "config.json", trust=True)
     text, weights = card_text(folder, config), folder / config.policy.tuning
     write_bytes(folder / "README.md", text.encode())
-    if not weights.is_dir():
-        return
+    if weights.is_dir():
+        write_beside(weights, text, folder)
+
+
+def write_beside(weights: Path, text: str, run: Path) -> None:
+    """Write the card `text` of a `run` to the folder `weights`, with the files it refers to."""
     write_bytes(weights / "README.md", text.replace(f"]({weights.name}/", "](").encode())
     for name in BESIDE:
-        if (folder / name).exists():
-            write_bytes(weights / name, read_bytes(folder / name))
+        if (run / name).exists():
+            write_bytes(weights / name, read_bytes(run / name))
 
 
-def card_text(folder: Path, config: RunConfig) -> str:
-    """The card of the run in `folder`: the YAML header of the Hub, then Markdown."""
-    model = config.policy.model or ""
-    run, base = load_run(folder), base_model(model)
+def card_text(folder: Path, config: RunConfig, exported: Exported | None = None) -> str:
+    """The card of weights of the run in `folder`: the YAML header of the Hub, then Markdown.
+    Without `exported`, of those in lora/ or full/ at its end.
+    """
+    model, form = config.policy.model or "", {"lora": "diffusers"}.get(config.policy.tuning, "full")
+    what = exported or Exported(SavedWeights("run", folder), form, "", base_of(config))
+    run, base = load_run(folder), what.base
+    if not run.rows:
+        raise ConfigError(f"weights: {folder} has no metrics yet, so its card cannot be written")
     last, path = run.rows[-1], folder / "evaluation" / "evaluation.json"
-    best = last.get("exported", last["iteration"])
-    (result,) = (row["evaluation"] for row in run.rows if row["iteration"] == best)
-    until = [row for row in run.rows if row["iteration"] <= best]
-    before, after = scalars(untrained_of(until)), scalars(result)
-    scores = {
-        config.environment.reward if name == "reward" else name: (before[name], after[name])
-        for name in after
-        if name != "seconds" and name in before
-    }
+    ended = last.get("exported", last["iteration"])
+    number = int(what.weights.checkpoint or ended)
+    is_end = not what.weights.checkpoint or (run.finished and number == ended)
     return render(
         "model-card.md.j2",
-        header=yaml.safe_dump(_header(config, base), sort_keys=False),
+        header=yaml.safe_dump(_header(config, base, what.form), sort_keys=False),
         config=config,
-        base=base or Path(model).name,
-        known=bool(base),
+        base=base.name or Path(model).name,
+        known=bool(base.name),
         local=without_folders,
-        guidance=_guidance(config),
+        exported=what,
+        snippet=_snippet(folder, config, what),
+        number=number,
+        reason=_reason(what.weights, last),
+        tokens=prompt_tokens(config, base),
         loss_guidance=config.loss_guidance().scales(config.policy.guidance_scale),
         method=_method(folder, config),
-        scores=scores,
+        scores={} if what.weights.live else _scores(config, run, number),
         decimals=decimals,
         last=last,
+        finished=run.finished,
         changes=changes_of(run.rows),
-        best=best,
         images=sum(row.get("trajectories", 0) for row in run.rows),
-        evaluation=read_json(path, _Evaluation) if path.is_file() else None,
+        evaluation=read_json(path, _Evaluation) if is_end and path.is_file() else None,
         over_time=(folder / "samples" / "over-time.png").exists(),
         versions=", ".join(f"{name} {version}" for name, version in versions().items()),
     )
 
 
-def _header(config: RunConfig, base: str) -> dict[str, Any]:
-    is_lora = config.policy.tuning == "lora"
-    relation = "adapter" if is_lora else "finetune"
+def _scores(config: RunConfig, run: RunRecord, number: int) -> dict[str, tuple[float, float]]:
+    """By score its means before training and at iteration `number`; none if that was not
+    evaluated.
+    """
+    until = [row for row in run.rows if row["iteration"] <= number]
+    result = until[-1]["evaluation"] if until and until[-1]["iteration"] == number else None
+    after, before = scalars(result or {}), scalars(untrained_of(until))
+    return {
+        str(config.environment.reward) if name == "reward" else name: (before[name], after[name])
+        for name in after
+        if name != "seconds" and name in before
+    }
+
+
+def _reason(weights: SavedWeights, last: dict[str, Any]) -> str:
+    """Which weights of the run these are, and why."""
+    if not weights.checkpoint:
+        best = "the best evaluated iteration, to which the stopped run returned"
+        return best if "exported" in last else "the end of the run"
+    name = f"checkpoint {weights.checkpoint}"
+    with suppress(CheckpointError):
+        if best_checkpoint(weights.path) == weights.checkpoint:
+            return f"{name}, the highest held-out reward among the kept checkpoints"
+    if Checkpoints(weights.path).newest == weights.checkpoint:
+        return f"{name}, the newest one"
+    return f"{name}, chosen by its number"
+
+
+def _header(config: RunConfig, base: BaseModel, form: str) -> dict[str, Any]:
+    is_lora = form not in ("merged", "full")
     method = config.algorithm.method
     tags = ["diffusers", "lora", "reinforcement-learning", "flow-matching", method]
     return {
-        "base_model": base or Path(config.policy.model or "").resolve().name,
-        "base_model_relation": relation,
+        "base_model": base.name or Path(config.policy.model or "").resolve().name,
+        "base_model_relation": "adapter" if is_lora else "finetune",
+        **base.licence,
         "library_name": "diffusers",
         "pipeline_tag": f"text-to-{'video' if config.policy.num_frames > 1 else 'image'}",
         "tags": [tag for tag in tags if tag != "lora" or is_lora],
@@ -136,41 +191,99 @@ def _method(folder: Path, config: RunConfig) -> dict[str, str]:
     return read_json(path, dict[str, str]) if path.is_file() else method_parts(config)
 
 
-def _model_index(model: str) -> dict[str, Any]:
-    """The content of model_index.json in the folder `model`; empty for a name on the Hub."""
-    path = Path(model) / "model_index.json"
-    return read_json(path, dict[str, Any]) if path.is_file() else {}
+NOISE = {
+    "StableDiffusion3Pipeline": "channels, {h} // pipe.vae_scale_factor,"
+    " {w} // pipe.vae_scale_factor",
+    "FluxPipeline": "{h} // side * ({w} // side), channels",
+    "QwenImagePipeline": "{h} // side * ({w} // side), channels",
+    "WanPipeline": "channels, ({f} - 1) // pipe.vae_scale_factor_temporal + 1,"
+    " {h} // pipe.vae_scale_factor_spatial, {w} // pipe.vae_scale_factor_spatial",
+}
+"""The shape of the noise of one image by pipeline, with its `channels`, and the `side` in pixels of
+a 2 x 2 patch of the latent image.
+"""
+EULER = "FlowMatchEulerDiscreteScheduler"
 
 
-def base_model(model: str) -> str:
-    """The base model's name on the Hub, also of a folder in the Hub's cache; "" for a folder that
-    does not record it.
+def _snippet(folder: Path, config: RunConfig, what: Exported) -> str:
+    """Python that draws the first sample of the run's evaluations with plain diffusers; "" if
+    diffusers does not read the file, or if the base model is a single file.
     """
-    try:
-        recorded = str(_model_index(model).get("_name_or_path", ""))
-    except ConfigError:
-        recorded = ""
-    for name in (recorded, model):
-        if cached := CACHED.search(name):
-            return f"{cached[1]}/{cached[2]}"
-        if HUB_NAME.fullmatch(name) and not Path(name).exists():
-            return name
-    return ""
+    policy, base = config.policy, what.base
+    is_file = (policy.model or "").endswith(".safetensors")
+    converted = what.form != "kohya" or base.pipeline in ("FluxPipeline", "QwenImagePipeline")
+    if not converted or is_file:
+        return ""
+    model = json.dumps(base.name or Path(policy.model or "").name)
+    given = f"torch_dtype=torch.{policy.dtype}"
+    euler, classes, lines = _euler(base), ["DiffusionPipeline"], list[str]()
+    if what.form == "full":
+        classes.append("AutoModel")
+        own = f'AutoModel.from_pretrained("THIS_FOLDER", subfolder="transformer", {given})'
+        lines.append(f"transformer = {own}")
+        given = f"transformer=transformer, {given}"
+    if what.form == "merged":
+        model = '"THIS_FOLDER"'
+    lines.append(f'pipe = DiffusionPipeline.from_pretrained({model}, {given}).to("cuda")')
+    if what.form not in ("full", "merged"):
+        file = f", weight_name={json.dumps(what.file)}" if what.file else ""
+        lines.append(f'pipe.load_lora_weights("THIS_FOLDER"{file})')
+    if euler:
+        classes.append(EULER)
+        lines.append(euler)
+    prompts = folder / "samples" / "prompts.txt"
+    text = read_text(prompts).partition("\n")[0] if prompts.is_file() else "a prompt"
+    call = [json.dumps(text), *_call(config, base)]
+    if prompts.is_file() and base.pipeline in NOISE:
+        lines += _noise(config, base.pipeline)
+        call.insert(1, "latents=noise.to(pipe.device, pipe.dtype)")
+    kind, images = ("video", "frames") if policy.num_frames > 1 else ("image", "images")
+    lines.append(f"{kind} = pipe({', '.join(call)}).{images}[0]")
+    imported = ", ".join(sorted(classes, key=str.lower))
+    return "\n".join(["import torch", f"from diffusers import {imported}", "", *lines])
 
 
-def without_folders(text: str) -> str:
-    """`text` with every path reduced to its last part, since the card is read on other machines."""
-    return re.sub(r"(?<![\w.-])(?:~|\.{1,2})?(?:/[\w.-]+)+/(?=[\w.-])", "", text)
+def _euler(base: BaseModel) -> str:
+    """The line that replaces the pipeline's scheduler, if it is not Euler's (as Wan's UniPC)."""
+    path = (base.folder or Path()) / "scheduler" / "scheduler_config.json"
+    known = base.folder is not None and path.is_file()
+    kind = read_json(path, dict[str, Any]).get("_class_name") if known else EULER
+    if kind == EULER and (known or base.pipeline != "WanPipeline"):
+        return ""
+    settings = "pipe.scheduler.config"
+    given = f"{settings}.num_train_timesteps, shift={settings}.flow_shift"
+    return f"pipe.scheduler = {EULER}({given})"
 
 
-def _guidance(config: RunConfig) -> str:
-    """The arguments of classifier-free guidance. Their names and defaults differ: in FLUX
-    `guidance_scale` is an input of the network.
+def _noise(config: RunConfig, pipeline: str) -> list[str]:
+    """Lines that draw the noise of the first sample of an evaluation."""
+    policy = config.policy
+    sizes = {"h": policy.resolution, "w": policy.width or policy.resolution, "f": policy.num_frames}
+    shape, lines = (
+        NOISE[pipeline].format(**sizes),
+        ["channels = pipe.transformer.config.in_channels"],
+    )
+    if "side" in shape:
+        lines.append("side = 2 * pipe.vae_scale_factor")
+    draw = f"generator=torch.Generator().manual_seed({EVALUATION_SEED})"
+    lines.append(f"shape = ({config.evaluation.eval_samples}, {shape})")
+    return [*lines, f"noise = torch.randn(shape, {draw})[:1]"]
+
+
+def _call(config: RunConfig, base: BaseModel) -> list[str]:
+    """The arguments of the pipeline's call. The names and defaults of classifier-free guidance
+    differ: in FLUX `guidance_scale` is an input of the network.
     """
-    policy, model = config.policy, config.policy.model or ""
-    name = str(_model_index(model).get("_class_name", model)).lower()
+    policy = config.policy
+    name = (base.pipeline or policy.model or "").lower()
     scale, negative = policy.guidance_scale, json.dumps(policy.negative_prompt)
+    call = [f"height={policy.resolution}", f"width={policy.width or policy.resolution}"]
+    call += [f"num_frames={policy.num_frames}"] * (policy.num_frames > 1)
+    call.append(f"num_inference_steps={config.evaluation.eval_steps}")
     if "flux" in name or "qwen" in name:
-        return f", true_cfg_scale={scale}, negative_prompt={negative}" if scale != 1 else ""
-    end = f", negative_prompt={negative}" if policy.negative_prompt else ""
-    return f", guidance_scale={scale}{end}"
+        call += [f"true_cfg_scale={scale}", f"negative_prompt={negative}"] * (scale != 1)
+    else:
+        call.append(f"guidance_scale={scale}")
+        call += [f"negative_prompt={negative}"] * bool(policy.negative_prompt)
+    tokens = prompt_tokens(config, base) if policy.max_sequence_length else ""
+    return [*call, f"max_sequence_length={tokens}"] if tokens else call

@@ -4,6 +4,7 @@ thus share one style.
 
 import base64
 import re
+import shlex
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,8 @@ def render(template: str, package: str = OWN, **values: Any) -> str:
 
     Templates of other packages can extend ``base.html.j2`` and import ``macros.html.j2`` (figures,
     tables, lists of settings). Filters: ``inline`` formats `code`, *emphasis* and links to pages,
-    ``data_uri`` embeds a PNG, ``code`` writes Markdown code. Values are escaped in HTML; in
-    Markdown (``.md.j2``) they are not, so write them with ``code``.
+    ``data_uri`` embeds a PNG, ``code`` writes Markdown code, ``quoted`` quotes a word of a shell.
+    Values are escaped in HTML; in Markdown (``.md.j2``) they are not, so write them with ``code``.
 
     Args:
         template: file name of the template.
@@ -51,6 +52,7 @@ def _environment(package: str) -> "Environment":
         keep_trailing_newline=True,
     )
     environment.filters |= {"inline": inline, "data_uri": data_uri, "code": markdown_code}
+    environment.filters["quoted"] = shlex.quote
     return environment
 
 
