@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from family_cases import CASES
+from family_cases import CASES, velocity
 from safetensors.torch import load_file, save_file
 from small_run import MIXTURE, SMALL, error_of, flowrl_, model_files, words
 from torch.testing import assert_close
@@ -358,5 +358,13 @@ def test_full_weights_are_compared_and_started_from(files, tmp_path):
             found = dict(started.transformer.named_parameters())
             found = {name.replace(".base_layer.", "."): p.detach() for name, p in found.items()}
             assert_close({name: found[name] for name in expected}, expected, atol=1e-6, rtol=0)
+    # a LoRA on top of other weights than the model's
+    config = config.replace(tuning="lora", adapter=str(run), learning_rate=0.1)
+    assert Run(config, tmp_path / "on", trial=False).execute()
+    own, _ = trained_policy(tmp_path / "on", trust=True)
+    saved = find_weights(tmp_path / "on")
+    on_top = base_policy(settings_of([saved], trust=True))
+    with with_weights(on_top, saved):
+        assert_close(velocity(on_top), velocity(own).detach(), atol=5e-6, rtol=0)
     line = words(**files, frozen_adapters=run, out=tmp_path / "new", preset="tiny")
     assert main(["train", *line, "--tracker", "none"]) == 2
