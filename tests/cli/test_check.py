@@ -36,6 +36,11 @@ BASE = {
 }
 
 
+@pytest.fixture(autouse=True)
+def whole_lines(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Tiny models, LoRAs and prompts."""
