@@ -135,9 +135,14 @@ def best_checkpoint(run: Path) -> str:
 
 def _of_run(run: Path, name: str, live: bool, option: str) -> SavedWeights:
     checkpoints, done = Checkpoints(run), run / "done.json"
-    has_ended = done.exists() and (run / "weights.safetensors").exists()
-    if not name and has_ended:
+    if not name and done.exists():
         if not live:
+            file = run / "weights.safetensors"
+            if not file.exists():
+                raise CheckpointError(
+                    f"{option}: {file} is missing, though the run has ended; allowed: its newest"
+                    f" checkpoint, {run}@last"
+                )
             return SavedWeights("run", run)
         ended = read_json(done, dict[str, Any])
         name = f"{ended.get('exported', ended['iterations']):06d}"
