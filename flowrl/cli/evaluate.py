@@ -1,5 +1,6 @@
 """`flowrl evaluate` and `flowrl sample`: images from base and trained weights."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from flowrl.core.protocols import AnyReward, FlowPolicy
     from flowrl.core.types import Prompt
     from flowrl.run.config import RunConfig
-    from flowrl.run.report.weight_comparison import WeightComparison
+    from flowrl.run.report.weight_comparison import ScoreDifference, WeightComparison
     from flowrl.run.saved import SavedWeights
 
 SHAPES_PROMPTS = (
@@ -224,33 +225,60 @@ def made_evaluation(folder: Path) -> bool:
 
 def table(comparison: "WeightComparison") -> str:
     """The results as text: per reward both means, the difference with its interval, and the
-    fraction of improved prompts.
+    fraction of improved prompts; of several weights a table per reward.
     """
     from flowrl.run.results import short
 
-    lines: list[str] = []
-    several = len(comparison.compared) > 1
-    for pair in comparison.compared:
-        before = "base" if pair.against == "base" else "before"
-        rows = [("score", before, "trained", "difference [95% interval]", "improved")]
-        for spec, s in pair.scores.items():
-            d = s.digits
-            interval = f"{s.low:+.{d}f}, {s.high:+.{d}f}" if s.prompts > 1 else "one prompt"
-            change = f"{s.difference:+.{d}f} [{interval}]"
-            means = f"{s.base:.{d}f}", f"{s.trained:.{d}f}"
-            rows.append((short(spec), *means, change, f"{s.better:.0%}"))
-        name, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-        lines += [f"{pair.weights} against {pair.against}"] * several
-        lines += [
-            "  ".join(
-                [f"{label:{name}s}", *(f"{c:>{w}s}" for c, w in zip(cells, widths, strict=True))]
-            )
-            for label, *cells in rows
-        ]
-        lines += [""] * several
+    first, *others = comparison.compared
+    if others:
+        text = "\n\n".join(_of_several(comparison, spec) for spec in first.scores)
+    else:
+        rows = [("score", "base", "trained", "difference [95% interval]", "improved")]
+        for spec, s in first.scores.items():
+            means = f"{s.base:.{s.digits}f}", f"{s.trained:.{s.digits}f}"
+            rows.append((short(spec), *means, _difference(s), f"{s.better:.0%}"))
+        text = _aligned(rows)
     how, count = comparison.how, len(comparison.prompts)
     sizes = f"{count} prompts x {how.count} images, {how.steps} ODE steps"
-    return "\n".join([*lines, f"{sizes}, the same noise; intervals over prompts"])
+    return f"{text}\n{sizes}, the same noise; intervals over prompts"
+
+
+def _of_several(comparison: "WeightComparison", spec: str) -> str:
+    """A table of one reward: a row per weights, with their differences from the base and from the
+    first weights.
+    """
+    from flowrl.run.results import short
+
+    pairs = {(pair.weights, pair.against): pair.scores[spec] for pair in comparison.compared}
+    (first, base), *_ = pairs
+    folder = os.path.commonpath([os.path.dirname(name) for name, _ in pairs])
+    names = {name: os.path.relpath(name, folder) if folder else name for name, _ in pairs}
+    from_first = f"minus {names[first]} [95%]"
+    digits = max(s.digits for s in pairs.values())
+    rows = [
+        (short(spec), "mean", "minus base [95%]", "improved", from_first),
+        (base, f"{pairs[first, base].base:.{digits}f}", "", "", ""),
+    ]
+    for name, label in names.items():
+        s, other = pairs[name, base], pairs.get((name, first))
+        mean, change = f"{s.trained:.{digits}f}", _difference(s)
+        rows.append((label, mean, change, f"{s.better:.0%}", _difference(other) if other else ""))
+    return _aligned(rows)
+
+
+def _difference(s: "ScoreDifference") -> str:
+    interval = f"{s.low:+.{s.digits}f}, {s.high:+.{s.digits}f}" if s.prompts > 1 else "one prompt"
+    return f"{s.difference:+.{s.digits}f} [{interval}]"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in columns: the first to the left, the others to the right."""
+    name, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = [
+        "  ".join([f"{label:{name}s}", *(f"{c:>{w}s}" for c, w in zip(cells, widths, strict=True))])
+        for label, *cells in rows
+    ]
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)

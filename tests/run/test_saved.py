@@ -175,7 +175,11 @@ def test_checkpoints_are_compared_in_pairs(mixture, tmp_path, capsys):
     names = [f"{run}@000001", f"{run}@000002", run]
     pairs = [(pair["weights"], pair["against"]) for pair in values["compared"]]
     assert pairs == [(name, "base") for name in names] + [(name, names[0]) for name in names[1:]]
-    assert all(f"{name} against {before}" in shown for name, before in pairs)
+    heads = [line for line in shown.splitlines() if "minus finished@000001 [95%]" in line]
+    assert [line.split()[0] for line in heads] == list(values["scores"])
+    rows = [line.split()[0] for line in shown.splitlines() if line.startswith(("base", "finished"))]
+    labels = ["base", "finished@000001", "finished@000002", "finished"]
+    assert rows == labels * len(heads)
     for form in values["scores"]:
         first, second, _, between, _ = (pair["scores"][form] for pair in values["compared"])
         assert values["scores"][form] == first and between["base"] == first["trained"]
