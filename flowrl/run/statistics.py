@@ -16,7 +16,7 @@ LEVEL = 0.95
 COLLAPSE = 0.5
 """Fraction of the gain that a collapsed run has lost."""
 ERRORS = 3.0
-"""Standard deviations of chance that a collapsed run has lost."""
+"""How many times the usual fall, or standard deviations of chance, a collapsed run has lost."""
 Values = NDArray[np.float64]
 """One value per seed, or per target."""
 
@@ -105,9 +105,10 @@ def collapsed(rewards: Sequence[float], noise: float = 0.0, share: float = COLLA
     """Whether the last of a run's evaluations has fallen from the best by more than a `share` of
     the gain since the first, and by more than chance.
 
-    best - last > max(share (best - first), ERRORS s, noise), with s the standard deviation of the
-    differences of successive evaluations up to the best one (0 for fewer than two differences).
-    The unit of the reward has no effect.
+    best - last > max(share (best - first), ERRORS s, noise), with s the root mean square of the
+    falls between successive evaluations up to the best one (0 without one). The unit of the reward
+    has no effect. Rises do not count: a standard deviation of all differences counts a steep rise
+    as noise, and missed a third of the verdict's 37 runs that lost half of a gain above 0.1.
 
     Args:
         rewards: held-out rewards [evaluation], one or more.
@@ -117,10 +118,11 @@ def collapsed(rewards: Sequence[float], noise: float = 0.0, share: float = COLLA
     values = np.asarray(rewards, float)
     best = int(values.argmax())
     changes = np.diff(values[: best + 1])
-    spread = float(changes.std(ddof=1)) if len(changes) > 1 else 0.0
+    falls = changes[changes < 0]
+    usual = float(np.sqrt((falls**2).mean())) if len(falls) else 0.0
     lost, gain = values[best] - values[-1], values[best] - values[0]
     # not by rounding
-    return bool(lost > max(share * gain, ERRORS * spread, noise) + 1e-9 * abs(values).max())
+    return bool(lost > max(share * gain, ERRORS * usual, noise) + 1e-9 * abs(values).max())
 
 
 def evaluation_noise(std: float, samples: int) -> float:
