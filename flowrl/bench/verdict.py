@@ -18,12 +18,12 @@ from statistics import fmean
 
 import numpy as np
 
-from flowrl.bench.evidence import column, mean_reward, reward_at_equal, spent
+from flowrl.bench.evidence import column, fell, mean_reward, reward_at_equal, spent
 from flowrl.bench.judging import Comparison, judge_family
 from flowrl.bench.results_file import Lines
 from flowrl.bench.statistics import SMALLEST
 from flowrl.bench.verdict_runs import FORM, ORACLE, UNIFORM
-from flowrl.run.statistics import Estimate, Values, collapsed, mean
+from flowrl.run.statistics import Estimate, Values, mean
 
 PER_UPDATE, PER_EVALUATION, PER_SECOND = BUDGETS = ("updates", "forwards", "stated seconds")
 """Budgets at which arms are compared (`flowrl.bench.evidence.spent`); seconds are those of
@@ -166,7 +166,7 @@ class Verdicts:
         return Summary(
             mean=fmean(fmean(mean_reward(pair[name], FORM) for pair in lines) for lines in chosen),
             final=fmean(fmean(run[-1] for run in runs) for runs in curves),
-            collapses=sum(collapsed(run) for runs in curves for run in runs),
+            collapses=sum(fell(run) for runs in curves for run in runs),
             runs=sum(map(len, curves)),
             leads={budget: self.lead(name, UNIFORM, budget, tasks) for budget in BUDGETS},
             costs={budget: cost(budget) for budget in (PER_EVALUATION, PER_SECOND)},

@@ -27,7 +27,7 @@ from flowrl.run.records import (
     mean_curve,
 )
 from flowrl.run.results import short
-from flowrl.run.statistics import collapsed, first_reached, mean
+from flowrl.run.statistics import collapsed, evaluation_noise, first_reached, mean
 
 REWARDS = ("reward", "reward_form")
 """Settings of the training reward: where they differ, so does what an evaluation calls the reward.
@@ -190,7 +190,7 @@ class ArmSummary:
         final: reward at the last evaluation.
         lead: final reward minus the baseline's, paired by seed.
         worst: lowest final reward of a seed.
-        collapsed: number of collapsed seeds.
+        collapsed: number of collapsed seeds (`flowrl.run.statistics.collapsed`).
         final_strict: success rate by the strict score.
         to_baseline_iterations: where the mean curve over seeds first reaches the baseline's final
             mean reward; None: not reached.
@@ -285,7 +285,7 @@ def _summary(
         final=mean_of(list(finals.values())),
         lead=mean_of([finals[seed] - baseline[seed] for seed in finals if seed in baseline]),
         worst=min(finals.values()),
-        collapsed=sum(map(collapsed, rewards)),
+        collapsed=sum(map(_collapsed, runs, rewards)),
         final_strict=_change(runs, "strict").after,
         **{
             f"to_baseline_{name}": point if math.isfinite(point) else None
@@ -301,6 +301,14 @@ def _summary(
         heldout=_heldout(runs),
         settings=comparison.differences[arm],
     )
+
+
+def _collapsed(run: RunRecord, rewards: Sequence[float]) -> bool:
+    """Whether a run's `rewards` on held-out prompts have collapsed at its end."""
+    spreads = [row["reward_std"] for row in run.rows if "reward_std" in row]
+    samples = run.settings.get("eval_samples", 1)
+    noise = evaluation_noise(statistics.median(spreads), samples) if spreads else 0.0
+    return collapsed(rewards, noise)
 
 
 def _cost(runs: Sequence[RunRecord]) -> Parts:

@@ -13,6 +13,7 @@ from flowrl.core.experience import needs_of
 from flowrl.core.protocols import GroupReward, Stateful
 from flowrl.run.config import RunConfig
 from flowrl.run.results import decimals
+from flowrl.run.statistics import COLLAPSE, collapsed, evaluation_noise
 from flowrl.trainer import Trainer
 
 Row = Mapping[str, Any]
@@ -32,8 +33,6 @@ to. At 1.0 the means differ by sqrt(2) standard deviations of the step's noise.
 """
 SHARE = 0.9
 """Largest fraction of the policy term's squared gradient in one step."""
-FALL = 0.5
-"""Largest lost fraction of a reward's gain."""
 
 
 @dataclass(frozen=True)
@@ -179,30 +178,21 @@ def kl_runaway(rows: Sequence[Row], limits: Limits) -> str:
     return ""
 
 
-def heldout_errors(samples: int) -> float:
-    """The change of a held-out reward that chance explains, in standard deviations of a sample's
-    reward: 0.2, or 3 standard errors of `samples` if this is more.
+def fallen(values: Sequence[float], noise: float, share: float = COLLAPSE) -> str:
+    """How the last of `values` has collapsed (`flowrl.run.statistics.collapsed`); "" if it has
+    not.
     """
-    return max(0.2, 3.0 / samples**0.5)
-
-
-def fallen(values: Sequence[float], share: float, noise: float) -> str:
-    """How the last of `values` has fallen from the best by more than this `share` of the gain since
-    the first, and by more than `noise`; "" if it has not.
-    """
-    first, best, last = (values[0], max(values), values[-1]) if values else (0.0,) * 3
-    if best - last <= max(share * (best - first), noise):
+    if not values or not collapsed(values, noise, share):
         return ""
+    first, best, last = values[0], max(values), values[-1]
     digits = decimals(best - last)
     return f"{last:.{digits}f} from its best, {best:.{digits}f} (it began at {first:.{digits}f})"
 
 
 def collapse(rows: Sequence[Row], limits: Limits) -> str:
-    """The reward fell from its best by more than `FALL` of the gain, and by more than chance
-    explains.
-
-    Chance: for the held-out reward `heldout_errors`; for the training reward (means of `WINDOW`
-    iterations) 7 standard errors, as if all of the reward's variance were between prompts.
+    """The held-out reward has collapsed (`flowrl.run.statistics.collapsed`); or the training reward
+    has (means of `WINDOW` iterations), and by more than 7 standard errors, as if all of its
+    variance were between prompts.
     """
     trained = [row for row in rows if "reward_mean" in row]
     if limits.compared or not trained:
@@ -213,11 +203,11 @@ def collapse(rows: Sequence[Row], limits: Limits) -> str:
         for i in range(WINDOW, len(trained) + 1)
     ]
     heldout = [row["evaluation"]["reward"] for row in rows if row.get("evaluation")]
-    for name, values, errors in (
-        ("held-out", heldout, heldout_errors(limits.samples)),
-        ("training", means, 7.0 / (WINDOW * limits.prompts) ** 0.5),
+    for name, values, noise in (
+        ("held-out", heldout, evaluation_noise(spread, limits.samples)),
+        ("training", means, 7.0 / (WINDOW * limits.prompts) ** 0.5 * spread),
     ):
-        if text := fallen(values, FALL, errors * spread):
+        if text := fallen(values, noise):
             return (
                 f"the {name} reward has fallen back to {text}. Stop, and resume from an earlier"
                 " checkpoint (keep_checkpoints above 1) with a lower learning_rate or clip_range,"

@@ -25,28 +25,29 @@ from flowrl.run.checkpoint import prefixed, without_prefix
 from flowrl.run.config import RunConfig
 from flowrl.run.distributed import Distributed
 from flowrl.run.io import write_bytes
-from flowrl.run.monitors import fallen, heldout_errors
+from flowrl.run.monitors import fallen
 from flowrl.run.parts.registry import build
 from flowrl.run.parts.specs import parse_spec
 from flowrl.run.parts.state import state_of
 from flowrl.run.results import comparable
+from flowrl.run.statistics import COLLAPSE, evaluation_noise
 from flowrl.trainer import Iteration, Trainer
 
 
 @checked_options
 @dataclass(frozen=True)
 class StopOnCollapse:
-    """Stops the run when the held-out reward has fallen from its best by more than `drop` of its
-    gain, best - start, and by more than chance explains (`flowrl.run.monitors.heldout_errors`
-    times the median of `reward_std`). The run then ends with the best evaluated checkpoint. After a
-    change of what is scored (`flowrl train --resume --change`), the gain is that since the change.
+    """Stops the run when the held-out reward has collapsed (`flowrl.run.statistics.collapsed`): it
+    has lost more than `drop` of its gain, best - start, and more than chance explains. The run then
+    ends with the best evaluated checkpoint. After a change of what is scored (`flowrl train
+    --resume --change`), the gain is that since the change.
 
     Args:
         drop: the fraction of the gain, in (0, 1].
         eval_samples: held-out samples per evaluation; without this option, those of the run.
     """
 
-    drop: Fraction = 0.3
+    drop: Fraction = COLLAPSE
     eval_samples: Count = 192
     fields = ("metrics", "history")
 
@@ -58,7 +59,7 @@ class StopOnCollapse:
         evaluated = [row for row in rows if row.get("evaluation")]
         rewards = [row["evaluation"]["reward"] for row in evaluated]
         spread = statistics.median([row["reward_std"] for row in rows if "reward_std" in row])
-        text = fallen(rewards, self.drop, heldout_errors(self.eval_samples) * spread)
+        text = fallen(rewards, evaluation_noise(spread, self.eval_samples), self.drop)
         trained = [row for row in evaluated if row["iteration"] > 0]  # these have a checkpoint
         best = max(trained, key=lambda row: row["evaluation"]["reward"])
         stop = f"the held-out reward fell to {text}" if text else ""

@@ -15,9 +15,10 @@ import verdict_controls
 from loading import ROOT
 from scipy import stats
 
+from flowrl.bench.evidence import column
 from flowrl.bench.verdict_page import named
 from flowrl.bench.verdict_runs import CAMPAIGNS, Study
-from flowrl.run.statistics import mean
+from flowrl.run.statistics import collapsed, mean
 
 RESULTS, PAGE = ROOT / "benchmarks/results", ROOT / "docs/verdict.md"
 FORWARD, GRADIENT = 2_442_642_604_032, 5_259_447_582_720
@@ -52,12 +53,17 @@ def interval(values):
     return values.mean(), values.mean() - reach, values.mean() + reach
 
 
+def archived(path):
+    """The lines of published runs."""
+    with lzma.open(f"{path}.xz", "rt") as file:
+        return list(map(json.loads, file))
+
+
 @pytest.fixture(scope="module", params=CAMPAIGNS)
 def world(request):
     """[task][arm][seed] rewards and budgets, by the names of the page."""
     path = RESULTS / f"verdict-{request.param}.jsonl"
-    with lzma.open(f"{path}.xz", "rt") as file:
-        lines = {line["id"]: line for line in map(json.loads, file)}
+    lines = {line["id"]: line for line in archived(path)}
     study, runs = Study(CAMPAIGNS[request.param], path), {}
     from flowrl.bench.digest import config_id
 
@@ -162,3 +168,21 @@ def test_no_decided_lead_of_three_seeds_is_reversed_by_all(world):
         few, overall = mean(differences[:3]), mean(differences)
         decided = all(lead.low > 0 or lead.high < 0 for lead in (few, overall))
         assert not decided or few.value * overall.value > 0, (first, second, differences)
+
+
+@pytest.mark.slow
+def test_collapse_on_the_curves_of_the_verdict():
+    """It finds every run that lost half of a gain above 0.1, and at the end none that kept it."""
+    curves = [
+        column(line, "soft")
+        for world in ("points", "images")
+        for line in archived(RESULTS / f"verdict-{world}.jsonl")
+    ]
+    curves = [curve for curve in curves if np.isfinite(curve).all()]
+    gains = [max(curve) - curve[0] for curve in curves]
+    lost = [max(curve) - curve[-1] for curve in curves]
+    runs = list(zip(curves, gains, lost, strict=True))
+    fallen = [curve for curve, gain, fall in runs if gain > 0.1 and fall > 0.5 * gain]
+    kept = [curve for curve, gain, fall in runs if gain > 0.1 and fall <= 0.05]
+    assert len(fallen) == 37 and all(map(collapsed, fallen))
+    assert len(kept) > 1500 and not any(map(collapsed, kept))

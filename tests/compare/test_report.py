@@ -27,6 +27,7 @@ from flowrl.compare.results import (
     Comparison,
     Mean,
     collapsed,
+    evaluation_noise,
     load_comparison,
     run_folder,
     summarise,
@@ -88,9 +89,53 @@ def test_summary_numbers_worked_out_by_hand():
     assert (fast.nfe_per_trajectory, fast.rewards_per_trajectory) == (10, 2)
 
 
-def test_a_collapse_ends_far_below_the_best_or_below_the_start():
-    assert collapsed([0.4, 0.9, 0.79]) and not collapsed([0.4, 0.9, 0.81])
-    assert collapsed([0.4, 0.41, 0.37]) and not collapsed([0.4, 0.41, 0.39])
+STEADY = {
+    "pickscore": (21.0, 2.0, 1.0),
+    "hps": (0.28, 0.05, 0.03),
+    "clip": (0.80, 0.10, 0.08),
+    "geneval": (0.63, 0.27, 0.45),
+}
+"""Start, gain, and standard deviation of an image's reward."""
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards"),
+    [
+        ("pickscore", (21.0, 21.5, 22.0, 22.4, 23.0, 22.7, 17.0)),
+        ("pickscore", (21.0, 23.0, 17.0)),
+        ("hps", (0.28, 0.30, 0.31, 0.33, 0.33, 0.24)),
+        ("clip", (0.80, 0.84, 0.90, 0.89, 0.65)),
+        ("geneval", (0.63, 0.80, 0.90, 0.88, 0.50)),
+        ("geneval", (0.63, 0.60, 0.20)),  # it never gained
+    ],
+)
+def test_a_collapse_has_no_unit(name, rewards):
+    noise = evaluation_noise(STEADY[name][2], 64)
+    assert collapsed(rewards, noise) and not collapsed(rewards[:-1], noise)
+    for scale, shift in ((1e-3, 0.0), (1e3, -500.0)):
+        moved = [scale * reward + shift for reward in rewards]
+        assert collapsed(moved, scale * noise) and not collapsed(moved[:-1], scale * noise)
+
+
+@pytest.mark.parametrize("name", STEADY)
+@pytest.mark.parametrize("samples", [32, 192])
+def test_a_steady_run_seldom_counts_as_collapsed(name, samples):
+    """20 evaluations with independent noise, judged after each: at most 5% of the runs."""
+    start, gain, std = STEADY[name]
+    generator = np.random.default_rng(samples)
+    curves = start + gain * np.linspace(0, 1, 20)
+    curves = curves + generator.normal(0, std / samples**0.5, (400, 20))
+    noise = evaluation_noise(std, samples)
+    alarms = [any(collapsed(c[:n], noise) for n in range(2, 21)) for c in curves]
+    assert np.mean(alarms) <= 0.05
+
+
+def test_a_collapse_loses_half_of_the_gain_and_more_than_the_usual_changes():
+    assert collapsed([0.4, 0.9, 0.64]) and not collapsed([0.4, 0.9, 0.66])
+    # it fell by 0.2 before, on its way to the best
+    assert not collapsed([0.4, 0.7, 0.5, 0.9, 0.35]) and collapsed([0.4, 0.7, 0.7, 0.9, 0.35])
+    assert collapsed([0.2, 0.9, 0.95, 0.96, 0.3])  # a steep rise is no noise
+    assert not collapsed([0.5]) and not collapsed([0.5, 0.5])
     runs = comparison(base=[[0.1, 0.5], [0.1, 0.6]], fast=[[0.1, 0.9, 0.2], [0.1, 0.9]])
     assert collapse_text(summarise(runs)) == "Collapsed: fast 1 of 2 seeds"
     assert collapse_text(summarise(comparison(base=[[0.1, 0.5]]))) == ""

@@ -285,7 +285,7 @@ def test_a_stop_for_collapse_ends_with_the_best_evaluated_checkpoint(keep, tmp_p
     """The files are those of a run that ends there, also if the process dies before it has written
     them.
     """
-    scores = {2: 0.2, 4: 0.9, 6: 0.8, 8: 0.4}
+    scores = {2: 0.5, 4: 0.9, 6: 0.8, 8: -2.0}
 
     def act(record):
         if not record.metrics["evaluation"]:
@@ -305,7 +305,7 @@ def test_a_stop_for_collapse_ends_with_the_best_evaluated_checkpoint(keep, tmp_p
     assert names == {1: ["000004", "000008"], 2: ["000004", "000007", "000008"]}[keep]
     done = json.loads((out / "done.json").read_text())
     assert (done["iterations"], done["exported"]) == (8, 4)
-    assert "fell to 0.400 from its best, 0.900 (it began at 0.100)" in done["stopped"]
+    assert "fell to -2.000 from its best, 0.900 (it began at 0.100)" in done["stopped"]
     (text,) = [state["warning"] for state in reports if "stopped" in state.get("kinds", ())]
     assert text.endswith("; the weights and samples of the run are those of iteration 4")
     files = "weights.safetensors", "samples.safetensors", "samples.json", "trajectory.json"
