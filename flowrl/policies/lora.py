@@ -198,6 +198,7 @@ class Adapters:
             {name: tuple(tensor.shape) for name, tensor in named.items()}
             for named in (tensors, own)
         )
+        self.require_layers(tensors)
         if problem := _mismatch(shapes, expected):
             raise CheckpointError(problem)
         with torch.no_grad():
@@ -252,11 +253,6 @@ def _mismatch(shapes: Shapes, expected: Shapes) -> str:
     )
     if ranks > wanted:
         return f"lora_rank: its rank is {ranks}, lora_rank is {wanted}; allowed: {ranks} or more"
-    for name, shape in shapes.items():
-        side = 1 if "lora_A" in name else 0
-        if shape[side] != expected[name][side]:
-            both = f"{list(shape)}, {list(expected[name])} expected"
-            return f"the model: {name} is {both}; it is a LoRA of another model"
     return ""
 
 

@@ -199,7 +199,7 @@ class _Checks:
             source = find_source(policy.model, policy.original, download=False)
         except ConfigError:
             names = policy.original or policy.model, policy.model
-            offline = import_module("huggingface_hub").constants.HF_HUB_OFFLINE
+            offline = import_module("huggingface_hub.constants").HF_HUB_OFFLINE
             if offline or any(map(os.path.exists, names)):
                 raise
             return f"{names[0]} is not downloaded yet, so its parts are not checked"

@@ -205,7 +205,7 @@ def _downloaded(name: str, file: str, option: str) -> Path:
         patterns = [*LORA_FILES, "adapter_config.json", "transformer/*"]
         return Path(hub.snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
-        off = hub.constants.HF_HUB_OFFLINE
+        off = import_module("huggingface_hub.constants").HF_HUB_OFFLINE
         advice = (
             "downloads are off: set HF_HUB_OFFLINE=0"
             if off

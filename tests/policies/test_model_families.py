@@ -24,7 +24,7 @@ from torch.testing import assert_close
 from flowrl.core.errors import CheckpointError, ConfigError, DiskError
 from flowrl.core.types import Prompt
 from flowrl.methods import METHODS
-from flowrl.policies import LORA_TARGETS, PipelinePolicy, has_compiled_blocks, lora, pipeline
+from flowrl.policies import LORA_TARGETS, PipelinePolicy, has_compiled_blocks, pipeline
 from flowrl.run.checkpoint import restore_trainer, trainer_state
 from flowrl.run.models import load
 from flowrl.run.models.embedded import EmbeddingsFolder
@@ -220,12 +220,20 @@ def test_a_policy_has_other_weights_for_a_while(pair, tmp_path):
     assert torch.equal(velocity(fixed), base)
 
 
-def test_a_lora_of_another_model_is_named():
-    """With the same layers and rank, but other widths."""
-    shapes = {"x.lora_A.weight": (2, 8), "x.lora_B.weight": (8, 2)}
-    other = {"x.lora_A.weight": (2, 16), "x.lora_B.weight": (8, 2)}
-    problem = lora._mismatch(other, shapes)
-    assert problem.startswith("the model: x.lora_A.weight is [2, 16], [2, 8] expected")
+def test_a_lora_of_another_model_is_named(pair):
+    """With other layers, or with other widths of the same ones."""
+    policy = pair.policy()
+    tensors = policy.adapters.tensors()
+    name = next(name for name in tensors if "lora_A" in name)
+    wide = {**tensors, name: torch.ones(4, 7)}
+    for other, message in (
+        (wide, rf"{name} is \[4, 7\], in_features is \d+; it is a LoRA of another model"),
+        ({"blocks.0.x.lora_A.weight": torch.ones(4, 8)}, "the model has no such layer"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            policy.adapters.load(other)
+    own = policy.adapters.tensors()
+    assert all(torch.equal(own[name], tensors[name]) for name in tensors)
 
 
 def test_full_fine_tuning_and_its_reference(pair, tmp_path):

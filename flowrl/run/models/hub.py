@@ -153,7 +153,7 @@ def not_found(model: str, error: Exception) -> str:
         return f"{model!r} does not exist; {allowed}"
     page = f"https://huggingface.co/{model}"
     access = f"accept it on {page} and set a token (hf auth login, or HF_TOKEN)"
-    if import_module("huggingface_hub").constants.HF_HUB_OFFLINE:
+    if import_module("huggingface_hub.constants").HF_HUB_OFFLINE:
         return (
             f"{model!r} is neither a folder nor among the downloaded models; downloads are off: set"
             f" HF_HUB_OFFLINE=0, or download the model first (hf download {model}). If it has a"
