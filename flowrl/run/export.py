@@ -215,8 +215,10 @@ def lora_file(
     named = to_format(lora.tensors, form, pipeline)
     if form != "kohya":
         named |= lora.others
-    named = {
-        name: tensor.detach().cpu().to(dtype if tensor.ndim else tensor.dtype).contiguous()
+    named = {  # copies, because the parts of a fused layer share one A, which safetensors refuses
+        name: tensor.detach()
+        .to("cpu", dtype if tensor.ndim else tensor.dtype)
+        .clone(memory_format=torch.contiguous_format)
         for name, tensor in named.items()
     }
     spec = _model_spec(lora, form, pipeline, facts) if facts else {}

@@ -207,6 +207,32 @@ def test_a_lora_of_another_program_is_converted(root, tmp_path, capsys):
     assert not (tmp_path / "nothing" / "README.md").exists()
 
 
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("layer", "a", "b"),
+    [
+        ("lora_unet_joint_blocks_0_x_block_attn_qkv", "lora_down", "lora_up"),
+        ("diffusion_model.joint_blocks.0.x_block.attn.qkv", "lora_A", "lora_B"),
+    ],
+)
+def test_a_dense_fused_layer_is_converted(layer, a, b, form, root, tmp_path):
+    """Of other programs, whose q, k and v share the matrix A; with alpha 4 and rank 8."""
+    width = load_file(next((root / "model" / "transformer").glob("*.safetensors")))[
+        "transformer_blocks.0.attn.to_q.weight"
+    ].shape[0]
+    down, up = torch.randn(8, width), torch.randn(3 * width, 8)
+    named = {f"{layer}.{a}.weight": down, f"{layer}.{b}.weight": up}
+    save_file(named | {f"{layer}.alpha": torch.tensor(4.0)}, tmp_path / "theirs.safetensors")
+    file = exported(
+        tmp_path / "out", tmp_path / "theirs.safetensors", model=root / "model", format=form
+    )
+    found = read_lora(file, import_module("diffusers").StableDiffusion3Pipeline).tensors
+    for part, rows in zip("qkv", up.split(width), strict=True):
+        name = f"transformer_blocks.0.attn.to_{part}"
+        product = found[f"{name}.lora_B.weight"] @ found[f"{name}.lora_A.weight"]
+        assert_close(product, rows @ down * 4 / 8)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_merged_weights_give_the_image_of_the_adapter(name, tmp_path):
     case = CASES[name]
