@@ -395,6 +395,30 @@ def test_the_snippet_of_the_card_draws_the_first_sample_of_the_run(root, run, tm
     assert (found - draws(run, "000001")).abs().max() > 1e-3
 
 
+@pytest.mark.slow
+def test_verify_says_which_program_loaded_the_file(root, tmp_path, capsys):
+    for form, dtype, how in (
+        ("diffusers", "float32", "loaded by diffusers"),
+        ("comfyui", "bfloat16", "loaded by diffusers"),
+        ("kohya", "float32", "read by flowrl; diffusers does not load this format"),
+        ("merged", "bfloat16", "loaded by diffusers"),
+    ):
+        out = tmp_path / form
+        options = words(format=form, dtype=dtype, out=out, verify=True, trust=True)
+        assert main(["export", f"{root}/run", *options]) == 0
+        line = re.search(
+            r"Verified: .* by at most (.*) \(the file was (.*)\)", capsys.readouterr().out
+        )
+        assert line is not None and line[2] == how, form
+        assert (float(line[1]) > 1e-4) == (dtype == "bfloat16"), form
+    empty = tmp_path / "empty.safetensors"
+    save_file({"nothing": torch.zeros(2, 2)}, empty)
+    config = load_config(root / "run" / "config.json", trust=True)
+    for form in ("diffusers", "kohya"):
+        with pytest.raises(CheckpointError, match=r"empty.safetensors"):
+            largest_difference(find_weights(root / "run"), config, empty, form)
+
+
 def executed(out, model, name):
     """The image of the snippet in a card."""
     code = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]

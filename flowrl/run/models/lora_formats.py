@@ -103,6 +103,10 @@ family needs one more entry.
 """
 ORIGINAL_IN_COMFYUI = ("WanPipeline",)
 """Families of which ComfyUI reads the original names only."""
+KOHYA_IN_DIFFUSERS = ("FluxPipeline", "QwenImagePipeline")
+"""Families of which diffusers loads kohya's names. Of SD3 it loads nothing and reports no error,
+and of Wan it refuses LoRAs of the attention layers.
+"""
 WIDER = {"proj_mlp": 4}
 """Outputs of a part of a fused layer, in widths of its queries."""
 SWAPPED = "norm1_context.linear"
@@ -148,6 +152,11 @@ def to_format(tensors: Mapping[str, Tensor], form: Format, pipeline: str) -> dic
             named[f"{flat}.lora_up.weight"] = up
             named[f"{flat}.alpha"] = torch.tensor(float(len(down)))
     return named
+
+
+def in_diffusers(form: str, pipeline: str) -> bool:
+    """Whether diffusers loads a file with the names of the program `form`; pipelines by class."""
+    return form != "kohya" or pipeline in KOHYA_IN_DIFFUSERS
 
 
 def from_format(named: Mapping[str, Tensor], pipeline: str) -> dict[str, Tensor] | None:

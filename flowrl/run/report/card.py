@@ -19,6 +19,7 @@ from flowrl.run.export import base_of, prompt_tokens
 from flowrl.run.io import write_bytes
 from flowrl.run.logging import scalars
 from flowrl.run.models.base import BaseModel
+from flowrl.run.models.lora_formats import in_diffusers
 from flowrl.run.parts.plugins import versions
 from flowrl.run.reading import read_bytes, read_json, read_text
 from flowrl.run.records import RunRecord, load_run
@@ -211,8 +212,7 @@ def _snippet(folder: Path, config: RunConfig, what: Exported) -> str:
     """
     policy, base = config.policy, what.base
     is_file = (policy.model or "").endswith(".safetensors")
-    converted = what.form != "kohya" or base.pipeline in ("FluxPipeline", "QwenImagePipeline")
-    if not converted or is_file:
+    if is_file or not in_diffusers(what.form, base.pipeline):
         return ""
     model = json.dumps(base.name or Path(policy.model or "").name)
     given = f"torch_dtype=torch.{policy.dtype}"
