@@ -162,7 +162,7 @@ def test_an_evaluation_and_names_with_special_characters(folder):
     score = {"base": 0.1, "trained": 0.4, "difference": 0.3, "low": 0.2, "high": 0.4}
     scores = {reward: score, "<script>": score | {"low": None, "high": None}}
     command = "flowrl evaluate --weights /home/me/run"
-    content = {"command": command, "prompts": 9, "count": 2, "scores": scores}
+    content = {"command": command, "prompts": 9, "count": 2, "scores": scores, "iteration": 7}
     (folder / "evaluation").mkdir()
     write_json(folder / "evaluation" / "evaluation.json", content)
     weights = folder / config.policy.tuning
@@ -174,4 +174,19 @@ def test_an_evaluation_and_names_with_special_characters(folder):
     assert "| `<script>` | 0.1000 | 0.4000 | +0.3000 |" in text and "/home" not in text
     assert "`flowrl evaluate --weights run` on 9 prompts with 2 images per prompt" in text
     assert (weights / "README.md").read_text() == text and (weights / "config.yaml").exists()
+    # of another checkpoint, of weights without an average, of other weights in this folder
+    (folder / "evaluation" / "grid.png").write_bytes(b"an image")
+    shown = "](evaluation/grid.png)"
+    for change, is_theirs in (
+        ({}, True),
+        ({"iteration": 4}, False),
+        ({"live": True}, False),
+        ({"iteration": 7}, True),
+        ({"iteration": None}, False),
+    ):
+        write_json(folder / "evaluation" / "evaluation.json", content | change)
+        write_card(folder)
+        text = (weights / "README.md").read_text()
+        assert ("on 9 prompts" in text) == (shown in text) == is_theirs, change
+        assert (weights / "evaluation" / "grid.png").exists() == is_theirs, change
     assert without_folders("a ~/b/c.py:D('/e/f.txt') ../g/h i/j") == "a c.py:D('f.txt') h i/j"

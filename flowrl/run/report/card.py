@@ -29,8 +29,9 @@ from flowrl.run.report.style import save
 from flowrl.run.results import changes_of, decimals, untrained_of, without_folders
 from flowrl.run.saved import SavedWeights, best_checkpoint
 
-BESIDE = ("config.yaml", "samples/over-time.png", "samples/prompts.txt", "evaluation/grid.png")
-"""Files that a card refers to."""
+BESIDE = ("config.yaml", "samples/over-time.png", "samples/prompts.txt")
+GRID = "evaluation/grid.png"
+"""Files that a card refers to; `GRID` only with an evaluation of its weights."""
 
 
 def finish_run(folder: Path) -> list[str]:
@@ -81,7 +82,10 @@ def write_card(folder: Path) -> None:
 def write_beside(weights: Path, text: str, run: Path) -> None:
     """Write the card `text` of a `run` to the folder `weights`, with the files it refers to."""
     write_bytes(weights / "README.md", text.replace(f"]({weights.name}/", "](").encode())
-    for name in BESIDE:
+    grid = weights / GRID
+    if not grid.with_name("evaluation.json").exists():
+        grid.unlink(missing_ok=True)  # of an earlier card
+    for name in (*BESIDE, GRID) if f"]({GRID})" in text else BESIDE:
         if (run / name).exists():
             write_bytes(weights / name, read_bytes(run / name))
 
@@ -95,10 +99,8 @@ def card_text(folder: Path, config: RunConfig, exported: Exported | None = None)
     run, base = load_run(folder), what.base
     if not run.rows:
         raise ConfigError(f"weights: {folder} has no metrics yet, so its card cannot be written")
-    last, path = run.rows[-1], folder / "evaluation" / "evaluation.json"
-    ended = last.get("exported", last["iteration"])
-    number = int(what.weights.checkpoint or ended)
-    is_end = not what.weights.checkpoint or (run.finished and number == ended)
+    last = run.rows[-1]
+    number = int(what.weights.checkpoint or last.get("exported", last["iteration"]))
     return render(
         "model-card.md.j2",
         header=yaml.safe_dump(_header(config, base, what.form), sort_keys=False),
@@ -119,7 +121,8 @@ def card_text(folder: Path, config: RunConfig, exported: Exported | None = None)
         finished=run.finished,
         changes=changes_of(run.rows),
         images=sum(row.get("trajectories", 0) for row in run.rows),
-        evaluation=read_json(path, _Evaluation) if is_end and path.is_file() else None,
+        evaluation=_evaluation(folder, number, what.weights.live),
+        grid=GRID if (folder / GRID).exists() else "",
         over_time=(folder / "samples" / "over-time.png").exists(),
         versions=", ".join(f"{name} {version}" for name, version in versions().items()),
     )
@@ -178,12 +181,24 @@ class _Difference:
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """What the card shows of evaluation.json."""
+    """What the card shows of evaluation.json, and which weights of the run it is of."""
 
     command: str
     prompts: int
     count: int
     scores: dict[str, _Difference]
+    iteration: int | None = None
+    live: bool = False
+
+
+def _evaluation(folder: Path, number: int, live: bool) -> _Evaluation | None:
+    """The evaluation in the run's folder; None if it is of other weights than those, averaged or
+    `live`, of iteration `number`.
+    """
+    path = folder / "evaluation" / "evaluation.json"
+    found = read_json(path, _Evaluation) if path.is_file() else None
+    is_theirs = found is not None and (found.iteration, found.live) == (number, live)
+    return found if is_theirs else None
 
 
 def _method(folder: Path, config: RunConfig) -> dict[str, str]:
