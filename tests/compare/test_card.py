@@ -107,6 +107,19 @@ def test_a_run_that_ends_with_its_best_checkpoint_shows_its_scores(folder):
     assert "stopped after iteration 9 of" in text and "by mine: it fell." in text
 
 
+@pytest.mark.parametrize("setting", ["adapter", "start_from"])
+def test_a_run_that_began_with_other_weights_names_them(folder, setting):
+    assert "began" not in card_text(folder, run_config(folder))
+    text = card_text(folder, run_config(folder, **{setting: "/home/me/runs/first@best"}))
+    for words in (
+        "Training began with the weights `first@best` on the base model: the scores before",
+        ", without those of the weights with which it began.",
+        "Began with `first@best`. Prompts:",
+    ):
+        assert words in text
+    assert "/home" not in text
+
+
 def test_small_gains_have_digits(folder):
     rows = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
     rows[1]["evaluation"]["reward"] = 0.25002

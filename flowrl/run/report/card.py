@@ -111,6 +111,7 @@ def card_text(folder: Path, config: RunConfig, exported: Exported | None = None)
         exported=what,
         snippet=_snippet(folder, config, what),
         number=number,
+        began=config.policy.adapter or config.optim.start_from or "",
         reason=_reason(what.weights, last),
         tokens=prompt_tokens(config, base),
         loss_guidance=config.loss_guidance().scales(config.policy.guidance_scale),
