@@ -58,8 +58,8 @@ class Source:
         return tuning == "lora"
 
     def lora(self) -> Lora:
-        """The LoRA. Raises `CheckpointError` if the weights are none, or if it belongs to another
-        base model.
+        """The LoRA. Raises `CheckpointError` if the weights are not a LoRA, if it belongs to another
+        base model, or if its rank is not that of the settings, on which its scale depends.
         """
         if not self.is_lora:
             message = f"weights: {self.weights} are all weights of a transformer, and not a LoRA"
@@ -69,6 +69,12 @@ class Source:
         else:
             policy = self.config.policy
             lora = lora_of_run(self.weights.tensors(), policy.lora_alpha / policy.lora_rank)
+            if wrong := {*lora.ranks.values()} - {policy.lora_rank}:
+                raise CheckpointError(
+                    f"weights: {self.weights} has matrices of rank {min(wrong)}, but lora_rank is"
+                    f" {policy.lora_rank} in {self.weights.path / 'config.json'}; allowed: the"
+                    f" settings of the training, which have lora_rank {min(wrong)}"
+                )
         if self.base.folder is not None:
             check_base(lora.shapes, self.base.folder)
         return lora

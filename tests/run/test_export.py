@@ -318,7 +318,11 @@ def test_errors_name_what_was_found_before_anything_is_loaded(root, run, tmp_pat
     lora, out = root / "run" / "lora", f"--out {tmp_path}/out"
     assert flowrl_(f"train {MIXTURE} --iterations 1 --out {tmp_path}/points") == 0
     CASES["flux"].make().save_pretrained(tmp_path / "flux")
+    edited = shutil.copytree(run, tmp_path / "edited")
+    config = load_config(run / "config.json", trust=True)
+    write_json(edited / "config.json", config.replace(lora_rank=1).as_dict())
     for line, message in (
+        (f"{edited} {out}", "has matrices of rank 2, but lora_rank is 1 in"),
         (f"{tmp_path}/none {out}", "none does not exist; allowed: the folder of a run"),
         (f"{empty} {out}", "has no checkpoint yet"),
         (f"{run}@7 {out}", "no checkpoint '000007'"),
