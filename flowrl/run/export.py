@@ -58,8 +58,8 @@ class Source:
         return tuning == "lora"
 
     def lora(self) -> Lora:
-        """The LoRA. Raises `CheckpointError` if the weights are not a LoRA, if it belongs to another
-        base model, or if its rank is not that of the settings, on which its scale depends.
+        """The LoRA. Raises `CheckpointError` if the weights are not a LoRA, belong to another base
+        model, or have another rank than the settings, on which the scale depends.
         """
         if not self.is_lora:
             message = f"weights: {self.weights} are all weights of a transformer, and not a LoRA"

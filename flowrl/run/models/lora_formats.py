@@ -182,6 +182,17 @@ def from_format(named: Mapping[str, Tensor], pipeline: str) -> dict[str, Tensor]
     return tensors
 
 
+def families_of(names: Iterable[str]) -> list[str]:
+    """The pipelines of `LAYERS` that have a layer with one of the original `names`."""
+    layers = {
+        _pattern(found[1].replace(".", "_"))
+        for name in names
+        if (found := ORIGINAL.fullmatch(name))
+    }
+    tables = {kind: {name.replace(".", "_") for name in table} for kind, table in LAYERS.items()}
+    return [kind for kind, table in tables.items() if layers & table]
+
+
 SIDES = {"lora_A": "A", "lora_down": "A", "lora_B": "B", "lora_up": "B"}
 ORIGINAL = re.compile(
     rf"(?:lora_unet_|diffusion_model\.)(.+?)(?:\.({'|'.join(SIDES)})\.weight|\.alpha)"
