@@ -160,7 +160,7 @@ class Export:
         except CheckpointError:
             file.unlink()
             raise
-        for line in notes(lora, self.format, source.config):
+        for line in notes(lora, kind.__name__, self.format, source.config):
             print(line)
         return file
 
@@ -182,7 +182,7 @@ class Export:
             )
             return self.out
         loras = [source.lora()]
-        for line in notes(loras[0]):
+        for line in notes(loras[0], source.pipeline.__name__):
             print(line)
         weights = {}
         if config is not None:

@@ -21,7 +21,7 @@ from flowrl.core.types import Prompt
 from flowrl.rollout import initial_noise, sample_images
 from flowrl.run.build import make_policy
 from flowrl.run.config import load_config
-from flowrl.run.export import check_lora, lora_file, made_file, run_lora
+from flowrl.run.export import check_lora, lora_file, made_file, notes, run_lora
 from flowrl.run.io import write_json
 from flowrl.run.models.lora_files import Lora, lora_of_run, read_lora
 from flowrl.run.models.merged import write_merged
@@ -294,6 +294,30 @@ def test_merging_rounds_once_and_refuses_other_models(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=message):
             write_merged(tmp_path / "out", tmp_path / "base", weights=weights)
+
+
+def test_layers_without_effect_are_named():
+    last, first = "transformer_blocks.1.attn.add_q_proj", "transformer_blocks.0.attn.add_q_proj"
+    ones = {
+        f"{layer}.lora_{x}.weight": torch.ones(2, 2)
+        for layer in (last, first, *(f"transformer_blocks.{n}.attn.to_q" for n in range(5)))
+        for x in "AB"
+    }
+    expected = f"B = 0, no change, in {last} (as expected: the image does not depend on the output)"
+    flux, queries = "FluxPipeline", [n.removesuffix(".lora_B.weight") for n in ones if "to_q" in n]
+    for pipeline, idle, lines in (
+        (SD3, [], []),
+        (SD3, [last], [expected]),
+        (SD3, [last, first], [expected, f"Warning: B = 0, no change, in {first}"]),
+        (flux, [last], [f"Warning: B = 0, no change, in {last}"]),
+    ):
+        zero = {f"{layer}.lora_B.weight": torch.zeros(2, 2) for layer in idle}
+        lora = Lora({n: t for n, t in (ones | zero).items() if n.split(".")[1] in "01"})
+        assert notes(lora, pipeline) == lines
+    names = [layer for layer in dict.fromkeys(queries) if layer.endswith("to_q")]
+    zero = {f"{layer}.lora_B.weight": torch.zeros(2, 2) for layer in names}
+    (line,) = notes(Lora(ones | zero), flux)
+    assert line.endswith("transformer_blocks.2.attn.to_q and 2 more")
 
 
 def test_a_written_file_must_have_every_layer(root, tmp_path):
