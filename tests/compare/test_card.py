@@ -66,6 +66,8 @@ def test_header_code_and_numbers(folder, tuning, kind):
         "7 iterations, 12,345 network evaluations in rollouts and 68 seconds",
     ):
         assert words in body
+    assert '.to("cuda")' not in code and "This trains 300 iterations; the weights in" in body
+    assert "This trains" not in card_text(folder, run_config(folder, iterations=7, tuning=tuning))
     assert "`seconds`" not in body and str(folder) not in text
 
 
@@ -137,11 +139,13 @@ def test_the_base_model_of_a_folder(folder, tmp_path):
         index = {"_class_name": "StableDiffusion3Pipeline", "_name_or_path": name}
         write_json(place / "model_index.json", {k: v for k, v in index.items() if v})
     config = run_config(folder)
+    note = "In training, `my-sd3` was a local folder: replace it by the folder or the Hub name"
     for place, expected in ((snapshot, SD3), (recorded, SD3), (local, "my-sd3")):
         header = card_text(folder, config.replace(model=str(place))).split("---\n")[1]
         values = yaml.safe_load(header)
         assert values["base_model"] == expected and values["base_model_relation"] == "adapter"
-        assert ("local folder" in header) == (place == local)
+        text = card_text(folder, config.replace(model=str(place)))
+        assert ("local folder" in header) == (note in text) == (place == local)
 
 
 def test_a_base_model_is_described_without_loading_it(tmp_path):

@@ -96,7 +96,7 @@ def trained(run, name="", live=False):
     return lora_of_run(find_weights(text, live).tensors(), scale=ALPHA / 2)
 
 
-def test_a_run_in_any_state_is_exported_for_all_programs(root, run, tmp_path):
+def test_a_run_in_any_state_is_exported_for_all_programs(root, run, tmp_path, capsys):
     kind = import_module("diffusers").StableDiffusion3Pipeline
     for weights, lora in (
         (root / "run", trained(root / "run")),
@@ -110,7 +110,11 @@ def test_a_run_in_any_state_is_exported_for_all_programs(root, run, tmp_path):
             assert len(effective) > 10 and effective <= found.ranks.keys()
             for name in found.tensors:
                 assert torch.equal(found.tensors[name], lora.tensors[name])
+    exported(tmp_path / "a.safetensors", run)
+    assert f"Wrote {tmp_path}/a.safetensors, from {run}@000002\n" in capsys.readouterr().out
     live = exported(tmp_path / "a.safetensors", run, live=True, dtype="bfloat16")
+    shown = capsys.readouterr().out
+    assert f"Replaced {tmp_path}/a.safetensors, from {run}@000002 (live)\n" in shown
     assert {t.dtype for t in load_file(live).values()} == {torch.bfloat16}
     expected = trained(run, live=True).named
     assert all(torch.equal(t, expected[n].bfloat16()) for n, t in load_file(live).items())
@@ -179,7 +183,9 @@ def test_the_card_beside_an_export_says_which_weights(root, run, tmp_path):
     text = (tmp_path / "own" / "README.md").read_text()
     assert "base_model: me/other" in text and "not averaged, of iteration 2" in text
     assert "The run has not evaluated these weights." in text
-    assert "```python" not in text and "`own.safetensors` has the names of kohya's" in text
+    use = text.split("## Use\n\n")[1]
+    assert "```python" not in text and use.startswith("The file `own.safetensors` has the names of")
+    assert "diffusers does not load these names" in use
 
 
 def test_a_lora_of_another_program_is_converted(root, tmp_path, capsys):
@@ -342,6 +348,8 @@ def test_errors_name_what_was_found_before_anything_is_loaded(root, run, tmp_pat
     lora, out = root / "run" / "lora", f"--out {tmp_path}/out"
     assert flowrl_(f"train {MIXTURE} --iterations 1 --out {tmp_path}/points") == 0
     CASES["flux"].make().save_pretrained(tmp_path / "flux")
+    exported(tmp_path / "v1.0", f"{run}@best", format="kohya")
+    assert f"and its card, README.md, from {run}@00000" in capsys.readouterr().out
     edited = shutil.copytree(run, tmp_path / "edited")
     config = load_config(run / "config.json", trust=True)
     write_json(edited / "config.json", config.replace(lora_rank=1).as_dict())
@@ -361,6 +369,8 @@ def test_errors_name_what_was_found_before_anything_is_loaded(root, run, tmp_pat
         (f"{run} --out {tmp_path}/mine.safetensors", "a new file, or one that this"),
         (f"{run} --out {tmp_path}/a.safetensors --format merged", "the name of a folder"),
         (f"{run} {out} --verify", "--trust"),
+        (f"{run} --out {tmp_path}/a.ckpt", f"out = '{tmp_path}/a.ckpt' is not allowed; allowed"),
+        (f"{run} --out {tmp_path}/v1.0", "v1.0' is not allowed; allowed: a new folder: this one"),
         (f"{run} {out} --push me/mine", "HF_HUB_OFFLINE = '1' is not allowed; allowed: 0"),
         (f"{lora} --model {root}/model {out} --verify", "only for the weights of a run"),
     ):

@@ -109,6 +109,7 @@ def card_text(folder: Path, config: RunConfig, exported: Exported | None = None)
         known=bool(base.name),
         local=without_folders,
         exported=what,
+        in_diffusers=in_diffusers(what.form, base.pipeline),
         snippet=_snippet(folder, config, what),
         number=number,
         began=config.policy.adapter or config.optim.start_from or "",
@@ -240,7 +241,8 @@ def _snippet(folder: Path, config: RunConfig, what: Exported) -> str:
         given = f"transformer=transformer, {given}"
     if what.form == "merged":
         model = '"THIS_FOLDER"'
-    lines.append(f'pipe = DiffusionPipeline.from_pretrained({model}, {given}).to("cuda")')
+    lines.append('device = "cuda" if torch.cuda.is_available() else "cpu"')
+    lines.append(f"pipe = DiffusionPipeline.from_pretrained({model}, {given}).to(device)")
     if what.form not in ("full", "merged"):
         file = f", weight_name={json.dumps(what.file)}" if what.file else ""
         lines.append(f'pipe.load_lora_weights("THIS_FOLDER"{file})')
