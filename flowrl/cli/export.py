@@ -79,7 +79,7 @@ class Export:
         folder = "the name of a folder: a card and several files are written"
         out = str(self.out)
         require(not (is_file and (self.push or self.format == "merged")), "out", out, folder)
-        fits = self.out.suffix not in OTHER_FILES
+        fits = self.out.suffix.lower() not in OTHER_FILES
         require(fits, "out", out, "the name of a folder, or of a file NAME.safetensors")
         self.require_same_format()
         named = not self.push or bool(HUB_NAME.fullmatch(self.push))
