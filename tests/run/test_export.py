@@ -469,7 +469,7 @@ def executed(out, model, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["flux", "qwen-image", "wan"])
-def test_the_snippet_of_other_families_draws_the_first_sample(name, tmp_path):
+def test_the_snippet_of_other_families_draws_the_first_sample(name, tmp_path, capsys):
     case = CASES[name]
     settings = {"preset": "tiny", "lora_rank": 2, "learning_rate": 0.3, "groups": 1}
     settings |= {"iterations": 1, "checkpoint_every": 1, "ema_decay": 0, "tracker": "none"}
@@ -481,6 +481,15 @@ def test_the_snippet_of_other_families_draws_the_first_sample(name, tmp_path):
         assert main(["export", f"{tmp_path}/run", *words(format=form, out=out)]) == 0
         found = executed(out, tmp_path / "model", "model")
         assert_close(found, draws(tmp_path / "run", "000001"), atol=2e-5, rtol=0)
+    hows = {"comfyui": "loaded by diffusers", "kohya": "loaded by diffusers"}
+    if name == "wan":
+        hows["kohya"] = "read by flowrl; diffusers"
+    if name == "flux":  # diffusers' converter has the width of the real model built in
+        del hows["kohya"]
+    for form, how in hows.items():
+        options = words(format=form, out=tmp_path / f"{form}-checked", verify=True, trust=True)
+        assert main(["export", f"{tmp_path}/run", *options]) == 0
+        assert f"(the file was {how}" in capsys.readouterr().out, form
 
 
 @pytest.mark.slow
