@@ -114,9 +114,8 @@ def test_a_run_that_began_with_other_weights_names_them(folder, setting):
     assert "began" not in card_text(folder, run_config(folder))
     text = card_text(folder, run_config(folder, **{setting: "/home/me/runs/first@best"}))
     for words in (
-        "Training began with the weights `first@best` on the base model: the scores before",
+        "Training began with the weights `first@best`: the scores before training are of these",
         ", without those of the weights with which it began.",
-        "Began with `first@best`. Prompts:",
     ):
         assert words in text
     assert "/home" not in text
