@@ -112,6 +112,7 @@ class Evaluate:
 
         from flowrl.rewards import evaluation_reward
         from flowrl.run.build import make_world
+        from flowrl.run.export import iteration_of
         from flowrl.run.io import new_folder, require_no_links
         from flowrl.run.parts.prompts import read_prompts
         from flowrl.run.parts.registry import build
@@ -144,9 +145,14 @@ class Evaluate:
         steps = config.evaluation.eval_steps
         how = SamplingSettings(steps, self.count, self.seed, self.batch, self.shown)
         first = found[0]
+        beside = first.path if first.path.is_dir() else first.path.parent
+        out = self.out or beside / "evaluation"
+        of_run = first.kind == "run" and out == beside / "evaluation"
         facts = {
             "command": typed_command(),
             "weights": ", ".join(weights),
+            "iteration": iteration_of(first) if of_run else None,
+            "live": first.live,
             "base": options.model or environment.subject,
             "method": config.algorithm.method if first.kind == "run" else None,
             "guidance": options.guidance_scale,
@@ -154,9 +160,6 @@ class Evaluate:
             "dtype": options.dtype,
             "device": options.device,
         }
-        beside = first.path if first.path.is_dir() else first.path.parent
-        out = self.out or beside / "evaluation"
-        of_run = first.kind == "run" and out == beside / "evaluation"
         if beside in out.parents:
             card = ("lora", "full") if of_run else ()
             require_no_links(beside, (out.relative_to(beside).parts[0], *card))
@@ -171,7 +174,7 @@ class Evaluate:
 
             evaluation = compare_weights(policy, weights, prompts, rewards, how, facts, show)
             write_evaluation(evaluation, out, self.html, targets(evaluation.prompts))
-        if of_run and not first.checkpoint and (beside / "README.md").exists():
+        if of_run and all((beside / name).exists() for name in ("done.json", "README.md")):
             write_card(beside)
         page = f" and {out}/report.html" if self.html else ""
         print(f"{table(evaluation)}\nWrote {out}/evaluation.json and {out}/grid.png{page}")

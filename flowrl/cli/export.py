@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from flowrl.run.saved import SavedWeights
 
 
+OTHER_FILES = (".ckpt", ".bin", ".pt", ".pth", ".sft", ".gguf")
+"""Endings of files of weights that are not written."""
+
+
 @dataclass(frozen=True)
 class Export:
     """Write trained weights for other programs: of a run in any state, or of any LoRA.
@@ -35,7 +39,9 @@ class Export:
     file, folder or name on the Hub.
     """
     out: Path
-    """A new folder for the weights and their card; or for a LoRA a file, NAME.safetensors."""
+    """A new folder for the weights and, of a run, their card; or for a LoRA a file,
+    NAME.safetensors.
+    """
     format: Literal["diffusers", "comfyui", "kohya", "merged"] = "diffusers"
     """diffusers, comfyui or kohya (sd-scripts, musubi-tuner, Forge): a LoRA with the names of this
     program; merged: the base model in diffusers' form with the trained weights.
@@ -46,7 +52,8 @@ class Export:
     """Type of the weights [default: float32; merged: the base model's]."""
     model: str = ""
     """The base model of weights that are not a run's, or the new place of a run's: a folder or a
-    name on the Hub.
+    name on the Hub. For weights that are not a run's and a base that is a single file: the
+    pipeline that it was trained from.
     """
     base_model: str = ""
     """The base model's name on the Hub, for the card, if it was a local folder."""
@@ -70,7 +77,11 @@ class Export:
 
         is_file = self.out.suffix == ".safetensors"
         folder = "the name of a folder: a card and several files are written"
-        require(not (is_file and (self.push or self.format == "merged")), "out", self.out, folder)
+        out = str(self.out)
+        require(not (is_file and (self.push or self.format == "merged")), "out", out, folder)
+        fits = self.out.suffix.lower() not in OTHER_FILES
+        require(fits, "out", out, "the name of a folder, or of a file NAME.safetensors")
+        self.require_same_format()
         named = not self.push or bool(HUB_NAME.fullmatch(self.push))
         require(named, "push", self.push, "the name of a repository: OWNER/NAME")
         off = bool(self.push) and os.environ.get("HF_HUB_OFFLINE", "0") != "0"
@@ -87,6 +98,7 @@ class Export:
             else base_of(config, self.model, self.base_model)
         )
         source = Source(saved, config, base, pipeline_class(model, base))
+        verb = "Replaced" if is_file and self.out.exists() else "Wrote"
         with self.place(is_file):
             written = self.merge(source) if self.format == "merged" else self.convert(source)
             if self.verify and config is not None:
@@ -95,7 +107,8 @@ class Export:
             if not is_file:
                 self.card(source, written)
                 write_json(self.out / EXPORT, source.facts() | {"format": self.format})
-        print(f"Wrote {written}{'' if is_file or config is None else ' and its card, README.md'}")
+        card = "" if is_file or config is None else " and its card, README.md"
+        print(f"{verb} {written}{card}, from {saved}")
         if self.push:
             print(f"Uploaded to {push_folder(self.out, self.push)}")
         return 0
@@ -119,6 +132,18 @@ class Export:
                 " a model"
             )
         return config
+
+    def require_same_format(self) -> None:
+        """Raise `ConfigError` if `out` is an earlier export in another format, whose files would
+        remain beside the new ones.
+        """
+        from flowrl.run.export import EXPORT, made_export
+        from flowrl.run.reading import read_json
+
+        if made_export(self.out):
+            before = read_json(self.out / EXPORT, dict[str, str]).get("format")
+            need = f"a new folder: this one is an export with --format {before}"
+            require(before == self.format, "out", str(self.out), need)
 
     @contextmanager
     def place(self, is_file: bool) -> Iterator[None]:
@@ -160,7 +185,7 @@ class Export:
         except CheckpointError:
             file.unlink()
             raise
-        for line in notes(lora, self.format, source.config):
+        for line in notes(lora, kind.__name__, self.format, source.config):
             print(line)
         return file
 
@@ -182,7 +207,7 @@ class Export:
             )
             return self.out
         loras = [source.lora()]
-        for line in notes(loras[0]):
+        for line in notes(loras[0], source.pipeline.__name__):
             print(line)
         weights = {}
         if config is not None:

@@ -1,6 +1,7 @@
 """Trained weights as files for other programs: LoRAs, and the base model with a LoRA folded in."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from flowrl.run.config import RunConfig
 from flowrl.run.models.base import BaseModel, describe_base
 from flowrl.run.models.hub import family_of
 from flowrl.run.models.lora_files import Lora, lora_of_run, read_lora
-from flowrl.run.models.lora_formats import Format, to_format
+from flowrl.run.models.lora_formats import BLOCK, Format, to_format
 from flowrl.run.models.merged import check_base
 from flowrl.run.reading import read_json, reading
 from flowrl.run.results import without_folders
@@ -58,8 +59,8 @@ class Source:
         return tuning == "lora"
 
     def lora(self) -> Lora:
-        """The LoRA. Raises `CheckpointError` if the weights are none, or if it belongs to another
-        base model.
+        """The LoRA. Raises `CheckpointError` if the weights are not a LoRA, belong to another base
+        model, or have another rank than the settings, on which the scale depends.
         """
         if not self.is_lora:
             message = f"weights: {self.weights} are all weights of a transformer, and not a LoRA"
@@ -69,6 +70,12 @@ class Source:
         else:
             policy = self.config.policy
             lora = lora_of_run(self.weights.tensors(), policy.lora_alpha / policy.lora_rank)
+            if wrong := {*lora.ranks.values()} - {policy.lora_rank}:
+                raise CheckpointError(
+                    f"weights: {self.weights} has matrices of rank {min(wrong)}, but lora_rank is"
+                    f" {policy.lora_rank} in {self.weights.path / 'config.json'}; allowed: the"
+                    f" settings of the training, which have lora_rank {min(wrong)}"
+                )
         if self.base.folder is not None:
             check_base(lora.shapes, self.base.folder)
         return lora
@@ -81,16 +88,36 @@ class Source:
         return export_facts(self.base, self.config, saved.path, iteration_of(saved), saved.live)
 
 
-def notes(lora: Lora, form: Format = "diffusers", config: RunConfig | None = None) -> list[str]:
-    """Lines about what a file of `lora` lacks: layers without effect, matrices for text encoders in
-    kohya's format, and the weights on which the run with these settings was trained.
+UNUSED = {
+    "StableDiffusion3Pipeline": r"attn\.(add_q_proj|to_add_out)|ff_context\..*",
+    "QwenImagePipeline": r"attn\.(add_q_proj|to_add_out)|txt_mlp\..*",
+}
+"""By pipeline, the layers of the last block that compute only its text output, which is not used:
+their gradient is 0.
+"""
+
+
+def notes(
+    lora: Lora, pipeline: str, form: Format = "diffusers", config: RunConfig | None = None
+) -> list[str]:
+    """Lines about what a file of `lora` for a `pipeline` lacks: layers without effect, matrices for
+    text encoders in kohya's format, and the weights on which the run with these settings was
+    trained.
     """
     idle = [layer for layer in lora.ranks if not lora.tensors[f"{layer}.lora_B.weight"].any()]
     lines, count = list[str](), len(lora.ranks)
     if len(idle) == count:
         lines.append(f"Warning: B = 0 in all {count} layers: the LoRA changes nothing")
-    elif idle:
-        lines.append(f"{len(idle)} of {count} layers have B = 0 and change nothing")
+        idle = []
+    last = max((int(found[0]) for layer in lora.ranks if (found := BLOCK.search(layer))), default=0)
+    unused = re.compile(rf"transformer_blocks\.{last}\.({UNUSED.get(pipeline, '$')})")
+    expected = [layer for layer in idle if unused.fullmatch(layer)]
+    if expected:
+        why = "as expected: the image does not depend on the output"
+        lines.append(f"B = 0, no change, in {', '.join(expected)} ({why})")
+    if other := [layer for layer in idle if layer not in expected]:
+        more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+        lines.append(f"Warning: B = 0, no change, in {', '.join(other[:3])}{more}")
     if lora.others and form == "kohya":
         lines.append(f"Warning: {len(lora.others)} matrices of text encoders are left out")
     beneath = [config.policy.frozen_adapters] if config else []
@@ -215,8 +242,10 @@ def lora_file(
     named = to_format(lora.tensors, form, pipeline)
     if form != "kohya":
         named |= lora.others
-    named = {
-        name: tensor.detach().cpu().to(dtype if tensor.ndim else tensor.dtype).contiguous()
+    named = {  # copies, because the parts of a fused layer share one A, which safetensors refuses
+        name: tensor.detach()
+        .to("cpu", dtype if tensor.ndim else tensor.dtype)
+        .clone(memory_format=torch.contiguous_format)
         for name, tensor in named.items()
     }
     spec = _model_spec(lora, form, pipeline, facts) if facts else {}

@@ -66,6 +66,8 @@ def test_header_code_and_numbers(folder, tuning, kind):
         "7 iterations, 12,345 network evaluations in rollouts and 68 seconds",
     ):
         assert words in body
+    assert '.to("cuda")' not in code and "This trains 300 iterations; the weights in" in body
+    assert "This trains" not in card_text(folder, run_config(folder, iterations=7, tuning=tuning))
     assert "`seconds`" not in body and str(folder) not in text
 
 
@@ -107,6 +109,18 @@ def test_a_run_that_ends_with_its_best_checkpoint_shows_its_scores(folder):
     assert "stopped after iteration 9 of" in text and "by mine: it fell." in text
 
 
+@pytest.mark.parametrize("setting", ["adapter", "start_from"])
+def test_a_run_that_began_with_other_weights_names_them(folder, setting):
+    assert "began" not in card_text(folder, run_config(folder))
+    text = card_text(folder, run_config(folder, **{setting: "/home/me/runs/first@best"}))
+    for words in (
+        "Training began with the weights `first@best`: the scores before training are of these",
+        ", without those of the weights with which it began.",
+    ):
+        assert words in text
+    assert "/home" not in text
+
+
 def test_small_gains_have_digits(folder):
     rows = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
     rows[1]["evaluation"]["reward"] = 0.25002
@@ -124,11 +138,13 @@ def test_the_base_model_of_a_folder(folder, tmp_path):
         index = {"_class_name": "StableDiffusion3Pipeline", "_name_or_path": name}
         write_json(place / "model_index.json", {k: v for k, v in index.items() if v})
     config = run_config(folder)
+    note = "In training, `my-sd3` was a local folder: replace it by the folder or the Hub name"
     for place, expected in ((snapshot, SD3), (recorded, SD3), (local, "my-sd3")):
         header = card_text(folder, config.replace(model=str(place))).split("---\n")[1]
         values = yaml.safe_load(header)
         assert values["base_model"] == expected and values["base_model_relation"] == "adapter"
-        assert ("local folder" in header) == (place == local)
+        text = card_text(folder, config.replace(model=str(place)))
+        assert ("local folder" in header) == (note in text) == (place == local)
 
 
 def test_a_base_model_is_described_without_loading_it(tmp_path):
@@ -162,7 +178,7 @@ def test_an_evaluation_and_names_with_special_characters(folder):
     score = {"base": 0.1, "trained": 0.4, "difference": 0.3, "low": 0.2, "high": 0.4}
     scores = {reward: score, "<script>": score | {"low": None, "high": None}}
     command = "flowrl evaluate --weights /home/me/run"
-    content = {"command": command, "prompts": 9, "count": 2, "scores": scores}
+    content = {"command": command, "prompts": 9, "count": 2, "scores": scores, "iteration": 7}
     (folder / "evaluation").mkdir()
     write_json(folder / "evaluation" / "evaluation.json", content)
     weights = folder / config.policy.tuning
@@ -174,4 +190,19 @@ def test_an_evaluation_and_names_with_special_characters(folder):
     assert "| `<script>` | 0.1000 | 0.4000 | +0.3000 |" in text and "/home" not in text
     assert "`flowrl evaluate --weights run` on 9 prompts with 2 images per prompt" in text
     assert (weights / "README.md").read_text() == text and (weights / "config.yaml").exists()
+    # of another checkpoint, of weights without an average, of other weights in this folder
+    (folder / "evaluation" / "grid.png").write_bytes(b"an image")
+    shown = "](evaluation/grid.png)"
+    for change, is_theirs in (
+        ({}, True),
+        ({"iteration": 4}, False),
+        ({"live": True}, False),
+        ({"iteration": 7}, True),
+        ({"iteration": None}, False),
+    ):
+        write_json(folder / "evaluation" / "evaluation.json", content | change)
+        write_card(folder)
+        text = (weights / "README.md").read_text()
+        assert ("on 9 prompts" in text) == (shown in text) == is_theirs, change
+        assert (weights / "evaluation" / "grid.png").exists() == is_theirs, change
     assert without_folders("a ~/b/c.py:D('/e/f.txt') ../g/h i/j") == "a c.py:D('f.txt') h i/j"

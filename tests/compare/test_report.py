@@ -402,6 +402,8 @@ def test_the_page_of_an_evaluation(channels, size, kind, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluation.json", "grid.png"]
     write_evaluation(compared, tmp_path, html=True)
     page, score = (tmp_path / "report.html").read_text(), compared.scores[EVIL]
+    write_evaluation(compared, tmp_path, html=False)
+    assert not (tmp_path / "report.html").exists()
     assert "<script" not in page and not REMOTE.search(page)
     for value in (f"{score.base:.4f}", f"{score.difference:+.4f}", f"{score.low:+.4f} to "):
         assert value in page

@@ -83,6 +83,7 @@ def test_a_run_is_compared_with_its_base_model(folder, capsys):
     assert (red["prompts"], red["invalid"], dark["prompts"], dark["invalid"]) == (3, 0, 2, 2)
     page = (run / "evaluation" / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 1 and "a red hat" in page and "http" not in page
+    assert (values["iteration"], values["live"]) == (2, False)
     for card in (run / "README.md", run / "lora" / "README.md"):
         text = card.read_text()
         assert f"{red['difference']:+.4f} [{red['low']:+.4f}" in text

@@ -200,8 +200,31 @@ def test_what_has_no_name_is_refused(tmp_path):
         to_format(odd, "kohya", SD3)
     with pytest.raises(ConfigError, match="'comfyui' is not known for DemoPipeline"):
         to_format(odd, "comfyui", "DemoPipeline")
-    save_file(
-        to_format(lora(FLUX, ATTENTION, width=8).tensors, "kohya", FLUX), tmp_path / "f.safetensors"
-    )
-    with pytest.raises(CheckpointError, match="no LoRA for the transformer of Stable"):
-        read_lora(tmp_path / "f.safetensors", kind(SD3))
+    for form, ours, theirs in (
+        *(("kohya", SD3, FLUX), ("kohya", FLUX, SD3), ("kohya", WAN, QWEN), ("kohya", QWEN, WAN)),
+        ("comfyui", SD3, WAN),
+    ):
+        as_format: Any = form
+        save_file(
+            to_format(lora(theirs, ATTENTION, width=8).tensors, as_format, theirs),
+            tmp_path / "f.safetensors",
+        )
+        with pytest.raises(CheckpointError, match=f"a LoRA for {theirs}; allowed: one for {ours}"):
+            read_lora(tmp_path / "f.safetensors", kind(ours))
+
+
+def test_text_encoders_of_kohya_are_left_out_with_a_warning(tmp_path, caplog):
+    given, layers = lora(SD3, ATTENTION, width=8), ("lora_te1_text_model_q", "lora_te3_encoder_k")
+    texts = {
+        f"{layer}.{end}": torch.ones(2, 2)
+        for layer in layers
+        for end in ("lora_down.weight", "lora_up.weight", "alpha")
+    }
+    path = tmp_path / "te.safetensors"
+    save_file(to_format(given.tensors, "kohya", SD3) | texts, path)
+    require_same(read_lora(path, kind(SD3)), given)
+    (record,) = caplog.records
+    assert "has 2 layers of text encoders, such as lora_te1_text_model_q:" in record.getMessage()
+    save_file(texts, path)
+    with pytest.raises(CheckpointError, match=r"only 2 layers of text encoders.* a transformer"):
+        read_lora(path, kind(SD3))

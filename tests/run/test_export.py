@@ -21,7 +21,7 @@ from flowrl.core.types import Prompt
 from flowrl.rollout import initial_noise, sample_images
 from flowrl.run.build import make_policy
 from flowrl.run.config import load_config
-from flowrl.run.export import check_lora, lora_file, made_file, run_lora
+from flowrl.run.export import check_lora, lora_file, made_file, notes, run_lora
 from flowrl.run.io import write_json
 from flowrl.run.models.lora_files import Lora, lora_of_run, read_lora
 from flowrl.run.models.merged import write_merged
@@ -96,7 +96,7 @@ def trained(run, name="", live=False):
     return lora_of_run(find_weights(text, live).tensors(), scale=ALPHA / 2)
 
 
-def test_a_run_in_any_state_is_exported_for_all_programs(root, run, tmp_path):
+def test_a_run_in_any_state_is_exported_for_all_programs(root, run, tmp_path, capsys):
     kind = import_module("diffusers").StableDiffusion3Pipeline
     for weights, lora in (
         (root / "run", trained(root / "run")),
@@ -110,7 +110,11 @@ def test_a_run_in_any_state_is_exported_for_all_programs(root, run, tmp_path):
             assert len(effective) > 10 and effective <= found.ranks.keys()
             for name in found.tensors:
                 assert torch.equal(found.tensors[name], lora.tensors[name])
+    exported(tmp_path / "a.safetensors", run)
+    assert f"Wrote {tmp_path}/a.safetensors, from {run}@000002\n" in capsys.readouterr().out
     live = exported(tmp_path / "a.safetensors", run, live=True, dtype="bfloat16")
+    shown = capsys.readouterr().out
+    assert f"Replaced {tmp_path}/a.safetensors, from {run}@000002 (live)\n" in shown
     assert {t.dtype for t in load_file(live).values()} == {torch.bfloat16}
     expected = trained(run, live=True).named
     assert all(torch.equal(t, expected[n].bfloat16()) for n, t in load_file(live).items())
@@ -179,7 +183,9 @@ def test_the_card_beside_an_export_says_which_weights(root, run, tmp_path):
     text = (tmp_path / "own" / "README.md").read_text()
     assert "base_model: me/other" in text and "not averaged, of iteration 2" in text
     assert "The run has not evaluated these weights." in text
-    assert "```python" not in text and "`own.safetensors` has the names of kohya's" in text
+    use = text.split("## Use\n\n")[1]
+    assert "```python" not in text and use.startswith("The file `own.safetensors` has the names of")
+    assert "diffusers does not load these names" in use
 
 
 def test_a_lora_of_another_program_is_converted(root, tmp_path, capsys):
@@ -205,6 +211,32 @@ def test_a_lora_of_another_program_is_converted(root, tmp_path, capsys):
     exported(tmp_path / "nothing", tmp_path / "zero.safetensors", model=root / "model")
     assert "Warning: B = 0 in all 15 layers: the LoRA changes nothing" in capsys.readouterr().out
     assert not (tmp_path / "nothing" / "README.md").exists()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("layer", "a", "b"),
+    [
+        ("lora_unet_joint_blocks_0_x_block_attn_qkv", "lora_down", "lora_up"),
+        ("diffusion_model.joint_blocks.0.x_block.attn.qkv", "lora_A", "lora_B"),
+    ],
+)
+def test_a_dense_fused_layer_is_converted(layer, a, b, form, root, tmp_path):
+    """Of other programs, whose q, k and v share the matrix A; with alpha 4 and rank 8."""
+    width = load_file(next((root / "model" / "transformer").glob("*.safetensors")))[
+        "transformer_blocks.0.attn.to_q.weight"
+    ].shape[0]
+    down, up = torch.randn(8, width), torch.randn(3 * width, 8)
+    named = {f"{layer}.{a}.weight": down, f"{layer}.{b}.weight": up}
+    save_file(named | {f"{layer}.alpha": torch.tensor(4.0)}, tmp_path / "theirs.safetensors")
+    file = exported(
+        tmp_path / "out", tmp_path / "theirs.safetensors", model=root / "model", format=form
+    )
+    found = read_lora(file, import_module("diffusers").StableDiffusion3Pipeline).tensors
+    for part, rows in zip("qkv", up.split(width), strict=True):
+        name = f"transformer_blocks.0.attn.to_{part}"
+        product = found[f"{name}.lora_B.weight"] @ found[f"{name}.lora_A.weight"]
+        assert_close(product, rows @ down * 4 / 8)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -270,6 +302,29 @@ def test_merging_rounds_once_and_refuses_other_models(tmp_path):
             write_merged(tmp_path / "out", tmp_path / "base", weights=weights)
 
 
+def test_layers_without_effect_are_named():
+    last, first = "transformer_blocks.1.attn.add_q_proj", "transformer_blocks.0.attn.add_q_proj"
+    ones = {
+        f"{layer}.lora_{x}.weight": torch.ones(2, 2)
+        for layer in (last, first, *(f"transformer_blocks.{n}.attn.to_q" for n in range(5)))
+        for x in "AB"
+    }
+    expected = f"B = 0, no change, in {last} (as expected: the image does not depend on the output)"
+    flux = "FluxPipeline"
+    for pipeline, idle, lines in (
+        (SD3, [], []),
+        (SD3, [last], [expected]),
+        (SD3, [last, first], [expected, f"Warning: B = 0, no change, in {first}"]),
+        (flux, [last], [f"Warning: B = 0, no change, in {last}"]),
+    ):
+        zero = {f"{layer}.lora_B.weight": torch.zeros(2, 2) for layer in idle}
+        lora = Lora({n: t for n, t in (ones | zero).items() if n.split(".")[1] in "01"})
+        assert notes(lora, pipeline) == lines
+    zero = {name: torch.zeros(2, 2) for name in ones if name.endswith("to_q.lora_B.weight")}
+    (line,) = notes(Lora(ones | zero), flux)
+    assert line.endswith("transformer_blocks.2.attn.to_q and 2 more")
+
+
 def test_a_written_file_must_have_every_layer(root, tmp_path):
     lora, kind = trained(root / "run"), import_module("diffusers").StableDiffusion3Pipeline
     file = tmp_path / "a.safetensors"
@@ -292,7 +347,13 @@ def test_errors_name_what_was_found_before_anything_is_loaded(root, run, tmp_pat
     lora, out = root / "run" / "lora", f"--out {tmp_path}/out"
     assert flowrl_(f"train {MIXTURE} --iterations 1 --out {tmp_path}/points") == 0
     CASES["flux"].make().save_pretrained(tmp_path / "flux")
+    exported(tmp_path / "v1.0", f"{run}@best", format="kohya")
+    assert f"and its card, README.md, from {run}@00000" in capsys.readouterr().out
+    edited = shutil.copytree(run, tmp_path / "edited")
+    config = load_config(run / "config.json", trust=True)
+    write_json(edited / "config.json", config.replace(lora_rank=1).as_dict())
     for line, message in (
+        (f"{edited} {out}", "has matrices of rank 2, but lora_rank is 1 in"),
         (f"{tmp_path}/none {out}", "none does not exist; allowed: the folder of a run"),
         (f"{empty} {out}", "has no checkpoint yet"),
         (f"{run}@7 {out}", "no checkpoint '000007'"),
@@ -307,6 +368,8 @@ def test_errors_name_what_was_found_before_anything_is_loaded(root, run, tmp_pat
         (f"{run} --out {tmp_path}/mine.safetensors", "a new file, or one that this"),
         (f"{run} --out {tmp_path}/a.safetensors --format merged", "the name of a folder"),
         (f"{run} {out} --verify", "--trust"),
+        (f"{run} --out {tmp_path}/a.ckpt", f"out = '{tmp_path}/a.ckpt' is not allowed; allowed"),
+        (f"{run} --out {tmp_path}/v1.0", "v1.0' is not allowed; allowed: a new folder: this one"),
         (f"{run} {out} --push me/mine", "HF_HUB_OFFLINE = '1' is not allowed; allowed: 0"),
         (f"{lora} --model {root}/model {out} --verify", "only for the weights of a run"),
     ):
@@ -369,6 +432,30 @@ def test_the_snippet_of_the_card_draws_the_first_sample_of_the_run(root, run, tm
     assert (found - draws(run, "000001")).abs().max() > 1e-3
 
 
+@pytest.mark.slow
+def test_verify_says_which_program_loaded_the_file(root, tmp_path, capsys):
+    for form, dtype, how in (
+        ("diffusers", "float32", "loaded by diffusers"),
+        ("comfyui", "bfloat16", "loaded by diffusers"),
+        ("kohya", "float32", "read by flowrl; diffusers does not load this format"),
+        ("merged", "bfloat16", "loaded by diffusers"),
+    ):
+        out = tmp_path / form
+        options = words(format=form, dtype=dtype, out=out, verify=True, trust=True)
+        assert main(["export", f"{root}/run", *options]) == 0
+        line = re.search(
+            r"Verified: .* by at most (.*) \(the file was (.*)\)", capsys.readouterr().out
+        )
+        assert line is not None and line[2] == how, form
+        assert (float(line[1]) > 1e-4) == (dtype == "bfloat16"), form
+    empty = tmp_path / "empty.safetensors"
+    save_file({"nothing": torch.zeros(2, 2)}, empty)
+    config = load_config(root / "run" / "config.json", trust=True)
+    for form in ("diffusers", "kohya"):
+        with pytest.raises(CheckpointError, match=r"empty.safetensors"):
+            largest_difference(find_weights(root / "run"), config, empty, form)
+
+
 def executed(out, model, name):
     """The image of the snippet in a card."""
     code = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
@@ -381,7 +468,7 @@ def executed(out, model, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["flux", "qwen-image", "wan"])
-def test_the_snippet_of_other_families_draws_the_first_sample(name, tmp_path):
+def test_the_snippet_of_other_families_draws_the_first_sample(name, tmp_path, capsys):
     case = CASES[name]
     settings = {"preset": "tiny", "lora_rank": 2, "learning_rate": 0.3, "groups": 1}
     settings |= {"iterations": 1, "checkpoint_every": 1, "ema_decay": 0, "tracker": "none"}
@@ -393,6 +480,15 @@ def test_the_snippet_of_other_families_draws_the_first_sample(name, tmp_path):
         assert main(["export", f"{tmp_path}/run", *words(format=form, out=out)]) == 0
         found = executed(out, tmp_path / "model", "model")
         assert_close(found, draws(tmp_path / "run", "000001"), atol=2e-5, rtol=0)
+    hows = {"comfyui": "loaded by diffusers", "kohya": "loaded by diffusers"}
+    if name == "wan":
+        hows["kohya"] = "read by flowrl; diffusers"
+    if name == "flux":  # diffusers' converter has the width of the real model built in
+        del hows["kohya"]
+    for form, how in hows.items():
+        options = words(format=form, out=tmp_path / f"{form}-checked", verify=True, trust=True)
+        assert main(["export", f"{tmp_path}/run", *options]) == 0
+        assert f"(the file was {how}" in capsys.readouterr().out, form
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """LoRA files of all programs, read as one form: matrices A and B by layer, with the scale in B."""
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,13 +13,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from flowrl.core.errors import CheckpointError, ConfigError
-from flowrl.run.models.lora_formats import from_format
+from flowrl.run.models.lora_formats import LAYERS, families_of, from_format
 from flowrl.run.reading import read_json, reading
 
+_LOG = logging.getLogger(__name__)
 METADATA = "lora_adapter_metadata"
 """diffusers' entry in the metadata of a LoRA file: the settings of PEFT's LoRA as JSON."""
 FOREIGN = ("dora_scale", "lokr_", "hada_", "lora_magnitude_vector")
 """Parts of the names of other adapters than LoRA: DoRA, LoKr, LoHa."""
+TEXT_ENCODER = re.compile(r"(lora_te\d*_[^.]+)\.")
+"""A layer of a text encoder in kohya's files."""
 MATRIX = re.compile(r"(.+?)\.(?:lora_A|lora_down|lora\.down)(?:\.default)?\.weight")
 
 
@@ -74,7 +78,8 @@ def lora_of_run(tensors: Mapping[str, Tensor], scale: float) -> Lora:
 
 
 def read_lora(path: Path, pipeline: Any, option: str = "weights") -> Lora:
-    """The LoRA in the file `path`.
+    """The LoRA in the file `path`. Of kohya's files, layers of text encoders are left out with a
+    warning.
 
     Args:
         path: a safetensors file of diffusers, PEFT, kohya's scripts or ComfyUI
@@ -88,6 +93,7 @@ def read_lora(path: Path, pipeline: Any, option: str = "weights") -> Lora:
     with reading(path, CheckpointError), safe_open(path, "pt") as file:
         header = file.metadata() or {}
         raw = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    raw = _without_text_encoders(raw, f"{option}: {path}")
     foreign = [name for name in raw if any(part in name for part in FOREIGN)]
     layers = {found[1] for found in map(MATRIX.fullmatch, raw) if found}
     if foreign or not layers:
@@ -99,6 +105,11 @@ def read_lora(path: Path, pipeline: Any, option: str = "weights") -> Lora:
     raw = _scaled(raw, layers, _settings(path, header))
     if (known := from_format(raw, pipeline.__name__)) is not None:
         return Lora({name: tensor.float() for name, tensor in known.items()})
+    families, kind = families_of(raw), pipeline.__name__
+    if families and kind in LAYERS and kind not in families:
+        raise CheckpointError(
+            f"{option}: {path} is a LoRA for {' or '.join(families)}; allowed: one for {kind}"
+        )
     named = {_diffusers_name(name): tensor for name, tensor in raw.items()}
     named = {n: t for n, t in named.items() if not re.fullmatch(r"transformer\..*\.alpha", n)}
     with reading(path, CheckpointError):
@@ -110,9 +121,23 @@ def read_lora(path: Path, pipeline: Any, option: str = "weights") -> Lora:
     unknown += [n for n in tensors if not re.search(r"\.lora_[AB]\.weight$", n)]
     if not tensors or unknown:
         first = (unknown or [*others])[0]
-        kind = pipeline.__name__
         raise CheckpointError(f"{option}: {path} is no LoRA for the transformer of {kind}: {first}")
     return Lora(tensors, others)
+
+
+def _without_text_encoders(raw: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """The tensors of a file without those for text encoders in kohya's names; a warning is logged
+    of them. Raises `CheckpointError` if nothing is left.
+    """
+    layers = {name: found[1] for name in raw if (found := TEXT_ENCODER.match(name))}
+    left = {name: tensor for name, tensor in raw.items() if name not in layers}
+    if layers:
+        first = min(layers.values())
+        text = f"{len({*layers.values()})} layers of text encoders, such as {first}"
+        if not left:
+            raise CheckpointError(f"{source} has only {text}; allowed: a LoRA for a transformer")
+        _LOG.warning("Warning: %s has %s: they are left out", source, text)
+    return left
 
 
 def _diffusers_name(name: str) -> str:

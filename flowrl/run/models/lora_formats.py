@@ -103,6 +103,10 @@ family needs one more entry.
 """
 ORIGINAL_IN_COMFYUI = ("WanPipeline",)
 """Families of which ComfyUI reads the original names only."""
+KOHYA_IN_DIFFUSERS = ("FluxPipeline", "QwenImagePipeline")
+"""Families of which diffusers loads kohya's names. Of SD3 it loads nothing and reports no error,
+and of Wan it refuses LoRAs of the attention layers.
+"""
 WIDER = {"proj_mlp": 4}
 """Outputs of a part of a fused layer, in widths of its queries."""
 SWAPPED = "norm1_context.linear"
@@ -150,6 +154,11 @@ def to_format(tensors: Mapping[str, Tensor], form: Format, pipeline: str) -> dic
     return named
 
 
+def in_diffusers(form: str, pipeline: str) -> bool:
+    """Whether diffusers loads a file with the names of the program `form`; pipelines by class."""
+    return form != "kohya" or pipeline in KOHYA_IN_DIFFUSERS
+
+
 def from_format(named: Mapping[str, Tensor], pipeline: str) -> dict[str, Tensor] | None:
     """The inverse of `to_format` for original names, those of kohya or of ComfyUI, with alpha /
     rank already in B: A and B by diffusers' layers. None if a name is not one of them.
@@ -171,6 +180,17 @@ def from_format(named: Mapping[str, Tensor], pipeline: str) -> dict[str, Tensor]
         for part, (down, up) in _parts(pair["A"], pair["B"], parts).items():
             tensors |= {f"{part}.lora_A.weight": down, f"{part}.lora_B.weight": up}
     return tensors
+
+
+def families_of(names: Iterable[str]) -> list[str]:
+    """The pipelines of `LAYERS` that have a layer with one of the original `names`."""
+    layers = {
+        _pattern(found[1].replace(".", "_"))
+        for name in names
+        if (found := ORIGINAL.fullmatch(name))
+    }
+    tables = {kind: {name.replace(".", "_") for name in table} for kind, table in LAYERS.items()}
+    return [kind for kind, table in tables.items() if layers & table]
 
 
 SIDES = {"lora_A": "A", "lora_down": "A", "lora_B": "B", "lora_up": "B"}

@@ -19,6 +19,7 @@ from flowrl.run.export import base_of, prompt_tokens
 from flowrl.run.io import write_bytes
 from flowrl.run.logging import scalars
 from flowrl.run.models.base import BaseModel
+from flowrl.run.models.lora_formats import in_diffusers
 from flowrl.run.parts.plugins import versions
 from flowrl.run.reading import read_bytes, read_json, read_text
 from flowrl.run.records import RunRecord, load_run
@@ -28,8 +29,9 @@ from flowrl.run.report.style import save
 from flowrl.run.results import changes_of, decimals, untrained_of, without_folders
 from flowrl.run.saved import SavedWeights, best_checkpoint
 
-BESIDE = ("config.yaml", "samples/over-time.png", "samples/prompts.txt", "evaluation/grid.png")
-"""Files that a card refers to."""
+BESIDE = ("config.yaml", "samples/over-time.png", "samples/prompts.txt")
+GRID = "evaluation/grid.png"
+"""Files that a card refers to; `GRID` only with an evaluation of its weights."""
 
 
 def finish_run(folder: Path) -> list[str]:
@@ -80,7 +82,10 @@ def write_card(folder: Path) -> None:
 def write_beside(weights: Path, text: str, run: Path) -> None:
     """Write the card `text` of a `run` to the folder `weights`, with the files it refers to."""
     write_bytes(weights / "README.md", text.replace(f"]({weights.name}/", "](").encode())
-    for name in BESIDE:
+    grid = weights / GRID
+    if not grid.with_name("evaluation.json").exists():
+        grid.unlink(missing_ok=True)  # of an earlier card
+    for name in (*BESIDE, GRID) if f"]({GRID})" in text else BESIDE:
         if (run / name).exists():
             write_bytes(weights / name, read_bytes(run / name))
 
@@ -94,10 +99,8 @@ def card_text(folder: Path, config: RunConfig, exported: Exported | None = None)
     run, base = load_run(folder), what.base
     if not run.rows:
         raise ConfigError(f"weights: {folder} has no metrics yet, so its card cannot be written")
-    last, path = run.rows[-1], folder / "evaluation" / "evaluation.json"
-    ended = last.get("exported", last["iteration"])
-    number = int(what.weights.checkpoint or ended)
-    is_end = not what.weights.checkpoint or (run.finished and number == ended)
+    last = run.rows[-1]
+    number = int(what.weights.checkpoint or last.get("exported", last["iteration"]))
     return render(
         "model-card.md.j2",
         header=yaml.safe_dump(_header(config, base, what.form), sort_keys=False),
@@ -106,8 +109,10 @@ def card_text(folder: Path, config: RunConfig, exported: Exported | None = None)
         known=bool(base.name),
         local=without_folders,
         exported=what,
+        in_diffusers=in_diffusers(what.form, base.pipeline),
         snippet=_snippet(folder, config, what),
         number=number,
+        began=config.policy.adapter or config.optim.start_from or "",
         reason=_reason(what.weights, last),
         tokens=prompt_tokens(config, base),
         loss_guidance=config.loss_guidance().scales(config.policy.guidance_scale),
@@ -118,7 +123,8 @@ def card_text(folder: Path, config: RunConfig, exported: Exported | None = None)
         finished=run.finished,
         changes=changes_of(run.rows),
         images=sum(row.get("trajectories", 0) for row in run.rows),
-        evaluation=read_json(path, _Evaluation) if is_end and path.is_file() else None,
+        evaluation=_evaluation(folder, number, what.weights.live),
+        grid=GRID if (folder / GRID).exists() else "",
         over_time=(folder / "samples" / "over-time.png").exists(),
         versions=", ".join(f"{name} {version}" for name, version in versions().items()),
     )
@@ -177,12 +183,24 @@ class _Difference:
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """What the card shows of evaluation.json."""
+    """What the card shows of evaluation.json, and which weights of the run it is of."""
 
     command: str
     prompts: int
     count: int
     scores: dict[str, _Difference]
+    iteration: int | None = None
+    live: bool = False
+
+
+def _evaluation(folder: Path, number: int, live: bool) -> _Evaluation | None:
+    """The evaluation in the run's folder; None if it is of other weights than those, averaged or
+    `live`, of iteration `number`.
+    """
+    path = folder / "evaluation" / "evaluation.json"
+    found = read_json(path, _Evaluation) if path.is_file() else None
+    is_theirs = found is not None and (found.iteration, found.live) == (number, live)
+    return found if is_theirs else None
 
 
 def _method(folder: Path, config: RunConfig) -> dict[str, str]:
@@ -211,8 +229,7 @@ def _snippet(folder: Path, config: RunConfig, what: Exported) -> str:
     """
     policy, base = config.policy, what.base
     is_file = (policy.model or "").endswith(".safetensors")
-    converted = what.form != "kohya" or base.pipeline in ("FluxPipeline", "QwenImagePipeline")
-    if not converted or is_file:
+    if is_file or not in_diffusers(what.form, base.pipeline):
         return ""
     model = json.dumps(base.name or Path(policy.model or "").name)
     given = f"torch_dtype=torch.{policy.dtype}"
@@ -224,7 +241,8 @@ def _snippet(folder: Path, config: RunConfig, what: Exported) -> str:
         given = f"transformer=transformer, {given}"
     if what.form == "merged":
         model = '"THIS_FOLDER"'
-    lines.append(f'pipe = DiffusionPipeline.from_pretrained({model}, {given}).to("cuda")')
+    lines.append('device = "cuda" if torch.cuda.is_available() else "cpu"')
+    lines.append(f"pipe = DiffusionPipeline.from_pretrained({model}, {given}).to(device)")
     if what.form not in ("full", "merged"):
         file = f", weight_name={json.dumps(what.file)}" if what.file else ""
         lines.append(f'pipe.load_lora_weights("THIS_FOLDER"{file})')

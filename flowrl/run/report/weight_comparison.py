@@ -272,7 +272,7 @@ def write_evaluation(
     comparison: WeightComparison, folder: Path, html: bool, targets: Targets = NO_TARGETS
 ) -> None:
     """Write evaluation.json and grid.png, and report.html with the scores, the images and the
-    prompts with the largest changes.
+    prompts with the largest changes. A report.html of an earlier evaluation is removed.
 
     Args:
         comparison: the comparison of weights.
@@ -281,6 +281,7 @@ def write_evaluation(
         targets: points that the prompts of a 2-D world ask for.
     """
     image = png(sample_grid(comparison, targets), dpi=120)
+    (folder / "report.html").unlink(missing_ok=True)
     write_bytes(folder / "grid.png", image)
     write_json(folder / "evaluation.json", comparison.values())
     if html:
