@@ -127,6 +127,14 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(tensors, json.loads(card["values"]))
 
 
+def read_values(path: Path) -> dict[str, Any]:
+    """The plain values of the checkpoint in the file `path`, without reading its tensors: the hash
+    is not checked. Raises `CheckpointError` if the file is missing or damaged.
+    """
+    with reading(path, CheckpointError), safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["values"])
+
+
 def load_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
     """The tensors of a checkpoint whose names begin with `prefix`, named without it. The others are
     read one by one for the hash, so that the moments of an optimizer need no memory.
