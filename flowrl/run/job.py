@@ -75,6 +75,7 @@ from flowrl.run.results import (
 )
 from flowrl.run.sizes import find_sizes, out_of_memory
 from flowrl.run.started import (
+    begins_again,
     changed_settings,
     recorded_changes,
     require_resumable,
@@ -213,8 +214,8 @@ class Run:
         if not resume:
             return False
         ended = require_resumable(self.folder, self.config, start, self.change)
-        if ended:
-            self._tell({"note": ended})
+        if text := ended or begins_again(self.folder):
+            self._tell({"note": text})
         return bool(ended)
 
     def _open(self, resume: bool, start: str) -> None:

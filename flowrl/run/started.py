@@ -172,6 +172,21 @@ def require_resumable(folder: Path, config: RunConfig, start: str, change: bool)
     return ended
 
 
+def begins_again(folder: Path) -> str:
+    """That a resume of the run in `folder` begins it again and replaces its iterations, because it
+    has no checkpoint; "" if it has one, or no iteration.
+    """
+    metrics = folder / "metrics.jsonl"
+    if Checkpoints(folder).newest or not metrics.exists():
+        return ""
+    recorded = max(0, read_bytes(metrics, None).count(b"\n") - 1)  # row 0 is the untrained model's
+    rows = f"{recorded} recorded iteration{'s' * (recorded != 1)}"
+    text = (
+        f"{folder} has no checkpoint: the run begins again at iteration 1 and replaces its {rows}"
+    )
+    return text if recorded else ""
+
+
 def _refuse_fixed(folder: Path, config: RunConfig, changed: Mapping[str, Sequence[Any]]) -> None:
     refused = [name for name in changed if name in FIXED and not _is_free(name, changed[name])]
     reasons = {name: FIXED[name] for name in refused}

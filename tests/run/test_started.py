@@ -1,6 +1,7 @@
 """What a resume says of settings and prompts that have changed since the start of the run."""
 
 import json
+import shutil
 
 import pytest
 from small_run import (
@@ -56,6 +57,22 @@ def test_changed_settings_are_named_or_refused_if_they_have_no_effect(tmp_path, 
     )
     (out / "config.yaml").write_text("{")  # what has changed is unknown
     assert flowrl_(f"train --resume {out} --from 000001") == 0
+
+
+@pytest.mark.parametrize(("lines", "said"), [(4, "3 recorded iterations"), (2, "1 rec"), (1, "")])
+def test_a_run_without_a_checkpoint_says_what_it_replaces(lines, said, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert flowrl_(f"train {OPTIONS} --iterations 3 --out {out}") == 0
+    expected, metrics = numbers(out), out / "metrics.jsonl"
+    (out / "done.json").unlink()
+    shutil.rmtree(out / "checkpoints")
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:lines]))
+    capsys.readouterr()
+    assert flowrl_(f"train --resume {out}") == 0
+    before = " ".join(capsys.readouterr().out.partition("iteration 1/3")[0].split())
+    line = "has no checkpoint: the run begins again at iteration 1 and replaces its"
+    assert (f"{out} {line} {said}" in before) == bool(said) and ("again" in before) == bool(said)
+    assert numbers(out) == expected
 
 
 def test_a_run_that_an_observer_stopped_says_how_it_continues(tmp_path, capsys):
