@@ -133,8 +133,30 @@ def best_checkpoint(run: Path) -> str:
     return max(evaluated, key=rewards.__getitem__)
 
 
+def checkpoint_name(run: Path, text: str, option: str) -> str:
+    """The name of the checkpoint of `run` that a user calls `text`: best, last ("" too), or its
+    number, as in 4 or 000004. Raises `CheckpointError` if there is none.
+    """
+    checkpoints = Checkpoints(run)
+    if not checkpoints.newest:
+        raise CheckpointError(
+            f"{option}: the run in {run} has no checkpoint yet; it writes one every"
+            " checkpoint_every iterations, and when it pauses"
+        )
+    if text == "best":
+        return best_checkpoint(run)
+    name = checkpoints.newest if text in ("", "last") else text
+    name = f"{int(name):06d}" if name.isdecimal() else name
+    if name not in checkpoints.names():
+        raise CheckpointError(
+            f"{option}: no checkpoint {name!r} in {run}; allowed: best, last or one of"
+            f" {checkpoints.listed()}"
+        )
+    return name
+
+
 def _of_run(run: Path, name: str, live: bool, option: str) -> SavedWeights:
-    checkpoints, done = Checkpoints(run), run / "done.json"
+    done = run / "done.json"
     if not name and done.exists():
         if not live:
             file = run / "weights.safetensors"
@@ -146,22 +168,7 @@ def _of_run(run: Path, name: str, live: bool, option: str) -> SavedWeights:
             return SavedWeights("run", run)
         ended = read_json(done, dict[str, Any])
         name = f"{ended.get('exported', ended['iterations']):06d}"
-    if not checkpoints.newest:
-        raise CheckpointError(
-            f"{option}: the run in {run} has no checkpoint yet; it writes one every"
-            " checkpoint_every iterations, and when it pauses"
-        )
-    if name == "best":
-        name = best_checkpoint(run)
-    if name in ("", "last"):
-        name = checkpoints.newest
-    name = f"{int(name):06d}" if name.isdigit() else name
-    if name not in checkpoints.names():
-        raise CheckpointError(
-            f"{option}: no checkpoint {name!r} in {run}; allowed: best, last or one of"
-            f" {checkpoints.listed()}"
-        )
-    return SavedWeights("run", run, name, live)
+    return SavedWeights("run", run, checkpoint_name(run, name, option), live)
 
 
 def _is_transformer(folder: Path) -> bool:

@@ -34,7 +34,7 @@ def shown(line, capsys):
         ("compare --world mars", "mixture, points, shapes"),
         ("compare --group-size 1", "group_size = 1 is not allowed; allowed: a whole number"),
         ("compare --credit none.py:Rule", "none.py does not exist"),
-        ("train --resume '' --iterations 9", "resume = '.' is not allowed"),
+        ("train --resume '' --iterations 9", "resume: . is no run"),
         ("train --processes 2", "only with --plan"),
         ("train --card L4", "card = 'L4' is not allowed; allowed: only with --plan"),
         ("train --plan --card RTX", "card = 'RTX' is not allowed; allowed: one of H100"),
