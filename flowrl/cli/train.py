@@ -127,11 +127,16 @@ def _left(run: "Run") -> str:
 
 @contextmanager
 def _resume_hint(out: Path, distributed: "Distributed") -> Iterator[None]:
-    """If an error (in a reward, on the disk) ends a long run, print how to resume it."""
+    """If an error (in a reward, on the disk) ends a long run, print how to resume it. One of a
+    checkpoint says itself what is left.
+    """
+    from flowrl.core.errors import CheckpointError
     from flowrl.run.checkpoint import Checkpoints, to_resume
 
     try:
         yield
+    except CheckpointError:
+        raise
     except Exception:
         newest = Checkpoints(out).newest
         if distributed.is_main and newest and not (out / "done.json").exists():

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from flowrl.core.errors import CheckpointError, ConfigError
-from flowrl.run.checkpoint import LORA_FILE, Checkpoints, load_tensors, load_weights
+from flowrl.run.checkpoint import LORA_FILE, Checkpoints, load_tensors, load_weights, to_resume
+from flowrl.run.io import is_locked
 from flowrl.run.reading import read_json
 from flowrl.run.records import load_run, without_groups
 from flowrl.run.results import comparable, holds
@@ -61,12 +62,18 @@ class SavedWeights:
 
     def tensors(self) -> dict[str, Tensor]:
         """The trained weights of a run by the names of its parameters. Raises `CheckpointError` if
-        the file is missing or damaged.
+        the file is missing or damaged, with the name of a complete checkpoint.
         """
-        if not self.checkpoint:
-            return load_weights(self.path / "weights.safetensors")
-        prefix = "weight." if self.live else "average."
-        return load_tensors(Checkpoints(self.path).path(self.checkpoint), prefix)
+        checkpoints, prefix = Checkpoints(self.path), "weight." if self.live else "average."
+        try:
+            if not self.checkpoint:
+                return load_weights(self.path / "weights.safetensors")
+            return load_tensors(checkpoints.path(self.checkpoint), prefix)
+        except CheckpointError as error:
+            if not (complete := checkpoints.complete(before=self.checkpoint)):
+                raise
+            text = f"Checkpoint {complete} is complete: {self.path}@{complete}"
+            raise CheckpointError(f"{error}. {text}") from error
 
 
 def find_weights(text: str | Path, live: bool = False, option: str = "weights") -> SavedWeights:
@@ -139,9 +146,10 @@ def checkpoint_name(run: Path, text: str, option: str) -> str:
     """
     checkpoints = Checkpoints(run)
     if not checkpoints.newest:
+        advice = "" if is_locked(run) else f"; continue it with: {to_resume(run)}"
         raise CheckpointError(
             f"{option}: the run in {run} has no checkpoint yet; it writes one every"
-            " checkpoint_every iterations, and when it pauses"
+            f" checkpoint_every iterations, and when it pauses{advice}"
         )
     if text == "best":
         return best_checkpoint(run)
