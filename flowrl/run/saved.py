@@ -2,8 +2,10 @@
 program, a transformer, or a name on the Hub.
 """
 
+import json
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +16,7 @@ from torch import Tensor
 from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.run.checkpoint import LORA_FILE, Checkpoints, load_tensors, load_weights, to_resume
 from flowrl.run.io import is_locked
-from flowrl.run.reading import read_json
+from flowrl.run.reading import PICKLED, read_json
 from flowrl.run.records import load_run, without_groups
 from flowrl.run.results import comparable, holds
 
@@ -198,9 +200,25 @@ def _lora_file(place: Path, text: str, option: str) -> Path:
     files = named[:1] or files
     if len(files) == 1 and files[0].suffix == ".safetensors":
         return files[0]
+    inside = [place] if place.is_file() else sorted(place.iterdir())
+    if not files and (pickled := [file for file in inside if file.suffix in PICKLED]):
+        raise CheckpointError(f"{option}: {pickled[0]} {_to_convert(pickled[0])}")
     names = ", ".join(file.name for file in files[:4])
     found = f"holds {names}" if files else f"holds no weights ({_content(place)})"
     raise CheckpointError(f"{option}: {text} {found}; allowed: {KINDS}")
+
+
+def _to_convert(file: Path) -> str:
+    """What a pickle is, and the command that converts the tensors in it."""
+    old, new = (json.dumps(str(path)) for path in (file, file.with_suffix(".safetensors")))
+    code = (
+        "import torch; from safetensors.torch import save_file;"
+        f' w = torch.load({old}, "cpu", weights_only=True); w = w.get("state_dict", w);'
+        ' save_file({k: v.contiguous().clone() for k, v in w.items() if hasattr(v, "clone")},'
+        f" {new})"
+    )
+    what = "is a pickle, which can contain code; allowed: safetensors"
+    return f"{what}; convert it: python -c {shlex.quote(code)}"
 
 
 def _content(place: Path) -> str:

@@ -67,6 +67,10 @@ def shown(line, capsys):
             "method = 'flow-grpo' is not allowed; allowed: tp-grpo, whose",
         ),
         (f"{MODEL} --tuning full --adapter a/", "adapter = 'a/' is not allowed; allowed: left out"),
+        (
+            "train --adapter a",
+            "'a' is not allowed; allowed: left out without a `model`; add --model",
+        ),
         (f"{MODEL} --tuning full --lora-targets typo", "left out without tuning lora"),
         (f"{MODEL} --negative-prompt x", "left out without a guidance_scale above 1"),
         (f"{MODEL} --guidance-scale 2 --num-steps 5 --trained-steps 0:8", "schedule's 5 steps"),

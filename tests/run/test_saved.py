@@ -3,7 +3,10 @@ programs; in every command that takes them.
 """
 
 import json
+import shlex
 import shutil
+import subprocess
+import sys
 from functools import cache
 
 import pytest
@@ -164,7 +167,7 @@ def test_a_run_without_a_checkpoint_is_continued_unless_it_is_running(mixture, t
             find_weights(tmp_path)
         with (
             folder_lock(tmp_path),
-            pytest.raises(CheckpointError, match="no checkpoint yet.*when it pauses$"),
+            pytest.raises(CheckpointError, match=r"no checkpoint yet.*when it pauses$"),
         ):
             find_weights(tmp_path)
 
@@ -200,6 +203,27 @@ def test_a_resume_does_not_call_a_damaged_checkpoint_kept(mixture, tmp_path, cap
     shown = capsys.readouterr()
     assert "kept" not in shown.out
     assert f"with: flowrl train --resume {run} --from 000001" in shown.err
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["file", "folder"])
+def test_a_pickled_lora_says_how_to_convert_it(tmp_path, whole):
+    """The command works, also for one in a training state and with shared memory."""
+    folder, both = tmp_path / "it's mine", torch.arange(8.0).reshape(2, 4)
+    folder.mkdir()
+    tensors = {"a.lora_A.weight": both[0], "b.lora_A.weight": both.T}
+    torch.save({"state_dict": tensors, "epoch": 3}, folder / "l.ckpt")
+    with pytest.raises(CheckpointError) as caught:
+        find_weights(folder / "l.ckpt" if whole else folder)
+    text, _, command = str(caught.value).partition("; convert it: ")
+    assert (
+        text
+        == f"weights: {folder}/l.ckpt is a pickle, which can contain code; allowed: safetensors"
+    )
+    python, *rest = shlex.split(command)
+    subprocess.run([python.replace("python", sys.executable), *rest], check=True)
+    saved = find_weights(folder)
+    assert saved.path == folder / "l.safetensors"
+    assert_close(load_file(saved.path), tensors, atol=0, rtol=0)
 
 
 def test_runs_of_other_worlds_and_shapes_are_refused(mixture, tmp_path, capsys):
