@@ -150,6 +150,14 @@ def test_an_edit_of_config_yaml_changes_nothing_and_says_where_to_edit(run, caps
     assert changed(run) == {} and load_config(path).optim.learning_rate == 0.02
 
 
+def test_a_change_that_no_checkpoint_has_is_undone_without_consent(run):
+    edit(run, learning_rate=0.001)
+    path = run / "config.yaml"  # a start with this setting was killed before its first checkpoint
+    path.write_text(re.sub(r"(learning_rate): .*", r"\1: 0.001", path.read_text()))
+    assert flowrl_(f"train --resume {run} --iterations 3 --learning-rate 0.02") == 0
+    assert changed(run) == {} and load_config(path).optim.learning_rate == 0.02
+
+
 def test_a_change_survives_kills(run):
     """Before the first row with it, after it, and when the run returns to a state before it."""
     config = load_config(run / "config.json").replace(learning_rate=0.001, iterations=6)
