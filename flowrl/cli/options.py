@@ -32,6 +32,7 @@ from flowrl.run.parts.settings import (
     typed_unset,
 )
 from flowrl.run.presets import combine, is_of_task, require_method
+from flowrl.run.results import holds
 
 Base = tyro.conf.Suppress[tyro.conf.Fixed[RunConfig]]
 """The settings that the options of a command start from: no option."""
@@ -196,11 +197,11 @@ def base_of(arguments: Sequence[str]) -> RunConfig:
     return run
 
 
-def named_file(arguments: Sequence[str]) -> Path | None:
-    """The settings file that `--resume` or `--config` names, or None."""
+def named_file(arguments: Sequence[str], entry: str = "algorithm") -> Path | None:
+    """The settings file that `--resume` (see `resumed_file`) or `--config` names, or None."""
     given = early(arguments, "resume", "config")
     if "resume" in given:
-        return config_of("resume", Path(given["resume"]))
+        return resumed_file(Path(given["resume"]), entry)
     return Path(given["config"]) if "config" in given else None
 
 
@@ -239,12 +240,28 @@ def refuse_options(command: Any, mode: str, allowed: Sequence[str]) -> None:
             require(fits, item.name, value, f"left out with --{mode}, which sets it")
 
 
-def config_of(option: str, folder: Path, allowed: str = "") -> Path:
-    """The config.json of the folder that `option` names. Raises `ConfigError` if there is none."""
+COMMANDS = {"algorithm": "train", "arms": "compare"}
+"""The command that resumes a folder, by the entry of its config.json (`holds`)."""
+
+
+def resumed_file(folder: Path, entry: str = "algorithm") -> Path:
+    """The config.json of the `folder` to resume: that of a run, or with the `entry` "arms" of a
+    comparison. Raises `ConfigError` if it is another, with the command for what it is.
+    """
     path = folder / "config.json"
-    # False also for a name that is too long
-    allowed = allowed or "a folder that contains config.json"
-    require(os.path.exists(path), option, str(folder), allowed)
+    run, at, checkpoint = str(folder).rpartition("@")
+    if folder.parent.name == "checkpoints":
+        run, at, checkpoint = str(folder.parent.parent), "/", folder.stem
+    if os.path.exists(path):  # False also for a name that is too long
+        names = [COMMANDS[kind] for kind in COMMANDS if kind != entry and holds(folder, kind)]
+        command = "".join(f"flowrl {name} --resume {shlex.quote(str(folder))}" for name in names)
+    elif at and holds(Path(run), "algorithm"):
+        command = f"flowrl train --resume {shlex.quote(run)} --from {shlex.quote(checkpoint)}"
+    else:
+        reason = "is no run" if os.path.exists(folder) else "does not exist"
+        allowed = "a folder that contains config.json"
+        raise ConfigError(f"resume: {folder!s:.200} {reason}; allowed: {allowed}")
+    require(not command, "resume", str(folder), command)
     return path
 
 

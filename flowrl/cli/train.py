@@ -44,7 +44,10 @@ if TYPE_CHECKING:
     from flowrl.run.job import Run
 
 
-FROM = "With --resume: the checkpoint to continue from, such as 000010; later ones are deleted."
+FROM = (
+    "With --resume: the checkpoint to continue from (best, last or a number, such as 10); later"
+    " ones are deleted."
+)
 PLANNED = ("trust", "trial", "plan", "check", "card", "processes", "launch")
 READ = {
     "resume": ("start", "change", "changed_code", "profile", *PLANNED),
@@ -124,11 +127,16 @@ def _left(run: "Run") -> str:
 
 @contextmanager
 def _resume_hint(out: Path, distributed: "Distributed") -> Iterator[None]:
-    """If an error (in a reward, on the disk) ends a long run, print how to resume it."""
+    """If an error (in a reward, on the disk) ends a long run, print how to resume it. One of a
+    checkpoint says itself what is left.
+    """
+    from flowrl.core.errors import CheckpointError
     from flowrl.run.checkpoint import Checkpoints, to_resume
 
     try:
         yield
+    except CheckpointError:
+        raise
     except Exception:
         newest = Checkpoints(out).newest
         if distributed.is_main and newest and not (out / "done.json").exists():
@@ -253,7 +261,7 @@ class Train:
             chosen |= profile_of(self.profile)
         config = self.base.replace(**chosen)
         if self.resume and not self.plan:
-            require_resumable(self.resume, config, self.start, self.change)
+            require_resumable(self.resume, config, self._start_name(), self.change)
         require_read(config, dict.fromkeys((*chosen, *(() if self.resume else NAMED))))
         return config
 
@@ -311,14 +319,22 @@ class Train:
             print(fitted(f"{finding.subject:<{CHECK_INDENT}}{text}", CHECK_INDENT), flush=True)
         return 2 if failed else 0
 
-    def _start(self, processes: int) -> tuple[RunConfig, Path]:
-        """The settings, checked, and the run's folder."""
+    def _start_name(self) -> str:
+        """The name of the checkpoint of `start`, or ""."""
+        from flowrl.run.saved import checkpoint_name
+
+        if self.resume and self.start:
+            return checkpoint_name(self.resume, self.start, "from")
+        return ""
+
+    def _start(self, processes: int) -> tuple[RunConfig, Path, str]:
+        """The settings, checked, the run's folder, and the name of the checkpoint of `start`."""
         from flowrl.run.checks import require_ready
 
         config = self.configuration()
         out = self._folder(config)
         require_ready(config, None if self.resume else out, processes)
-        return config, out
+        return config, out, self._start_name()
 
     def _folder(self, config: RunConfig) -> Path:
         """The run's folder."""
@@ -349,12 +365,13 @@ class Train:
         runs = list[Run]()
         with asked_to_stop(runs) as asked:
             with Distributed.join() as distributed:
-                config, out = distributed.in_main(lambda: self._start(distributed.world_size))
+                size = distributed.world_size
+                config, out, start = distributed.in_main(lambda: self._start(size))
                 device_of(config.policy.device)
                 if config.policy.device == "cpu":
                     torch.set_num_threads(1)
                 say = partial(print, flush=True) if distributed.is_main else lambda text: None
-                algorithm, size = config.algorithm, distributed.world_size
+                algorithm = config.algorithm
                 rule = f" with credit {algorithm.credit}" if algorithm.credit else ""
                 subject = config.policy.model or config.environment.subject
                 processes = f", {size} processes" if size > 1 else ""
@@ -380,7 +397,7 @@ class Train:
                 runs.append(run)
                 with _resume_hint(out, distributed):
                     execute = record(run.execute) if size > 1 else run.execute
-                    finished = bool(execute(self.resume is not None, self.start))
+                    finished = bool(execute(self.resume is not None, start))
             if finished and distributed.is_main:
                 with suppress(ConfigError):  # a probe of the user's may have no plan
                     self._say_times(run.config, out, size, say)

@@ -16,12 +16,12 @@ from flowrl.cli.options import (
     Base,
     base_of,
     changes,
-    config_of,
     named_file,
     options_class,
     options_with,
     refuse_options,
     refuse_settings,
+    resumed_file,
     typed_command,
 )
 from flowrl.core.errors import require
@@ -125,7 +125,7 @@ class Compare:
         comparison that is resumed or repeated.
         """
         given = any(text.partition("=")[0] in ("--arm", "--arms") for text in arguments)
-        if file := named_file(arguments):
+        if file := named_file(arguments, "arms"):
             from flowrl.compare.comparison import load_compare
 
             base = load_compare(file, "--trust" in arguments).run
@@ -214,7 +214,7 @@ class Compare:
         name = f"{'sweep' if grid else 'compare'}-{time.strftime('%Y%m%d-%H%M%S')}"
         out = self.resume or self.out or Path("runs") / name
         if self.resume:
-            loaded = load_compare(config_of("resume", out), self.trust)
+            loaded = load_compare(resumed_file(out, "arms"), self.trust)
             config = dataclasses.replace(loaded, run=self.base)
         else:
             config = self.configuration(grid)
@@ -279,7 +279,7 @@ class Sweep:
     def defaults(arguments: Sequence[str]) -> "Sweep":
         """As for `Compare`, with the first method only."""
         compare = Compare.defaults(arguments)
-        methods = compare.methods if named_file(arguments) else compare.methods[:1]
+        methods = compare.methods if named_file(arguments, "arms") else compare.methods[:1]
         return Sweep(compare=dataclasses.replace(compare, methods=methods))
 
     def main(self) -> int:

@@ -127,6 +127,14 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(tensors, json.loads(card["values"]))
 
 
+def read_values(path: Path) -> dict[str, Any]:
+    """The plain values of the checkpoint in the file `path`, without reading its tensors: the hash
+    is not checked. Raises `CheckpointError` if the file is missing or damaged.
+    """
+    with reading(path, CheckpointError), safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["values"])
+
+
 def load_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
     """The tensors of a checkpoint whose names begin with `prefix`, named without it. The others are
     read one by one for the hash, so that the moments of an optimizer need no memory.
@@ -217,25 +225,30 @@ class Checkpoints:
                 self.path(other).unlink(missing_ok=True)
                 shutil.rmtree(self.folder / other, ignore_errors=True)
 
+    def complete(self, before: str = "") -> str:
+        """The newest complete checkpoint, of those older than `before` if it is given, or ""."""
+        names = self.names()
+        for name in reversed(names[: names.index(before)] if before in names else names):
+            with suppress(FlowrlError):
+                load_checkpoint(self.path(name))
+                return name
+        return ""
+
     def load(self, name: str) -> Checkpoint:
         """Checkpoint `name`.
 
         Raises `CheckpointError` if it is missing or damaged, with the command that resumes from an
         earlier complete one.
         """
-        names = self.names()
-        if name not in names:
+        if name not in self.names():
             raise CheckpointError(f"no checkpoint {name} in {self.run}; available: {self.listed()}")
         try:
             return load_checkpoint(self.path(name))
         except FlowrlError as error:
             advice = f"There is no earlier one in {self.run} (keep_checkpoints = {self.keep})"
-            for earlier in reversed(names[: names.index(name)]):
-                with suppress(FlowrlError):
-                    load_checkpoint(self.path(earlier))
-                    command = f"{to_resume(self.run)} --from {earlier}"
-                    advice = f"Checkpoint {earlier} is complete; resume from it with: {command}"
-                    break
+            if earlier := self.complete(before=name):
+                command = f"{to_resume(self.run)} --from {earlier}"
+                advice = f"Checkpoint {earlier} is complete; resume from it with: {command}"
             raise CheckpointError(f"{error}. {advice}") from error
 
 

@@ -324,7 +324,7 @@ class RunConfig:
         is_model, world, chosen = bool(self.policy.model), self.environment.world, flat(self)
         fits = (world == "model") == is_model
         require(fits, "world", world, "model if `model` is given, and only then")
-        need = "left out " + ("with" if is_model else "without") + " a `model`"
+        need = "left out with a `model`" if is_model else "left out without a `model`; add --model"
         for name in ("base_weights",) if is_model else MODEL_ONLY:
             require(chosen[name] == DEFAULTS[name], name, chosen[name], need)
         return self

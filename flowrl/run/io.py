@@ -172,6 +172,18 @@ def folder_lock(folder: Path, work: str = "") -> Iterator[None]:
         yield
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a process has the `folder_lock`, or may have it if this one cannot find out."""
+    path = folder / LOCK
+    if not path.exists():
+        return False
+    try:
+        with FileLock(path, timeout=0):
+            return False
+    except OSError:  # also `Timeout`
+        return True
+
+
 IN_PLACE = (
     *(LOCK, "metrics.jsonl", "checkpoints", "experience", "failure", "samples", "tensorboard"),
     *("lora", "lora.new", "full", "full.new", "evaluation", "runs", "paper"),

@@ -75,12 +75,14 @@ from flowrl.run.results import (
 )
 from flowrl.run.sizes import find_sizes, out_of_memory
 from flowrl.run.started import (
+    begins_again,
     changed_settings,
     recorded_changes,
     require_resumable,
     resumed_prompts,
     settings_of,
     store_prompts,
+    told_changes,
 )
 from flowrl.run.watch import watched_calls
 from flowrl.trainer import Trainer
@@ -212,8 +214,8 @@ class Run:
         if not resume:
             return False
         ended = require_resumable(self.folder, self.config, start, self.change)
-        if ended:
-            self._tell({"note": ended})
+        if text := ended or begins_again(self.folder):
+            self._tell({"note": text})
         return bool(ended)
 
     def _open(self, resume: bool, start: str) -> None:
@@ -262,8 +264,12 @@ class Run:
         """The settings that have changed since the last start; measured sizes are as before."""
         self.config = self.config.replace(**self.distributed.in_main(self._measured_sizes))
         changed = self.distributed.in_main(lambda: changed_settings(self.folder, self.config))
-        if changed:
-            self._tell({"changed": f"changed settings: {changes_text(changed)}"})
+        told = self.distributed.in_main(lambda: told_changes(self.folder, self.config))
+        if told:
+            self._tell({"changed": f"changed settings: {changes_text(told)}"})
+        if unread := {name: values for name, values in changed.items() if name not in told}:
+            text = f"a resume does not read config.yaml: {changes_text(unread)}"
+            self._tell({"note": f"{text}. Edit config.json, or give options"})
         return changed
 
     def _require_iterations(self) -> None:
@@ -338,7 +344,10 @@ class Run:
         write_json(self.folder / "config.json", values)
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())
         command = "flowrl train --config config.yaml --out NEW_FOLDER"
-        comment = f"All settings of this run; repeat it with: {command} ({packages})"
+        comment = (
+            f"All settings of this run; repeat it with: {command} ({packages})."
+            " A resume reads config.json"
+        )
         write_bytes(self.folder / "config.yaml", settings_text(values, comment).encode())
         store_prompts(self.folder, self._world, self.config)
         write_json(self.folder / METHOD_FILE, method_parts(self.config))

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 DEPTH = 50
 """Largest depth of lists and objects in a file."""
+PICKLED = (".bin", ".pt", ".ckpt", ".pth")
+"""Endings of weights that are pickles, which can contain code."""
 DIGITS = 20
 """Largest number of digits of a whole number, with its sign: that of 64 bits."""
 

@@ -2,8 +2,10 @@
 program, a transformer, or a name on the Hub.
 """
 
+import json
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -12,8 +14,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from flowrl.core.errors import CheckpointError, ConfigError
-from flowrl.run.checkpoint import LORA_FILE, Checkpoints, load_tensors, load_weights
-from flowrl.run.reading import read_json
+from flowrl.run.checkpoint import LORA_FILE, Checkpoints, load_tensors, load_weights, to_resume
+from flowrl.run.io import is_locked
+from flowrl.run.reading import PICKLED, read_json
 from flowrl.run.records import load_run, without_groups
 from flowrl.run.results import comparable, holds
 
@@ -61,12 +64,18 @@ class SavedWeights:
 
     def tensors(self) -> dict[str, Tensor]:
         """The trained weights of a run by the names of its parameters. Raises `CheckpointError` if
-        the file is missing or damaged.
+        the file is missing or damaged, with the name of a complete checkpoint.
         """
-        if not self.checkpoint:
-            return load_weights(self.path / "weights.safetensors")
-        prefix = "weight." if self.live else "average."
-        return load_tensors(Checkpoints(self.path).path(self.checkpoint), prefix)
+        checkpoints, prefix = Checkpoints(self.path), "weight." if self.live else "average."
+        try:
+            if not self.checkpoint:
+                return load_weights(self.path / "weights.safetensors")
+            return load_tensors(checkpoints.path(self.checkpoint), prefix)
+        except CheckpointError as error:
+            if not (complete := checkpoints.complete(before=self.checkpoint)):
+                raise
+            text = f"Checkpoint {complete} is complete: {self.path}@{complete}"
+            raise CheckpointError(f"{error}. {text}") from error
 
 
 def find_weights(text: str | Path, live: bool = False, option: str = "weights") -> SavedWeights:
@@ -133,8 +142,31 @@ def best_checkpoint(run: Path) -> str:
     return max(evaluated, key=rewards.__getitem__)
 
 
+def checkpoint_name(run: Path, text: str, option: str) -> str:
+    """The name of the checkpoint of `run` that a user calls `text`: best, last ("" too), or its
+    number, as in 4 or 000004. Raises `CheckpointError` if there is none.
+    """
+    checkpoints = Checkpoints(run)
+    if not checkpoints.newest:
+        advice = "" if is_locked(run) else f"; continue it with: {to_resume(run)}"
+        raise CheckpointError(
+            f"{option}: the run in {run} has no checkpoint yet; it writes one every"
+            f" checkpoint_every iterations, and when it pauses{advice}"
+        )
+    if text == "best":
+        return best_checkpoint(run)
+    name = checkpoints.newest if text in ("", "last") else text
+    name = f"{int(name):06d}" if name.isdecimal() else name
+    if name not in checkpoints.names():
+        raise CheckpointError(
+            f"{option}: no checkpoint {name!r} in {run}; allowed: best, last or one of"
+            f" {checkpoints.listed()}"
+        )
+    return name
+
+
 def _of_run(run: Path, name: str, live: bool, option: str) -> SavedWeights:
-    checkpoints, done = Checkpoints(run), run / "done.json"
+    done = run / "done.json"
     if not name and done.exists():
         if not live:
             file = run / "weights.safetensors"
@@ -146,22 +178,7 @@ def _of_run(run: Path, name: str, live: bool, option: str) -> SavedWeights:
             return SavedWeights("run", run)
         ended = read_json(done, dict[str, Any])
         name = f"{ended.get('exported', ended['iterations']):06d}"
-    if not checkpoints.newest:
-        raise CheckpointError(
-            f"{option}: the run in {run} has no checkpoint yet; it writes one every"
-            " checkpoint_every iterations, and when it pauses"
-        )
-    if name == "best":
-        name = best_checkpoint(run)
-    if name in ("", "last"):
-        name = checkpoints.newest
-    name = f"{int(name):06d}" if name.isdigit() else name
-    if name not in checkpoints.names():
-        raise CheckpointError(
-            f"{option}: no checkpoint {name!r} in {run}; allowed: best, last or one of"
-            f" {checkpoints.listed()}"
-        )
-    return SavedWeights("run", run, name, live)
+    return SavedWeights("run", run, checkpoint_name(run, name, option), live)
 
 
 def _is_transformer(folder: Path) -> bool:
@@ -183,9 +200,25 @@ def _lora_file(place: Path, text: str, option: str) -> Path:
     files = named[:1] or files
     if len(files) == 1 and files[0].suffix == ".safetensors":
         return files[0]
+    inside = [place] if place.is_file() else sorted(place.iterdir())
+    if not files and (pickled := [file for file in inside if file.suffix in PICKLED]):
+        raise CheckpointError(f"{option}: {pickled[0]} {_to_convert(pickled[0])}")
     names = ", ".join(file.name for file in files[:4])
     found = f"holds {names}" if files else f"holds no weights ({_content(place)})"
     raise CheckpointError(f"{option}: {text} {found}; allowed: {KINDS}")
+
+
+def _to_convert(file: Path) -> str:
+    """What a pickle is, and the command that converts the tensors in it."""
+    old, new = (json.dumps(str(path)) for path in (file, file.with_suffix(".safetensors")))
+    code = (
+        "import torch; from safetensors.torch import save_file;"
+        f' w = torch.load({old}, "cpu", weights_only=True); w = w.get("state_dict", w);'
+        ' save_file({k: v.contiguous().clone() for k, v in w.items() if hasattr(v, "clone")},'
+        f" {new})"
+    )
+    what = "is a pickle, which can contain code; allowed: safetensors"
+    return f"{what}; convert it: python -c {shlex.quote(code)}"
 
 
 def _content(place: Path) -> str:

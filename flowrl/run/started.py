@@ -1,19 +1,20 @@
 """What a run was started with, its settings and its prompts, and what a resume may change of them.
 
 Options of `flowrl train --resume` and edits of config.json are changes; config.yaml has the
-settings of the last start or resume. The prompts of worlds that are not built in are in
-prompts.jsonl and heldout-prompts.jsonl.
+settings of the last start or resume, and is not to be edited. The prompts of worlds that are not
+built in are in prompts.jsonl and heldout-prompts.jsonl.
 """
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, FlowrlError
 from flowrl.core.protocols import World
-from flowrl.run.checkpoint import Checkpoints
+from flowrl.run.checkpoint import Checkpoints, read_values
 from flowrl.run.config import SIZES, RunConfig, load_config
 from flowrl.run.io import write_bytes
 from flowrl.run.parts.prompts import prompt_lines
@@ -101,6 +102,20 @@ def changed_settings(folder: Path, config: RunConfig) -> dict[str, list[Any]]:
     return differences(folder, settings_of(before), settings_of(config))
 
 
+def told_changes(folder: Path, config: RunConfig) -> dict[str, list[Any]]:
+    """The `changed_settings` but for those that `config` has as the newest checkpoint has them:
+    config.yaml was edited, which changes nothing, or no iteration was kept with the other value.
+    """
+    changed, checkpoints, kept = changed_settings(folder, config), Checkpoints(folder), {}
+    with suppress(FlowrlError):  # a damaged checkpoint is refused later
+        kept = read_values(checkpoints.path(checkpoints.newest)).get("settings", {})
+    return {
+        name: values
+        for name, values in changed.items()
+        if name not in kept or values[-1] != kept[name]
+    }
+
+
 def _is_free(name: str, values: Sequence[Any]) -> bool:
     """Whether a resume may change a setting from one of `values` to the other: it is one of `FREE`,
     or names a file or folder that was moved.
@@ -137,7 +152,7 @@ def require_resumable(folder: Path, config: RunConfig, start: str, change: bool)
     Raises `ConfigError` for changed settings that are `FIXED`, that would have no effect, or that
     need `change`.
     """
-    changed = changed_settings(folder, config)
+    changed = told_changes(folder, config)
     _refuse_fixed(folder, config, changed)
     ended = "" if start else _ended(folder, config)
     if ended and changed:
@@ -155,6 +170,21 @@ def require_resumable(folder: Path, config: RunConfig, start: str, change: bool)
             f" run with its weights: {new}"
         )
     return ended
+
+
+def begins_again(folder: Path) -> str:
+    """That a resume of the run in `folder` begins it again and replaces its iterations, because it
+    has no checkpoint; "" if it has one, or no iteration.
+    """
+    metrics = folder / "metrics.jsonl"
+    if Checkpoints(folder).newest or not metrics.exists():
+        return ""
+    recorded = max(0, read_bytes(metrics, None).count(b"\n") - 1)  # row 0 is the untrained model's
+    rows = f"{recorded} recorded iteration{'s' * (recorded != 1)}"
+    text = (
+        f"{folder} has no checkpoint: the run begins again at iteration 1 and replaces its {rows}"
+    )
+    return text if recorded else ""
 
 
 def _refuse_fixed(folder: Path, config: RunConfig, changed: Mapping[str, Sequence[Any]]) -> None:

@@ -132,6 +132,32 @@ def test_a_change_needs_consent_and_is_recorded_once(edited, run, capsys):
     assert changed(run) == {3: RATE, 6: {"learning_rate": [0.001, 0.02]}}
 
 
+def test_an_edit_of_config_yaml_changes_nothing_and_says_where_to_edit(run, capsys):
+    """Settings that need consent, free ones, and one that is refused."""
+    path = run / "config.yaml"
+    for again, code in ((f"train --resume {run}", 0), (f"train --resume {run} --iterations 3", 0)):
+        text = path.read_text()
+        for name, value in {"learning_rate": 0.5, "max_batch": 7, "seed": 9}.items():
+            text, count = re.subn(rf"(\b{name}): .*", rf"\1: {value}", text)
+            assert count == 1
+        path.write_text(text)
+        capsys.readouterr()
+        assert flowrl_(again) == code
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "changed settings: iterations 2 -> 3 " in shown
+    unread = "a resume does not read config.yaml:"
+    assert f"{unread} seed 9 -> 0, max_batch 7 -> 512, learning_rate 0.5 -> 0.02. Edit" in shown
+    assert changed(run) == {} and load_config(path).optim.learning_rate == 0.02
+
+
+def test_a_change_that_no_checkpoint_has_is_undone_without_consent(run):
+    edit(run, learning_rate=0.001)
+    path = run / "config.yaml"  # a start with this setting was killed before its first checkpoint
+    path.write_text(re.sub(r"(learning_rate): .*", r"\1: 0.001", path.read_text()))
+    assert flowrl_(f"train --resume {run} --iterations 3 --learning-rate 0.02") == 0
+    assert changed(run) == {} and load_config(path).optim.learning_rate == 0.02
+
+
 def test_a_change_survives_kills(run):
     """Before the first row with it, after it, and when the run returns to a state before it."""
     config = load_config(run / "config.json").replace(learning_rate=0.001, iterations=6)

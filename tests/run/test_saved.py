@@ -3,7 +3,10 @@ programs; in every command that takes them.
 """
 
 import json
+import shlex
 import shutil
+import subprocess
+import sys
 from functools import cache
 
 import pytest
@@ -18,6 +21,7 @@ from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.core.policy_options import PolicyOptions
 from flowrl.run.checkpoint import Checkpoints, without_prefix
 from flowrl.run.config import preset
+from flowrl.run.io import folder_lock
 from flowrl.run.job import Run
 from flowrl.run.models.load import load_policy
 from flowrl.run.saved import find_weights, run_folder
@@ -153,6 +157,73 @@ def test_what_is_no_weights_is_said_before_anything_is_loaded(mixture, tmp_path,
     (tmp_path / "arms" / "config.json").write_text('{"arms": {}}')
     with pytest.raises(CheckpointError, match=f"^weights: .*{message}"):
         find_weights(text.format(run, tmp_path))
+
+
+def test_a_run_without_a_checkpoint_is_continued_unless_it_is_running(mixture, tmp_path):
+    shutil.copy(f"{mixture['finished']}/config.json", tmp_path)
+    command = f"; continue it with: flowrl train --resume {tmp_path}"
+    for _ in range(2):  # before and after
+        with pytest.raises(CheckpointError, match=f"no checkpoint yet.*{command}$"):
+            find_weights(tmp_path)
+        with (
+            folder_lock(tmp_path),
+            pytest.raises(CheckpointError, match=r"no checkpoint yet.*when it pauses$"),
+        ):
+            find_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "files", "other"),
+    [
+        ("@last", ("checkpoints/000003",), "000002"),
+        ("@3", ("checkpoints/000003", "checkpoints/000002"), "000001"),
+        ("", ("weights",), "000003"),
+        ("@1", ("checkpoints/000001",), ""),
+    ],
+)
+def test_damaged_weights_name_complete_ones(mixture, tmp_path, capsys, text, files, other):
+    run = shutil.copytree(mixture["finished"], tmp_path / "run")
+    for file in (run / f"{name}.safetensors" for name in files):
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    error = error_of(f"evaluate --weights {run}{text} --out {tmp_path}/new", capsys)
+    assert f"{run}/{files[0]}.safetensors: it does not match its own hash" in error
+    assert error.count("\n") == 1
+    if not other:
+        assert "is complete" not in error
+        return
+    assert error.endswith(f" Checkpoint {other} is complete: {run}@{other}\n")
+    assert flowrl_(f"evaluate --weights {run}@{other} --out {tmp_path}/new") == 0
+
+
+def test_a_resume_does_not_call_a_damaged_checkpoint_kept(mixture, tmp_path, capsys):
+    run = shutil.copytree(mixture["paused"], tmp_path / "run")
+    path = run / "checkpoints" / "000002.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert flowrl_(f"train --resume {run}") == 2
+    shown = capsys.readouterr()
+    assert "kept" not in shown.out
+    assert f"with: flowrl train --resume {run} --from 000001" in shown.err
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["file", "folder"])
+def test_a_pickled_lora_says_how_to_convert_it(tmp_path, whole):
+    """The command works, also for one in a training state and with shared memory."""
+    folder, both = tmp_path / "it's mine", torch.arange(8.0).reshape(2, 4)
+    folder.mkdir()
+    tensors = {"a.lora_A.weight": both[0], "b.lora_A.weight": both.T}
+    torch.save({"state_dict": tensors, "epoch": 3}, folder / "l.ckpt")
+    with pytest.raises(CheckpointError) as caught:
+        find_weights(folder / "l.ckpt" if whole else folder)
+    text, _, command = str(caught.value).partition("; convert it: ")
+    assert (
+        text
+        == f"weights: {folder}/l.ckpt is a pickle, which can contain code; allowed: safetensors"
+    )
+    python, *rest = shlex.split(command)
+    subprocess.run([python.replace("python", sys.executable), *rest], check=True)
+    saved = find_weights(folder)
+    assert saved.path == folder / "l.safetensors"
+    assert_close(load_file(saved.path), tensors, atol=0, rtol=0)
 
 
 def test_runs_of_other_worlds_and_shapes_are_refused(mixture, tmp_path, capsys):

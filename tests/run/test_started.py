@@ -1,6 +1,8 @@
 """What a resume says of settings and prompts that have changed since the start of the run."""
 
 import json
+import re
+import shutil
 
 import pytest
 from small_run import (
@@ -20,6 +22,7 @@ from flowrl.rollout.groups import PromptStream
 from flowrl.run.checkpoint import restore_trainer, trainer_state
 from flowrl.run.job import Run
 from flowrl.run.parts.prompts import read_prompts
+from flowrl.run.saved import find_weights
 
 OPTIONS = f"{MIXTURE} --groups 2 --eval-every 1 --checkpoint-every 1 --keep-checkpoints 9"
 
@@ -56,6 +59,70 @@ def test_changed_settings_are_named_or_refused_if_they_have_no_effect(tmp_path, 
     )
     (out / "config.yaml").write_text("{")  # what has changed is unknown
     assert flowrl_(f"train --resume {out} --from 000001") == 0
+
+
+@pytest.mark.parametrize(("lines", "said"), [(4, "3 recorded iterations"), (2, "1 rec"), (1, "")])
+def test_a_run_without_a_checkpoint_says_what_it_replaces(lines, said, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert flowrl_(f"train {OPTIONS} --iterations 3 --out {out}") == 0
+    expected, metrics = numbers(out), out / "metrics.jsonl"
+    (out / "done.json").unlink()
+    shutil.rmtree(out / "checkpoints")
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:lines]))
+    capsys.readouterr()
+    assert flowrl_(f"train --resume {out}") == 0
+    before = " ".join(capsys.readouterr().out.partition("iteration 1/3")[0].split())
+    line = "has no checkpoint: the run begins again at iteration 1 and replaces its"
+    assert (f"{out} {line} {said}" in before) == bool(said) and ("again" in before) == bool(said)
+    assert numbers(out) == expected
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A finished run of three iterations with all its checkpoints, and a comparison's folder."""
+    root = tmp_path_factory.mktemp("kept")
+    assert flowrl_(f"train {OPTIONS} --iterations 3 --out {root}/run") == 0
+    for name in ("arms", "export"):
+        (root / name).mkdir()
+    (root / "arms" / "config.json").write_text('{"arms": {}}')
+    return root
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("train --resume {0}/none", "resume: {0}/none does not exist; allowed: a folder that"),
+        ("train --resume {0}/none@best", "resume: {0}/none@best does not exist; allowed: a folder"),
+        ("train --resume {0}/export", "resume: {0}/export is no run; allowed: a folder that"),
+        ("train --resume {0}/run@best", "allowed: flowrl train --resume {0}/run --from best"),
+        (
+            "train --resume {0}/run/checkpoints/000002.safetensors",
+            "allowed: flowrl train --resume {0}/run --from 000002",
+        ),
+        ("train --resume {0}/arms", "allowed: flowrl compare --resume {0}/arms"),
+        ("compare --resume {0}/run", "allowed: flowrl train --resume {0}/run"),
+        ("compare --resume {0}/none", "resume: {0}/none does not exist; allowed: a folder"),
+        ("train --resume {0}/run --from 4", "from: no checkpoint '000004' in {0}/run; allowed:"),
+        ("train --resume {0}/run --from bst", "best, last or one of 000001, 000002, 000003"),
+    ],
+)
+def test_what_cannot_be_resumed_names_the_command_that_can(line, said, kept, capsys):
+    """Before anything is printed or written."""
+    assert flowrl_(line.format(kept)) == 2
+    shown = capsys.readouterr()
+    assert said.format(kept) in shown.err and shown.err.count("\n") == 1 and shown.out == ""
+
+
+@pytest.mark.parametrize("name", ["best", "last", "2", "000002"])
+def test_a_resume_begins_at_a_checkpoint_by_each_of_its_names(name, kept, tmp_path, capsys):
+    run = shutil.copytree(kept / "run", tmp_path / "run")
+    done = int(find_weights(f"{run}@{name}").checkpoint)
+    rows = numbers(run)[0]
+    capsys.readouterr()
+    assert flowrl_(f"train --resume {run} --from {name}") == 0
+    trained = re.findall(r"iteration +(\d)/3", capsys.readouterr().out)
+    assert trained == [str(iteration) for iteration in range(done + 1, 4)]
+    assert numbers(run)[0] == rows
 
 
 def test_a_run_that_an_observer_stopped_says_how_it_continues(tmp_path, capsys):

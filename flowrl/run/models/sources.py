@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from flowrl.core.errors import ConfigError
 from flowrl.policies.families import Family
-from flowrl.run.reading import read_bytes, read_json, reading
+from flowrl.run.reading import PICKLED, read_bytes, read_json, reading
 
 WEIGHTS = re.compile(r"(?:diffusion_pytorch_model|model)(?:\.(\w+?))?(?:-\d+-of-\d+)?\.safetensors")
 """A file of weights, and its variant."""
@@ -209,7 +209,7 @@ def header(path: Path) -> Shapes:
 
 def _lacking(source: Source, part: str, names: list[str]) -> str:
     """What is wrong with a part without weights that are read, and what to do."""
-    pickled = [name for name in names if name.endswith((".bin", ".pt", ".ckpt", ".pth"))]
+    pickled = [name for name in names if name.endswith(PICKLED)]
     if pickled:
         code = (
             f"from diffusers import {source.name} as P;"
