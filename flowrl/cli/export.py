@@ -15,7 +15,7 @@ from flowrl.core.errors import CheckpointError, ConfigError, require
 
 if TYPE_CHECKING:
     from flowrl.run.config import RunConfig
-    from flowrl.run.export import Source
+    from flowrl.run.export import ToExport
     from flowrl.run.saved import SavedWeights
 
 
@@ -69,7 +69,7 @@ class Export:
 
     def main(self) -> int:
         """Read, write, check, and upload if that was typed."""
-        from flowrl.run.export import EXPORT, Source, base_of
+        from flowrl.run.export import EXPORT, ToExport, base_of
         from flowrl.run.io import write_json
         from flowrl.run.models.base import HUB_NAME, describe_base, pipeline_class
         from flowrl.run.saved import find_weights
@@ -97,7 +97,7 @@ class Export:
             if config is None
             else base_of(config, self.model, self.base_model)
         )
-        source = Source(saved, config, base, pipeline_class(model, base))
+        source = ToExport(saved, config, base, pipeline_class(model, base))
         verb = "Replaced" if is_file and self.out.exists() else "Wrote"
         with self.place(is_file):
             written = self.merge(source) if self.format == "merged" else self.convert(source)
@@ -165,7 +165,7 @@ class Export:
 
         return getattr(torch, self.dtype) if self.dtype else None
 
-    def convert(self, source: "Source") -> Path:
+    def convert(self, source: "ToExport") -> Path:
         """Write a LoRA and read it back."""
         import torch
 
@@ -189,7 +189,7 @@ class Export:
             print(line)
         return file
 
-    def merge(self, source: "Source") -> Path:
+    def merge(self, source: "ToExport") -> Path:
         """Write the base model with the trained weights."""
         from flowrl.run.export import first_weights, full_weights, notes
         from flowrl.run.models.merged import write_merged
@@ -218,7 +218,7 @@ class Export:
         write_merged(self.out, base, loras, weights, self.torch_dtype)
         return self.out
 
-    def card(self, source: "Source", written: Path) -> None:
+    def card(self, source: "ToExport", written: Path) -> None:
         """Write the model card of weights of a run."""
         from flowrl.run.report.card import Exported, card_text, write_beside
 

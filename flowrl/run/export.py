@@ -37,7 +37,7 @@ musubi-tuner write it (`library/sai_model_spec.py`), and the module that loads t
 
 
 @dataclass(frozen=True)
-class Source:
+class ToExport:
     """Saved weights, and what a file of them needs to know.
 
     Args:

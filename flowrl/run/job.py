@@ -77,10 +77,10 @@ from flowrl.run.sizes import find_sizes, out_of_memory
 from flowrl.run.started import (
     begins_again,
     changed_settings,
+    plain_settings,
     recorded_changes,
     require_resumable,
     resumed_prompts,
-    settings_of,
     store_prompts,
     told_changes,
 )
@@ -555,7 +555,7 @@ class Run:
             if self.distributed.is_main:
                 self._kept = _kept(self._rows)
                 tensors = {**state.tensors, **observed}
-                own = {"metrics": metrics, "settings": settings_of(self.config)}
+                own = {"metrics": metrics, "settings": plain_settings(self.config)}
                 self._last = Checkpoint(tensors, state.values | own)
 
     def save_last(self) -> None:

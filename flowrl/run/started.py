@@ -72,7 +72,7 @@ so that a resume changes them only with consent (`Run.change`).
 OTHER_DEVICE = Fixed("random generators of CPU and GPU have different states", "start_from")
 
 
-def settings_of(config: RunConfig) -> dict[str, Any]:
+def plain_settings(config: RunConfig) -> dict[str, Any]:
     """The settings by name as JSON has them."""
     typed = config.typed().items()
     return {name: [*value] if isinstance(value, tuple) else value for name, value in typed}
@@ -81,7 +81,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 def differences(
     folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> dict[str, list[Any]]:
-    """[before, now] by setting, of those settings (`settings_of`) of the run in `folder` that
+    """[before, now] by setting, of those settings (`plain_settings`) of the run in `folder` that
     differ. Sizes that are auto now are as before, and so are the run's own held-out prompts.
     """
     same = [name for name in SIZES if now[name] == "auto"]
@@ -99,7 +99,7 @@ def changed_settings(folder: Path, config: RunConfig) -> dict[str, list[Any]]:
         before = load_config(folder / "config.yaml", trust=True)
     except ConfigError:  # it is written again
         return {}
-    return differences(folder, settings_of(before), settings_of(config))
+    return differences(folder, plain_settings(before), plain_settings(config))
 
 
 def told_changes(folder: Path, config: RunConfig) -> dict[str, list[Any]]:
@@ -133,7 +133,7 @@ def recorded_changes(
     which are not found earlier if config.yaml is missing.
     """
     if before := checkpoint.get("settings"):
-        changed = differences(folder, before, settings_of(config))
+        changed = differences(folder, before, plain_settings(config))
     else:  # of an earlier version
         changed = changed_settings(folder, config)
     if checkpoint.get("prompts", digest) != digest and "prompts" not in changed:
