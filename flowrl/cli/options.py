@@ -259,8 +259,9 @@ def resumed_file(folder: Path, entry: str = "algorithm") -> Path:
         command = f"flowrl train --resume {shlex.quote(run)} --from {shlex.quote(checkpoint)}"
     else:
         reason = "is no run" if os.path.exists(folder) else "does not exist"
-        allowed = "a folder that contains config.json"
-        raise ConfigError(f"resume: {folder!s:.200} {reason}; allowed: {allowed}")
+        raise ConfigError(
+            f"resume: {folder!s:.200} {reason}; allowed: a folder that contains config.json"
+        )
     require(not command, "resume", str(folder), command)
     return path
 
