@@ -24,6 +24,7 @@ from flowrl.run.config import preset
 from flowrl.run.io import folder_lock
 from flowrl.run.job import Run
 from flowrl.run.models.load import load_policy
+from flowrl.run.models.lora_files import read_lora
 from flowrl.run.saved import find_weights, run_folder
 from flowrl.run.trained import base_policy, settings_of, trained_policy, with_weights
 
@@ -315,7 +316,7 @@ CELLS += [
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "state"), CELLS)
 def test_every_command_takes_every_state(runs, tmp_path, family, state):
-    """evaluate, sample and --adapter; each gives the images of the run's own policy."""
+    """evaluate, sample, export, report, compare and --adapter: the weights of the run's policy."""
     files, texts = runs(family)
     text, live = texts[state], state == "live"
     flag = ["--live"] if live else []
@@ -332,7 +333,16 @@ def test_every_command_takes_every_state(runs, tmp_path, family, state):
     assert png.stat().st_size > 1000
     policy, _ = trained_policy(text, trust=True, live=live)
     own = {name: p.detach() for name, p in policy.trainable().items()}
+    assert main(["export", text, *flag, "--out", str(tmp_path / "lora")]) == 0
+    written = read_lora(tmp_path / "lora" / "pytorch_lora_weights.safetensors", type(policy.pipe))
+    assert_close(dict(written.tensors), policy.adapters.tensors(), atol=0, rtol=0)
+    assert main(["report", text, "--out", str(tmp_path / "page.html")]) == 0
     if not live:
+        compared = [text, str(tmp_path / "lora"), "--trust", "--out", str(tmp_path / "compared")]
+        assert main(["compare", "--weights", *compared]) == 0
+        values = json.loads((tmp_path / "compared" / "evaluation.json").read_text())
+        (equal,) = values["compared"][-1]["scores"].values()
+        assert abs(equal["difference"]) < 1e-6
         given = {"lora_rank": 4, "resolution": 16, "max_sequence_length": 24, **SIZE[family]}
         other = load_policy(files["model"], PolicyOptions(adapter=text, **given))
         products = [products_of(one) for one in (policy, other)]
