@@ -55,8 +55,7 @@ class ToExport:
     @property
     def is_lora(self) -> bool:
         """Whether they are a LoRA, and not all weights of a transformer."""
-        tuning = self.config.policy.tuning if self.config else self.weights.kind
-        return tuning == "lora"
+        return not self.weights.is_full
 
     def lora(self) -> Lora:
         """The LoRA. Raises `CheckpointError` if the weights are not a LoRA, belong to another base

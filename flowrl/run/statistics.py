@@ -107,8 +107,8 @@ def collapsed(rewards: Sequence[float], noise: float = 0.0, share: float = COLLA
 
     best - last > max(share (best - first), ERRORS s, noise), with s the root mean square of the
     falls between successive evaluations up to the best one (0 without one). The unit of the reward
-    has no effect. Rises do not count: a standard deviation of all differences counts a steep rise
-    as noise, and missed a third of the verdict's 37 runs that lost half of a gain above 0.1.
+    has no effect. Rises do not count: a standard deviation of all differences would take a steep
+    rise for noise.
 
     Args:
         rewards: held-out rewards [evaluation], one or more.

@@ -118,8 +118,15 @@ def trained_policy(
     config = settings_of([saved], trust)
     on_gpu = config.policy.model and torch.cuda.is_available()
     policy = make_policy(config if on_gpu else config.replace(device="cpu"))
+    put_weights(policy, saved)
+    return policy, config
+
+
+def put_weights(policy: FlowPolicy, saved: SavedWeights) -> None:
+    """Replace the trained weights of a run's policy by `saved`, for good. Raises `CheckpointError`
+    if they do not fit.
+    """
     named = policy.trainable()
     with torch.no_grad():
         for parameter, value in zip(named.values(), _values(saved, named), strict=True):
             parameter.copy_(value)
-    return policy, config

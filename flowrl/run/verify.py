@@ -22,6 +22,7 @@ from flowrl.run.models.lora_formats import in_diffusers
 from flowrl.run.models.weights import frozen_loras
 from flowrl.run.reading import reading
 from flowrl.run.saved import SavedWeights
+from flowrl.run.trained import put_weights
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.05}
 """The largest difference of a pixel in [0, 1] that rounding makes, by precision of the network or
@@ -40,10 +41,7 @@ def largest_difference(saved: SavedWeights, config: RunConfig, written: Path, fo
     on_gpu = torch.cuda.is_available()
     config = config.replace(device=config.policy.device if on_gpu else "cpu")
     policy: Any = make_policy(config)
-    tensors = saved.tensors()
-    with torch.no_grad():
-        for name, parameter in policy.trainable().items():
-            parameter.copy_(tensors[name])
+    put_weights(policy, saved)
     ran = _image(policy)
     del policy
     bare = replace(policy_options(config), fixed=True, gradient_checkpointing=False)
