@@ -35,7 +35,7 @@ from flowrl.rollout import (
 from flowrl.rollout.groups import PromptStream
 from flowrl.rollout.metrics import Clock, LossMetrics, credit_metrics, reward_metrics
 from flowrl.rollout.rollout import Collector
-from flowrl.rollout.values import Inspect, require_usable
+from flowrl.rollout.values import OnImages, require_usable
 from flowrl.samplers import RandomSteps, trained_steps, transition_stds, windowed
 from flowrl.weights import Copies, LossScaler, update_average, weights_replaced
 
@@ -136,7 +136,8 @@ class Trainer:
             `iteration` returns, as in ``("log_probs",)``; what the rule reads is not kept
             otherwise.
         on_phase: called with the name of each phase when it begins.
-        inspect: called once, with the first images, prompts and scores.
+        on_images: called with the finished images of this process, their latents, prompts and
+            scores, batch by batch; with `overlap` in another thread.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class Trainer:
         processes: Processes = Processes(),
         recorded: Collection[str] = (),
         on_phase: Callable[[str], None] = lambda phase: None,
-        inspect: Inspect | None = None,
+        on_images: OnImages | None = None,
     ) -> None:
         self.policy, self.method, self.reward, self.updates = policy, method, reward, updates
         self.processes, self.recorded, self.on_phase = processes, recorded, on_phase
@@ -186,7 +187,7 @@ class Trainer:
             chunk,
             overlap,
             offload,
-            inspect,
+            on_images,
         )
         self.done = 0
 

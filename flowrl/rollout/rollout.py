@@ -30,7 +30,7 @@ from flowrl.probes import Branching, NoProbe, Probe
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.probing import run_probe
 from flowrl.rollout.solvers import deterministic
-from flowrl.rollout.values import Inspect, score_rollout
+from flowrl.rollout.values import OnImages, score_rollout
 from flowrl.rollout.walk import Rollout, Usage, Walk
 from flowrl.samplers import transition_stds
 
@@ -56,7 +56,7 @@ class Collector:
             chunk is rolled out. The policy's `decode` and the reward then run in parallel with
             `velocity`; the results are the same.
         offload: keep trajectories in main memory until the update.
-        inspect: called once, with the images, prompts and scores of the next batch.
+        on_images: called with this process's finished images, batch by batch.
     """
 
     policy: FlowPolicy
@@ -69,7 +69,7 @@ class Collector:
     chunk: int | Literal["auto"] = 0
     overlap: bool = False
     offload: bool = False
-    inspect: Inspect | None = None
+    on_images: OnImages | None = None
 
     def collect(
         self,
@@ -161,13 +161,13 @@ class Collector:
         self, result: Rollout, prompts: Sequence[Prompt], usage: Usage, ready: Any
     ) -> Experience:
         """The record of a chunk, whose latents are complete after the event `ready`."""
-        inspect, self.inspect = self.inspect, None
-        if not ready:
-            return score_rollout(self.policy, self.reward, result, prompts, usage, inspect=inspect)
-        ready.wait()
-        record = score_rollout(self.policy, self.reward, result, prompts, usage, inspect=inspect)
-        # the rollout's stream may use the memory of `result` again as soon as the caller frees it
-        torch.cuda.current_stream(self.policy.device).synchronize()
+        if ready:
+            ready.wait()
+        given = self.policy, self.reward, result, prompts, usage
+        record = score_rollout(*given, on_images=self.on_images)
+        if ready:
+            # the rollout's stream may use the memory of `result` as soon as the caller frees it
+            torch.cuda.current_stream(self.policy.device).synchronize()
         return record
 
     def _kept(self, path: Trajectories) -> Trajectories:

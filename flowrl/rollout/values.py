@@ -24,8 +24,8 @@ from flowrl.rewards.contract import (
 )
 from flowrl.rollout.walk import Rollout, Usage
 
-Inspect = Callable[[Tensor, Sequence[Prompt], Tensor], None]
-"""A function of images, their prompts and their scores."""
+OnImages = Callable[[Tensor, Tensor, Sequence[Prompt], Tensor], None]
+"""A function of finished images, their latents, their prompts and their scores."""
 
 
 def decoded(policy: FlowPolicy, latents: Tensor, prompts: Sequence[Prompt]) -> Tensor:
@@ -107,7 +107,7 @@ def score_rollout(
     prompts: Sequence[Prompt],
     usage: Usage | None = None,
     max_batch: int = 512,
-    inspect: Inspect | None = None,
+    on_images: OnImages | None = None,
 ) -> Experience:
     """The record of a rollout: its value table, also for each component of a composite reward, and
     its decisions.
@@ -128,7 +128,7 @@ def score_rollout(
         prompts: one prompt per group.
         usage: counters of decoded and scored images, which are updated; None for no count.
         max_batch: largest number of images per call of the reward.
-        inspect: called with the images, prompts and total scores of the first batch.
+        on_images: called with every batch of finished images, in order; the scores are the total.
 
     Returns:
         The record without its larger fields; all drawn decisions are trained.
@@ -153,7 +153,8 @@ def score_rollout(
     # their own, so that no probe changes the last bit of their rewards.
     size = max(max_batch // groups.members, 1) * groups.members if compared else max_batch
     columns: dict[str, list[Tensor]] = {}
-    for rows in [*flat[: lengths[0]].split(size), *flat[lengths[0] :].split(size)]:
+    finished = flat[: lengths[0]].split(size)
+    for number, rows in enumerate([*finished, *flat[lengths[0] :].split(size)]):
         if len(rows):
             texts, owners = owners[: len(rows)], owners[len(rows) :]
             images = decoded(policy, rows, texts)
@@ -162,9 +163,8 @@ def score_rollout(
                 usage.decodes += len(rows)
             for name, column in {_TOTAL: scores.total, **scores.parts}.items():
                 columns.setdefault(name, []).append(column.cpu())
-            if inspect is not None:
-                inspect(images, texts, scores.total)
-                inspect = None
+            if on_images is not None and number < len(finished):
+                on_images(images, rows, texts, scores.total)
     tables, valid = {}, torch.ones(groups.prompts, groups.members, dtype=torch.bool)
     for name, column in columns.items():
         rows = [scores.view(groups.prompts, -1) for scores in torch.cat(column).split(lengths)]

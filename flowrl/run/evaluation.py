@@ -36,7 +36,7 @@ from flowrl.rollout import (
     score,
     score_rollout,
 )
-from flowrl.rollout.values import Inspect, decoded
+from flowrl.rollout.values import decoded
 from flowrl.run.config import RunConfig
 from flowrl.run.distributed import Distributed
 from flowrl.run.io import write_bytes, write_json
@@ -49,6 +49,11 @@ CUSTOM, ERRORS, HELDOUT, DIVERSITY = "custom reward", "errors", "held-out reward
 """Names of measurements: a training reward that is not one of the world's forms, the errors of the
 training reward, the prefix of held-out rewards, and features.
 """
+
+
+Measure = Callable[[ImageBatch], Tensor]
+Inspect = Callable[[Tensor, Sequence[Prompt], Tensor], None]
+"""A function of images, their prompts and their scores."""
 
 
 def _none(images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
@@ -110,9 +115,6 @@ def _heldout_reward(spec: str, config: RunConfig, world: World) -> RewardModel:
     device = config.environment.reward_device or config.policy.device
     reward = build("reward", spec, device=device)
     return require_single(reward, "heldout_rewards", spec)
-
-
-Measure = Callable[[ImageBatch], Tensor]
 
 
 def _measured(

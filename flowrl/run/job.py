@@ -54,6 +54,7 @@ from flowrl.run.evaluation import (
 )
 from flowrl.run.export import run_lora
 from flowrl.run.format import FORMAT
+from flowrl.run.images import IterationImages
 from flowrl.run.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
 from flowrl.run.logging import TRACKER_FILE, Journal
 from flowrl.run.monitors import limits_of, notices
@@ -294,7 +295,7 @@ class Run:
             first and first.policy,
             recorded=self._observers.recorded,
             on_phase=lambda phase: self._tell({"phase": phase}),
-            inspect=self._inspect if self._inspects else None,
+            on_images=self._see,
         )
 
     def _inspect_heldout(self) -> None:
@@ -304,11 +305,16 @@ class Run:
             if (inspect := tried(reward, heldout=spec)) is not None:
                 self._heldout.trials[spec] = inspect
 
-    def _inspect(self, images: Tensor, prompts: Sequence[Prompt], scores: Tensor) -> None:
-        """Try a reward of the user on its first batch."""
-        tried = trial().reward_trial(self.config, self._trainer.reward, warn=self._warn_of_trial)
-        if tried is not None:
-            tried(images, prompts, scores)
+    def _see(
+        self, images: Tensor, latents: Tensor, prompts: Sequence[Prompt], scores: Tensor
+    ) -> None:
+        """Look at a batch of training images; try a reward of the user on its first one."""
+        if self._inspects:
+            self._inspects, reward = False, self._trainer.reward
+            tried = trial().reward_trial(self.config, reward, warn=self._warn_of_trial)
+            if tried is not None:
+                tried(images, prompts, scores)
+        self._images.add(images, latents, prompts, scores)
 
     def _embed_prompts(self) -> None:
         """Embed the held-out prompts and those of all coming iterations."""
@@ -449,7 +455,9 @@ class Run:
         """One iteration, its evaluation if it has one, and what observers and monitors say; appends
         the row.
         """
-        trainer, rows = self._trainer, self._rows
+        trainer, rows, every = self._trainer, self._rows, self.config.evaluation.eval_every
+        evaluates = trainer.done + 1 == self.config.iterations or (trainer.done + 1) % every == 0
+        self._images = IterationImages(shows=evaluates)
         try:
             iteration = trainer.iteration()
         except NonFiniteError as error:
@@ -467,9 +475,13 @@ class Run:
             for name in TOTALS
             if f"{name}_total" in rows[-1]  # a run that an older version began has fewer
         }
-        last, every = self._ended, self.config.evaluation.eval_every
-        self._evaluation = None
-        row["evaluation"] = self._evaluate().row if last or trainer.done % every == 0 else None
+        looks, self._best, self._worst = self._images.collected(
+            self.distributed, self.config.rollout.group_size
+        )
+        if looks:
+            row["images"] = looks
+        last, self._evaluation = self._ended, None
+        row["evaluation"] = self._evaluate().row if evaluates else None
         entries = self._observers.observe(trainer, iteration, row, rows)
         warnings = entries.pop("warnings")
         if last and "exported" not in entries:

@@ -13,9 +13,10 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.protocols import AnyReward, GroupReward, MultistepSolver
 from flowrl.core.types import Prompt
 from flowrl.methods import objective_of
-from flowrl.rollout.values import Inspect, score
+from flowrl.rollout.values import score
 from flowrl.run.build import run_method, trial_stds
 from flowrl.run.config import RunConfig
+from flowrl.run.evaluation import Inspect
 from flowrl.run.parts.registry import build
 from flowrl.run.parts.trust import own_parts
 from flowrl.testing.contract import Contract

@@ -25,6 +25,7 @@ from flowrl.cli.main import main
 from flowrl.run.begin import load_start
 from flowrl.run.checkpoint import Checkpoints, load_weights, save_checkpoint, trainer_state
 from flowrl.run.config import load_config
+from flowrl.run.format import ADDED, FORMAT
 from flowrl.run.job import Run
 
 OPTIONS = f"{MIXTURE} --groups 2 --eval-every 1 --checkpoint-every 1 --keep-checkpoints 9"
@@ -183,25 +184,27 @@ def test_a_run_of_a_model_begins_with_another_size_and_method_but_not_with_anoth
     assert steps == {2 * already.pop()}
 
 
-EARLIER = "flowrl-run-3"
-
-
-def test_a_run_folder_of_the_earlier_format_resumes(run, tmp_path):
-    """Its files have no start_from, and its checkpoints no settings."""
+@pytest.mark.parametrize("earlier", ADDED)
+def test_a_run_folder_of_an_earlier_format_resumes(earlier, run, tmp_path):
+    """Its files lack the settings that were added since, and its checkpoints have no settings."""
     options = OPTIONS.replace("--keep-checkpoints 9", "--keep-checkpoints 1")
     assert flowrl_(f"train {options} --iterations 4 --out {tmp_path}/long") == 0
     out = tmp_path / "old"
     assert flowrl_(f"train {options} --iterations 2 --out {out}") == 0
     values = json.loads((out / "config.json").read_text())
-    del values["optim"]["start_from"]
+    formats = [*ADDED]
+    added = {name for each in formats[formats.index(earlier) :] for name in ADDED[each]}
+    for group in values.values():
+        for name in added & {*group} if isinstance(group, dict) else ():
+            del group[name]
     for name in ("config.json", "config.yaml"):
-        (out / name).write_text(json.dumps({**values, "format": EARLIER}))
+        (out / name).write_text(json.dumps({**values, "format": earlier}))
     saved = Checkpoints(out).load("000002")
     del saved.values["settings"]
     save_checkpoint(out / "checkpoints" / "000002.safetensors", saved)
     assert flowrl_(f"train --resume {out} --iterations 3 --kl-weight 0.5 --change") == 0
     assert rows_of(out)[3]["changed"] == {"kl_weight": [0.0, 0.5]}
-    assert json.loads((out / "config.json").read_text())["format"] != EARLIER
+    assert json.loads((out / "config.json").read_text())["format"] == FORMAT
     assert plain(rows_of(out)[2]) == plain(rows_of(tmp_path / "long")[2])
 
 
