@@ -116,23 +116,23 @@ class KeepBest:
     the run its weights, next to the last ones.
 
     Args:
-        reward: "reward" for the trained one on held-out prompts, or another of `scores`.
+        score: "reward" for the trained one on held-out prompts, or another of `scores`.
         scores: names of scores of an evaluation; without this option, those of the run.
     """
 
-    reward: str = "reward"
+    score: str = "reward"
     scores: tuple[str, ...] = ("reward",)
     fields = ("metrics", "history")
 
     def __post_init__(self) -> None:
         allowed = f"one of {', '.join(dict.fromkeys(self.scores))}"
-        require(self.reward in self.scores, "keep-best: reward", self.reward, allowed)
+        require(self.score in self.scores, "keep-best: score", self.score, allowed)
 
     def observe(self, record: Record) -> Actions | None:
         """Name the best evaluation so far."""
         if not (rows := _evaluated(record)):
             return None
-        return Actions(best=_best(rows, self.reward))
+        return Actions(best=_best(rows, self.score))
 
 
 def _evaluated(record: Record) -> Sequence[Mapping[str, Any]]:

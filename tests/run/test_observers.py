@@ -92,7 +92,7 @@ def test_a_budget_counts_time_or_work():
         ({"nfe": 100, "seconds": 2.5}, 0, 2.5, True),
         ({"hours": 1}, 0, 3590.0, True),  # with the seconds of two evaluations
         ({"hours": 1}, 0, 3580.0, False),
-        ({"forwards": 100}, 48, 0.0, True),  # 48 + 9 x 2 of the update + 2 x 18 before
+        ({"forwards": 100}, 48, 0.0, True),  # (18 + 48) + 2 x (6 + 2 x 6)
         ({"forwards": 103}, 48, 0.0, False),
     ):
         history = [
