@@ -374,7 +374,7 @@ class Train:
         from flowrl.run.io import disk_errors
         from flowrl.run.job import Run
         from flowrl.run.report.card import finish_run
-        from flowrl.run.results import stopped_by
+        from flowrl.run.results import short, stopped_by
         from flowrl.run.stop_rules import exit_code
 
         runs = list[Run]()
@@ -390,6 +390,8 @@ class Train:
                 rule = f" with credit {algorithm.credit}" if algorithm.credit else ""
                 subject = config.policy.model or config.environment.subject
                 processes = f", {size} processes" if size > 1 else ""
+                if heldout := config.evaluation.heldout_rewards:
+                    processes += f", held out: {', '.join(map(short, heldout))}"
                 say(
                     f"{algorithm.method}{rule} on {subject}, seed {config.seed}{processes}"
                     f"{own_text([config.flat()])} -> {out}"
