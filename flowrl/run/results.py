@@ -71,6 +71,13 @@ def comparable(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]
     return rows[starts[-1] :] if starts else rows
 
 
+def scoring_seconds(phases: Mapping[str, float]) -> float:
+    """The seconds of decoding and scoring among the `phases` of an iteration; in rows of older
+    versions, and if scoring overlaps the rollout, "reward" contains both.
+    """
+    return phases.get("decode", 0.0) + phases.get("reward", 0.0)
+
+
 def holds(folder: Path, entry: str) -> bool:
     """Whether config.json in `folder` has the `entry`: "algorithm" for a run, "arms" for a
     comparison.
