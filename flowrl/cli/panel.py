@@ -3,18 +3,19 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
@@ -28,8 +29,9 @@ from flowrl.run.workers import launch_rank
 if TYPE_CHECKING:
     from flowrl.run.config import RunConfig
 
-LEAST = (60, 22)
+LEAST = (70, 24)
 """Columns and lines that the panel needs."""
+NO_BREAK = "\u00a0"
 BARS = "▁▂▃▄▅▆▇█"
 SHORT = {"rollout": "sampling", "decode": "decoding"}
 """Phases whose name in a table is not that of metrics.jsonl."""
@@ -46,14 +48,49 @@ def fits_terminal() -> bool:
     )
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
-    """The trend of `values` in at most `width` characters, each the mean of as many values."""
-    count = min(width, len(values))
-    cuts = [len(values) * i // count for i in range(count + 1)] if count else [0]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
-    top = len(BARS) - 1
+def sparkline(series: Series, first: int, last: int, width: int) -> str:
+    """The trend of a reward from iteration `first` to `last` in at most `width` characters: the
+    mean of the values in each part of this range, or the one before if a part has none.
+    """
+    count = min(width, last - first + 1)
+    parts = [list[float]() for _ in range(count)]
+    for iteration, value in zip(series.iterations, series.values, strict=True):
+        parts[max(0, iteration - first) * count // (last - first + 1)].append(value)
+    means, before = list[float](), series.values[0]
+    for part in parts:
+        before = sum(part) / len(part) if part else before
+        means.append(before)
+    low, high, top = min(means), max(means), len(BARS) - 1
     return "".join(BARS[round((m - low) / (high - low) * top) if high > low else 0] for m in means)
+
+
+@dataclass
+class Trend:
+    """A `sparkline` as wide as its column, from the first to the last of the `shown` iterations."""
+
+    series: Series
+    shown: tuple[int, int]
+    style: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(sparkline(self.series, *self.shown, options.max_width), self.style)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(8, options.max_width)
+
+
+def facts(texts: Mapping[str, str], styles: Mapping[str, str] = MappingProxyType({})) -> Text:
+    """Labels with their values on one line, which is broken only between them."""
+    parts = [
+        Text.assemble((f"{name} ".replace(" ", NO_BREAK), "dim"), (value, styles.get(name, "")))
+        for name, value in ((name, text.replace(" ", NO_BREAK)) for name, text in texts.items())
+    ]
+    return Text("   ").join(parts)
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds in about three digits."""
+    return f"{seconds:.{2 if seconds < 10 else 1 if seconds < 100 else 0}f} s"
 
 
 def memory_texts() -> dict[str, str]:
@@ -146,9 +183,9 @@ class RunPanel:
         parts = [self._bar(), self._rewards(), self._loss(), self._work(), self._status()]
         return Panel(
             Group(*(part for part in parts if part is not None)),
-            title=Text(f" {self.title} ", "bold"),
+            title=Text(self.title, "bold"),
             title_align="left",
-            subtitle=Text(f" {self.progress.out} ", "dim"),
+            subtitle=Text(str(self.progress.out), "dim"),
             subtitle_align="right",
             border_style="dim",
             box=box.ROUNDED,
@@ -162,7 +199,7 @@ class RunPanel:
         row.add_column(no_wrap=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True)
-        bar = ProgressBar(progress.total, progress.done, finished_style="green")
+        bar = ProgressBar(progress.total, progress.done, complete_style="green")
         times = f"{clock(progress.elapsed() + waited)}"
         if left is not None and not self.ended:
             times += f", left {clock(max(0.0, left - waited))}"
@@ -184,13 +221,8 @@ class RunPanel:
         for name in ("training", "held out"):
             if series := rewards.pop(name, None):
                 table.add_row(*self._reward(name, series))
-        others = Text("   ").join(
-            Text.assemble(f"{name} ", (self._change(name, series), "bold"))
-            for name, series in rewards.items()
-        )
-        return Group(
-            Text(), table, *([Text.assemble(("also: ", "dim"), others)] if rewards else [])
-        )
+        others = {name: self._change(name, series) for name, series in rewards.items()}
+        return Group(Text(), table, *([facts(others)] if others else []))
 
     def _reward(self, name: str, series: Series) -> list[RenderableType]:
         text, values = self.progress.reward_text, series.values
@@ -202,28 +234,38 @@ class RunPanel:
             text(name, start),
             text(name, values[best]),
             Text(f"{series.iterations[best]}", "dim"),
-            Text(sparkline(values, max(8, self.console.width - 50)), style or "dim"),
+            Trend(series, self._shown(), style or "dim"),
         ]
+
+    def _shown(self) -> tuple[int, int]:
+        """The first and the last iteration of the trends."""
+        rewards = self.progress.rewards().values()
+        first = min(series.iterations[0] for series in rewards)
+        return max(first, min(1, self.progress.done)), self.progress.done
 
     def _change(self, name: str, series: Series) -> str:
         start, now = (self.progress.reward_text(name, series.values[i]) for i in (0, -1))
         return f"{start} → {now}" if len(series.values) > 1 else now
 
     def _loss(self) -> RenderableType | None:
-        row, texts = self.progress.row, list[Text]()
-        for key, label in (("kl", "KL to base"), ("approx_kl", "KL of the update")):
-            if key in row:
-                texts.append(Text.assemble((f"{label} ", "dim"), f"{row[key]:.2g}"))
+        row, texts = self.progress.row, dict[str, str]()
+        if "kl" in row:
+            texts["KL"] = f"{row['kl']:.2g}"
+        if "approx_kl" in row:
+            texts["KL of update"] = f"{row['approx_kl']:.2g}"
         if "clip_fraction" in row:
-            texts.append(Text.assemble(("clipped ", "dim"), f"{row['clip_fraction']:.0%}"))
+            texts["clipped"] = f"{row['clip_fraction']:.0%}"
         if "ratio_noise" in row:
-            noise = row["ratio_noise"]
-            style = "red" if noise > self.clip else ""
-            clip = "" if math.isnan(self.clip) else f", clip {self.clip:.2g}"
-            texts.append(
-                Text.assemble(("ratio noise ", "dim"), (f"{noise:.1g}", style), (clip, "dim"))
-            )
-        return Text("   ").join(texts) if texts else None
+            clip = "" if math.isnan(self.clip) else f" of clip {self.clip:.2g}"
+            texts["noise"] = f"{row['ratio_noise']:.1g}{clip}"
+        noisy = row.get("ratio_noise", 0.0) > self.clip
+        lines = [facts(texts, {"noise": "red"} if noisy else {})] if texts else []
+        if looks := row.get("images"):
+            labels = {"brightness": "brightness", "contrast": "contrast"}
+            labels["diversity"] = "diversity in groups"
+            shown = {labels[name]: f"{looks[name]:.2f}" for name in labels if name in looks}
+            lines.append(facts({**shown, "constant": f"{looks.get('constant', 0):.0%}"}))
+        return Group(*lines)
 
     def _work(self) -> RenderableType | None:
         """Seconds by phase with their shares, beside rates and memory."""
@@ -239,21 +281,21 @@ class RunPanel:
         for name, seconds in phases.items():
             share = seconds / whole
             bar = ProgressBar(1.0, share, complete_style="cyan", finished_style="cyan")
-            left.add_row(SHORT.get(name, name), f"{seconds:.3g} s", f"{share:.0%}", bar)
+            left.add_row(SHORT.get(name, name), seconds_text(seconds), f"{share:.0%}", bar)
         if evaluation is not None:
             every = self.progress.config.evaluation.eval_every
             text = Text(f"every {every} iterations", "dim")
-            left.add_row("evaluation", f"{evaluation:.3g} s", "", text)
+            left.add_row("evaluation", seconds_text(evaluation), "", text)
         seconds = self.progress.iteration_seconds
-        facts = {
-            "iteration": f"{seconds:.3g} s",
+        numbers = {
+            "iteration": seconds_text(seconds),
             "images": f"{self.progress.row['trajectories'] / max(seconds, 1e-9):.3g}/s",
             **memory_texts(),
         }
         right = Table.grid(padding=(0, 1))
         right.add_column(style="dim")
         right.add_column(justify="right")
-        for name, text in facts.items():
+        for name, text in numbers.items():
             right.add_row(name, text)
         both = Table.grid(padding=(0, 3), expand=True)
         both.add_column(ratio=1)
@@ -272,7 +314,7 @@ class RunPanel:
         self.spinner.text = ""
         row.add_row(self.spinner, text)
         lines = [
-            Text(f"! iteration {at}: {warning}", "yellow", no_wrap=True, overflow="ellipsis")
+            Text(f"! {at}: {warning}", "yellow", no_wrap=True, overflow="ellipsis")
             for at, warning in progress.warnings
         ]
         return Group(row, *lines)

@@ -122,8 +122,9 @@ def decimals(*changes: float, least: int = 3) -> int:
 
 def reward_text(value: float | None, among: Iterable[float] = ()) -> str:
     """A reward with the digits that fit its size: three significant ones of the largest of `among`
-    (the rewards with which it is compared) and two of their largest difference, as in "0.500020",
-    "21.34" or "1,234,567". Below 1e-6 and from 1e9 on with an exponent; "failed" for None.
+    (the rewards with which it is compared), four from 1 on, and two of their largest difference, as
+    in "0.500020", "21.34" or "1,234,567". Below 1e-6 and from 1e9 on with an exponent; "failed" for
+    None.
     """
     if value is None:
         return "failed"
@@ -133,7 +134,8 @@ def reward_text(value: float | None, among: Iterable[float] = ()) -> str:
     level, change = max(map(abs, known)), max(known) - min(known)
     if not level:
         return f"{value:.3f}"
-    size, digits = math.floor(math.log10(level)), 3
+    size = math.floor(math.log10(level))
+    digits = 3 if size < 0 else 4
     if change > 1e-7 * level:  # not by rounding in float32
         digits = min(9, max(digits, 2 + size - math.floor(math.log10(change))))
     if not 1e-6 <= level < 1e9:
