@@ -17,8 +17,8 @@ PRINT = ("transformers", "diffusers", "huggingface_hub", "datasets", "torch")
 class LibraryLog(logging.Handler):
     """Appends warnings and errors of libraries to log.txt in a run's folder.
 
-    Messages before the run has a folder are kept until then. Those of flowrl also go to standard
-    error.
+    Messages before the run has a folder are kept until then, and dropped if it gets none (in the
+    other processes of a run, too). Those of flowrl also go to standard error.
     """
 
     def __init__(self) -> None:
@@ -53,12 +53,6 @@ class LibraryLog(logging.Handler):
                 file.write(f"{text}\n")
         except OSError:  # a full disk stops the run elsewhere
             self.count = 0
-
-    def show_early(self) -> None:
-        """Print the messages of a run that has got no folder."""
-        for text in self._early:
-            print(text, file=sys.stderr)
-        self._early = []
 
 
 @contextmanager
@@ -99,4 +93,3 @@ def library_log() -> Iterator[LibraryLog]:
         root.removeHandler(log)
         logging.Logger.callHandlers = call
         warnings.showwarning, bar.__init__ = shown, drawn
-        log.show_early()
