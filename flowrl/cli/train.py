@@ -361,6 +361,7 @@ class Train:
         from flowrl.run.io import disk_errors
         from flowrl.run.job import Run
         from flowrl.run.report.card import finish_run
+        from flowrl.run.reward_guard import failures_text
 
         runs = list[Run]()
         with asked_to_stop(runs) as asked:
@@ -401,6 +402,9 @@ class Train:
             if finished and distributed.is_main:
                 with suppress(ConfigError):  # a probe of the user's may have no plan
                     self._say_times(run.config, out, size, say)
+                rows = [json.loads(row) for row in read_text(out / "metrics.jsonl").splitlines()]
+                if text := failures_text(rows):
+                    say(text)
                 with disk_errors(out, partial(to_resume, out)):
                     for line in finish_run(out):
                         say(line)

@@ -187,6 +187,7 @@ def evaluate(
     solver: str = "euler",
     heldout_metrics: HeldoutMetrics = HeldoutMetrics(),
     distributed: Distributed = Distributed(),
+    wrapped: Callable[[RewardModel], RewardModel] = lambda model: model,
 ) -> Evaluation:
     """Sample images of the held-out prompts with the current weights and score them.
 
@@ -208,6 +209,7 @@ def evaluate(
         solver: name of the solver (see `rollout.solve`).
         heldout_metrics: held-out rewards and diversity.
         distributed: the processes.
+        wrapped: applied to the task's rewards and to `reward`.
 
     Returns:
         Scores and the first images.
@@ -222,6 +224,7 @@ def evaluate(
     models = {name: world.reward(name) for name in world.forms}
     if reward is not None:
         models[CUSTOM] = reward
+    models = {name: wrapped(model) for name, model in models.items()}
     if metrics.rewards:
         models[ERRORS] = metrics.errors
     optional = {HELDOUT + spec: model for spec, model in metrics.rewards.items()}

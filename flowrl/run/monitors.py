@@ -216,11 +216,26 @@ def collapse(rows: Sequence[Row], limits: Limits) -> str:
     return ""
 
 
+def reward_errors(rows: Sequence[Row], limits: Limits) -> str:
+    """Samples of the iteration or of its evaluation were skipped, because a call of the reward
+    failed (`flowrl.run.reward_guard`).
+    """
+    row, texts = rows[-1], []
+    if skipped := row.get("skipped"):
+        texts.append(f"{skipped} of {row['trajectories']} samples were skipped")
+    evaluation = row.get("evaluation") or {}
+    if skipped := evaluation.get("skipped"):
+        texts.append(f"{skipped} of {limits.samples} held-out samples were skipped")
+    error = row.get("reward_error") or evaluation.get("reward_error")
+    return f"{', '.join(texts)}: {error}" if texts else ""
+
+
 CHECKS: dict[str, Callable[[Sequence[Row], Limits], str]] = {
     "zero-spread": zero_spread,
     "ratio-noise": ratio_noise,
     "step-share": step_share,
     "kl": kl_runaway,
     "collapse": collapse,
+    "reward-errors": reward_errors,
 }
 """The text of each kind of warning, or "" if it does not apply."""
