@@ -541,7 +541,8 @@ class Run:
                 distributed=self.distributed,
                 wrapped=self._guard.around,
             )
-        self._evaluation.row.update(self._guard.taken(settings.eval_samples, self.distributed))
+        counted = settings.eval_samples, self.distributed, None, "held-out samples"
+        self._evaluation.row.update(self._guard.taken(*counted))
         return self._evaluation
 
     def _append(self, row: Row) -> None:

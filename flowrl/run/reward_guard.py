@@ -214,7 +214,11 @@ class RewardGuard:
                 raise
 
     def taken(
-        self, samples: int, processes: Processes, invalid: int | None = None
+        self,
+        samples: int,
+        processes: Processes,
+        invalid: int | None = None,
+        what: str = "samples",
     ) -> dict[str, Any]:
         """The counts of all processes since the last call, for a metrics row: "reward_errors",
         failed calls by reward; "skipped", samples that were skipped; and "reward_error", the last
@@ -222,7 +226,7 @@ class RewardGuard:
 
         A sample of which several images or components were skipped counts once, at most all that
         are `invalid`. All processes must call this. Raises `RewardError` if more of the `samples`
-        were skipped than the settings allow.
+        (`what`, in the message) were skipped than the settings allow.
         """
         if not self.active:
             return {}
@@ -239,7 +243,7 @@ class RewardGuard:
         if isinstance(self.choice, Skip) and skipped > self.choice.share * samples:
             failed = ", ".join(f"{name} {count:,}" for name, count in failures.items())
             raise RewardError(
-                f"{skipped:,} of {samples:,} samples were skipped, more than on_reward_error allows"
+                f"{skipped:,} of {samples:,} {what} were skipped, more than on_reward_error allows"
                 f" (share={self.choice.share:g}). Failed calls: {failed}; the last: {last}"
             )
         return counts | {"skipped": skipped}
