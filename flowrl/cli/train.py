@@ -27,6 +27,7 @@ from flowrl.cli.options import (
     refuse_settings,
     rule_name,
     run_name,
+    with_rules,
 )
 from flowrl.cli.terminal import fitted
 from flowrl.core.errors import ConfigError, require
@@ -49,8 +50,9 @@ FROM = (
     " ones are deleted."
 )
 PLANNED = ("trust", "trial", "plan", "check", "card", "processes", "launch")
+RULES = ("stop_on", "keep_best")
 READ = {
-    "resume": ("start", "change", "changed_code", "profile", *PLANNED),
+    "resume": ("start", "change", "changed_code", "profile", *RULES, *PLANNED),
     "config": ("out", *PLANNED),
 }
 """Options that are read together with one that names a run."""
@@ -203,6 +205,14 @@ class Train:
     """Check settings, packages, devices, files and prompts in seconds, list the results, and train
     nothing; returns 2 if a check fails. Training begins with the same checks.
     """
+    stop_on: tuple[str, ...] = ()
+    """Rules that stop the run: collapse, hacking, plateau or budget(hours=48). Short for `observe`
+    stop-on-collapse, and so on, with the same options, as in collapse(drop=0.3).
+    """
+    keep_best: str = ""
+    """Keep the checkpoint with the best mean of this score in evaluations: reward, or a held-out
+    reward. Short for `observe` keep-best(score=...).
+    """
     trust: bool = False
     """Run code that the settings file of `resume`, `config` or `preset` names, and use its
     addresses and keys.
@@ -259,6 +269,9 @@ class Train:
             chosen.setdefault("method", rule_name(chosen["credit"]))
         if self.profile:
             chosen |= profile_of(self.profile)
+        if self.stop_on or self.keep_best:
+            given = chosen.get("observe", self.base.logging.observe)
+            chosen["observe"] = with_rules(given, self.stop_on, self.keep_best)
         config = self.base.replace(**chosen)
         if self.resume and not self.plan:
             require_resumable(self.resume, config, self._start_name(), self.change)
@@ -361,7 +374,9 @@ class Train:
         from flowrl.run.io import disk_errors
         from flowrl.run.job import Run
         from flowrl.run.report.card import finish_run
+        from flowrl.run.results import stopped_by
         from flowrl.run.reward_guard import failures_text
+        from flowrl.run.stop_rules import exit_code
 
         runs = list[Run]()
         with asked_to_stop(runs) as asked:
@@ -399,6 +414,8 @@ class Train:
                 with _resume_hint(out, distributed):
                     execute = record(run.execute) if size > 1 else run.execute
                     finished = bool(execute(self.resume is not None, start))
+                # a launcher of several processes takes any other code than 0 for a failure
+                code = exit_code(stopped_by(out)) if finished and size == 1 else 0
             if finished and distributed.is_main:
                 with suppress(ConfigError):  # a probe of the user's may have no plan
                     self._say_times(run.config, out, size, say)
@@ -414,4 +431,4 @@ class Train:
                 return 130
             sample = f"flowrl sample --weights {shlex.quote(str(out))}{trust_option(config.flat())}"
             say(f"Done. Weights and metrics in {out}; draw samples with: {sample}")
-            return 0
+            return code

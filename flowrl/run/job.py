@@ -5,6 +5,7 @@ trajectory.
 import hashlib
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -90,6 +91,8 @@ from flowrl.run.watch import watched_calls
 from flowrl.trainer import Trainer
 
 Row = dict[str, Any]
+BEST = "best"
+"""Folder in a run's folder with the weights of its best iteration."""
 TOTALS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls", "seconds")
 Report = Callable[[dict[str, Any]], None]
 """Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes,
@@ -122,10 +125,12 @@ class Run:
     metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/ (of a LoRA
     also as a folder with diffusers' file, such as checkpoints/000010/) and, at the end, samples.*,
     trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline
-    also in lora/ or full/, in diffusers' format) and done.json. With `save_experience` it also gets
-    experience/ (`flowrl.run.observers.SaveExperience`). A run that an observer stops ends in the
-    same way; done.json and the last row then have the reason ("stopped") and, if the run ends with
-    the best checkpoint that the observer has named, its iteration ("exported"). Every process
+    also in lora/ or full/, in diffusers' format) and done.json. If an observer has named another
+    iteration as the best, best/ has its weights in the same files. With `save_experience` the
+    folder also gets experience/ (`flowrl.run.observers.SaveExperience`). A run that an observer
+    stops ends in the same way; done.json and the last row then have the reason ("stopped") and, if
+    the run ends with the best checkpoint that the observer has named, its iteration ("exported").
+    Every process
     executes the run; only the main process writes and reports. If one process is asked to stop, all
     pause.
 
@@ -618,7 +623,8 @@ class Run:
         ended = dict(iterations=self._trainer.done)
         if best := self._rows[-1].get("exported"):
             ended["exported"] = best
-            self._restore_best(f"{best:06d}")
+            self._restore_weights(best)
+            self._evaluation = None
         # none if the run was killed after its last checkpoint
         after = self._evaluation or self._evaluate()
         shapes = {"images": (None,) * 4, "scores": (None,)}
@@ -633,30 +639,53 @@ class Run:
                 "reward_after": after.image_scores.tolist(),
             }
             write_json(self.folder / "samples.json", samples)
-            self._export(self.folder)
+        best = self._best_apart()
+        with TemporaryDirectory() as scratch:
+            folder = self.folder if self.distributed.is_main else Path(scratch)
+            # the main process alone can neither call the network nor gather sharded weights
+            if self.distributed.is_main or self.distributed.sharded:
+                self._export(folder)
+            shutil.rmtree(folder / BEST, ignore_errors=True)  # of an earlier end
+            if best:
+                last, ended["best"] = self._trainer.done, best
+                self._restore_weights(best)
+                if self.distributed.is_main or self.distributed.sharded:
+                    self._write_weights(folder / BEST)
+                self._restore_weights(last)
+        if self.distributed.is_main:
             stopped = {"stopped": self._stopped} if self._stopped else {}
             write_json(self.folder / "done.json", {**ended, **stopped})
-        # the main process alone can neither call the network nor gather its weights
-        elif self.distributed.sharded:
-            with TemporaryDirectory() as scratch:
-                self._export(Path(scratch))
 
-    def _restore_best(self, name: str) -> None:
-        """Continue with the weights of checkpoint `name`, the best of a run that was stopped."""
+    def _best_apart(self) -> int:
+        """The best iteration that the first observer with one has named, if its checkpoint is kept
+        and the run ends with other weights; else 0.
+        """
+        best = next(iter(best_named(self._rows).values()), 0)
+        ends_with = self._rows[-1].get("exported", self._trainer.done)
+        exists = self._checkpoints.path(f"{best:06d}").exists
+        return best if best not in (0, ends_with) and self.distributed.in_main(exists) else 0
+
+    def _restore_weights(self, iteration: int) -> None:
+        """Continue with the weights of the checkpoint of `iteration`."""
         with self.distributed.shared_errors():
             checkpoint = Checkpoint({}, {})
             if self.distributed.is_main:
-                checkpoint = self._checkpoints.load(name)
+                checkpoint = self._checkpoints.load(f"{iteration:06d}")
         restore_trainer(self._trainer, checkpoint)
-        self._evaluation = None
 
     def _export(self, folder: Path) -> None:
         """Write the averaged weights, and a trajectory sampled with them."""
+        with self._trainer.averaged():
+            task = self.config.environment.task
+            write_trajectory(folder, self._trainer, self._world, task)
+        self._write_weights(folder)
+
+    def _write_weights(self, folder: Path) -> None:
+        """Write the averaged weights, also in diffusers' format."""
         trainer = self._trainer
-        with trainer.averaged():
-            write_trajectory(folder, trainer, self._world, self.config.environment.task)
-            exported = extras(trainer.policy, "save")
-            if exported is not None and not self._is_lora:
+        exported = extras(trainer.policy, "save")
+        if exported is not None and not self._is_lora:
+            with trainer.averaged():
                 exported.save(folder / self.config.policy.tuning)
         average = full_tensors(dict(zip(trainer.parameters, trainer.average, strict=True)))
         if average:
@@ -674,10 +703,16 @@ class Run:
 
 def _kept(rows: Sequence[Row]) -> set[int]:
     """The iterations whose checkpoints an observer keeps."""
+    kept = {row["iteration"] for row in rows if "kept" in row}
+    return kept | {*best_named(rows).values()}
+
+
+def best_named(rows: Sequence[Row]) -> dict[str, int]:
+    """By observer, the best iteration that it named last."""
     best: dict[str, int] = {}
     for row in rows:
         best |= row.get("best", {})
-    return {row["iteration"] for row in rows if "kept" in row} | {*best.values()}
+    return best
 
 
 def _line(row: Row) -> bytes:

@@ -92,6 +92,13 @@ def has_progress(folder: Path) -> bool:
     return metrics.exists() and read_bytes(metrics).count(b"\n") > 1
 
 
+def stopped_by(folder: Path) -> str:
+    """By which observer the finished run in `folder` was stopped, and why, as in "budget: ..."; ""
+    for a run that has trained to its end.
+    """
+    return read_json(folder / "done.json", dict[str, Any]).get("stopped", "")
+
+
 def require_no_run(folder: Path) -> None:
     """Raise `ConfigError` if `folder` has a run that a new one would overwrite."""
     need = "a folder without a run; to continue a run, use --resume"
