@@ -396,6 +396,7 @@ class Train:
         from flowrl.run.job import Run
         from flowrl.run.report.card import finish_run
         from flowrl.run.results import short, stopped_by
+        from flowrl.run.reward_guard import failures_text
         from flowrl.run.stop_rules import exit_code
 
         targets = targets_of(self.notify)
@@ -452,6 +453,9 @@ class Train:
             if finished and distributed.is_main:
                 with suppress(ConfigError):  # a probe of the user's may have no plan
                     self._say_times(run.config, out, size, say)
+                rows = [json.loads(row) for row in read_text(out / "metrics.jsonl").splitlines()]
+                if text := failures_text(rows):
+                    say(text)
                 with disk_errors(out, partial(to_resume, out)):
                     for line in finish_run(out):
                         say(line)
