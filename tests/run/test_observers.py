@@ -416,7 +416,7 @@ def test_observers_from_the_command_line(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(FAILING.format("return Actions(stop='enough')"))
     spec, out = f"{tmp_path}/mine.py:Fails", tmp_path / "run"
     options = f"{MIXTURE} --iterations 3 --save-experience 1 --out {out}"
-    assert flowrl_(f"train {options} --observe {spec} 'stop-on-collapse(drop=0.9)'") == 0
+    assert flowrl_(f"train {options} --observe {spec} 'stop-on-collapse(drop=0.9)'") == 14
     assert "stopped after iteration 2 of 3 by Fails: enough" in capsys.readouterr().out
     assert list(json.loads((out / "code.json").read_text())) == [f"observe: {spec}"]
     assert "--trust" in error_of(f"train --resume {out}", capsys)

@@ -127,7 +127,7 @@ def test_a_resume_begins_at_a_checkpoint_by_each_of_its_names(name, kept, tmp_pa
 
 def test_a_run_that_an_observer_stopped_says_how_it_continues(tmp_path, capsys):
     out = tmp_path / "run"
-    assert flowrl_(f"train {OPTIONS} --iterations 4 --observe 'budget(nfe=1)' --out {out}") == 0
+    assert flowrl_(f"train {OPTIONS} --iterations 4 --observe 'budget(nfe=1)' --out {out}") == 13
     capsys.readouterr()
     assert flowrl_(f"train --resume {out}") == 0
     assert "ended after iteration 1 (it was stopped by budget" in capsys.readouterr().out
