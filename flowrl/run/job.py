@@ -476,6 +476,8 @@ class Run:
             raise NonFiniteError(f"{error}. {place}", error.values) from error
         row: Row = dict(iteration)
         row |= self._guard.taken(row["trajectories"], self.distributed, row["invalid"])
+        if self.config.optim.final_share != 1 or self.config.optim.warmup:
+            row["learning_rate"] = trainer.optimizer.param_groups[0]["lr"]
         if self._changed:
             row["changed"] = self._changed
             if self._before is not None and self._changed.keys() & {*SCORED}:
