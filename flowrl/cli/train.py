@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -31,7 +31,7 @@ from flowrl.cli.options import (
 )
 from flowrl.cli.terminal import fitted
 from flowrl.core.errors import ConfigError, require
-from flowrl.core.options import Count
+from flowrl.core.options import Count, Whole
 from flowrl.run.config import RunConfig, load_config
 from flowrl.run.parts.registry import shadowed
 from flowrl.run.parts.trust import PARTS, own_text, trust_option
@@ -41,6 +41,7 @@ from flowrl.run.signals import APART, ignore_stops, on_repeated_stop, on_stop
 from flowrl.run.workers import launch_rank
 
 if TYPE_CHECKING:
+    from flowrl.cli.panel import RunPanel
     from flowrl.run.distributed import Distributed
     from flowrl.run.job import Run
 
@@ -51,9 +52,10 @@ FROM = (
 )
 PLANNED = ("trust", "trial", "plan", "check", "card", "processes", "launch")
 RULES = ("stop_on", "keep_best")
+SHOWN = ("print_every", "notify")
 READ = {
-    "resume": ("start", "change", "changed_code", "profile", *RULES, *PLANNED),
-    "config": ("out", *PLANNED),
+    "resume": ("start", "change", "changed_code", "profile", *RULES, *PLANNED, *SHOWN),
+    "config": ("out", *PLANNED, *SHOWN),
 }
 """Options that are read together with one that names a run."""
 SPECS = tuple(name for name in PARTS if name not in ("heldout_rewards", "observe"))
@@ -68,12 +70,15 @@ TrainOptions = options_class("TrainOptions")
 
 
 @contextmanager
-def asked_to_stop(runs: Sequence["Run"] = ()) -> Iterator[threading.Event]:
+def asked_to_stop(
+    runs: Sequence["Run"] = (), panels: Sequence["RunPanel"] = ()
+) -> Iterator[threading.Event]:
     """An event that Ctrl-C, SIGTERM and SIGHUP set instead of ending the process
     (`flowrl.run.signals.on_stop`).
 
     The last complete iteration of `runs` is saved at once, in case that the process is killed. A
-    second signal, at least `APART` seconds later, ends the process without the current iteration.
+    second signal, at least `APART` seconds later, closes the `panels` and ends the process without
+    the current iteration.
     """
     asked, since = threading.Event(), [0.0]
 
@@ -105,6 +110,8 @@ def asked_to_stop(runs: Sequence["Run"] = ()) -> Iterator[threading.Event]:
         threading.Timer(GRACE / 4, os._exit, [130]).start()  # the output may be blocked
         for process in multiprocessing.active_children():
             process.kill()  # a hanging one may not notice the end of this process
+        for panel in panels:
+            panel.close()
         for run in runs:
             if run.distributed.is_main:
                 print(_left(run), flush=True)
@@ -227,6 +234,18 @@ class Train:
     """
     trial: bool = True
     """Test your own parts before the first iteration, for at most 5 s (docs/guides/extend.md)."""
+    print_every: Whole = 0
+    """Iterations per printed line if the output is not a terminal; 0: one, and in runs of more than
+    100 iterations as many as make about 50 lines. Lines with an evaluation or a warning, and the
+    last one, are always printed.
+    """
+    notify: tuple[str, ...] = ()
+    """Addresses or commands that are told when the run finishes, stops, pauses, fails or warns. An
+    address, as of a webhook of Slack or Discord, gets JSON by POST; a command of the shell gets the
+    JSON as its input, and FLOWRL_EVENT, FLOWRL_RUN and FLOWRL_TEXT in its environment. Never stored
+    with the run, because a webhook's address is a secret: the environment variable FLOWRL_NOTIFY
+    (one per line) hides it from the list of processes, too.
+    """
     run: Annotated[TrainOptions, tyro.conf.arg(name="")] = field(  # pyright: ignore
         default_factory=TrainOptions
     )
@@ -366,7 +385,9 @@ class Train:
         import torch
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        from flowrl.cli.progress import train_line
+        from flowrl.cli.log import library_log
+        from flowrl.cli.notify import Notifier, hide, targets_of
+        from flowrl.cli.panel import RunPanel, shown_run
         from flowrl.policies import device_of
         from flowrl.run.build import method_text
         from flowrl.run.checkpoint import to_resume
@@ -374,12 +395,14 @@ class Train:
         from flowrl.run.io import disk_errors
         from flowrl.run.job import Run
         from flowrl.run.report.card import finish_run
-        from flowrl.run.results import stopped_by
+        from flowrl.run.results import short, stopped_by
         from flowrl.run.reward_guard import failures_text
         from flowrl.run.stop_rules import exit_code
 
-        runs = list[Run]()
-        with asked_to_stop(runs) as asked:
+        targets = targets_of(self.notify)
+        hide(targets)
+        runs, panels = list[Run](), list[RunPanel]()
+        with asked_to_stop(runs, panels) as asked, library_log() as log:
             with Distributed.join() as distributed:
                 size = distributed.world_size
                 config, out, start = distributed.in_main(lambda: self._start(size))
@@ -391,6 +414,8 @@ class Train:
                 rule = f" with credit {algorithm.credit}" if algorithm.credit else ""
                 subject = config.policy.model or config.environment.subject
                 processes = f", {size} processes" if size > 1 else ""
+                if heldout := config.evaluation.heldout_rewards:
+                    processes += f", held out: {', '.join(map(short, heldout))}"
                 say(
                     f"{algorithm.method}{rule} on {subject}, seed {config.seed}{processes}"
                     f"{own_text([config.flat()])} -> {out}"
@@ -400,20 +425,29 @@ class Train:
                 say(fitted(f"  {method_text(config)}", 2))
                 if text := self._settings_text(config):
                     say(fitted(f"  {text}", 2))
-                run = Run(
-                    config,
-                    out,
-                    train_line(out, config),
-                    asked.is_set,
-                    distributed=distributed,
-                    changed_code=self.changed_code,
-                    change=self.change,
-                    trial=self.trial,
-                )
-                runs.append(run)
-                with _resume_hint(out, distributed):
+                notifier = Notifier(targets if distributed.is_main else (), out, say)
+                live = shown_run(out, config, self.print_every, panels)
+                with notifier, _resume_hint(out, distributed), live as show:
+
+                    def report(state: dict[str, Any]) -> None:
+                        for receive in (log, notifier, show):
+                            receive(state)
+
+                    run = Run(
+                        config,
+                        out,
+                        report,
+                        asked.is_set,
+                        distributed=distributed,
+                        changed_code=self.changed_code,
+                        change=self.change,
+                        trial=self.trial,
+                    )
+                    runs.append(run)
                     execute = record(run.execute) if size > 1 else run.execute
                     finished = bool(execute(self.resume is not None, start))
+                    ended = stopped_by(out) or "finished" if finished else "paused"
+                    report({"ended": ended})
                 # a launcher of several processes takes any other code than 0 for a failure
                 code = exit_code(stopped_by(out)) if finished and size == 1 else 0
             if finished and distributed.is_main:
@@ -426,6 +460,8 @@ class Train:
                     for line in finish_run(out):
                         say(line)
             ignore_stops()
+            if log.count and distributed.is_main:
+                say(f"Messages of libraries: {log.count} in {log.path}")
             if not finished:
                 say(f"Paused; nothing is lost. Continue with: {to_resume(out)}")
                 return 130

@@ -87,7 +87,7 @@ from flowrl.run.started import (
     store_prompts,
     told_changes,
 )
-from flowrl.run.watch import watched_calls
+from flowrl.run.watch import Watch
 from flowrl.trainer import Trainer
 
 Row = dict[str, Any]
@@ -96,9 +96,10 @@ BEST = "best"
 TOTALS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls", "seconds")
 Report = Callable[[dict[str, Any]], None]
 """Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes,
-with {"phase", "prompts"}, a line on the progress of embedding, with {"changed"}, what has changed
-since the run started, with {"note"}, another remark, and with {"warning"}, whose "kinds" are those
-of its lines (`flowrl.run.monitors.Notice`).
+with {"folder"} when the run's folder exists, with {"phase", "prompts"}, a line on the progress of
+embedding, with {"changed"}, what has changed since the run started, with {"note"}, another remark,
+and with {"warning"}, whose "kinds" are those of its lines (`flowrl.run.monitors.Notice`). Another
+thread may call it with {"slow"}, what takes long (`flowrl.run.watch`, which lists the phases).
 """
 
 
@@ -170,6 +171,11 @@ class Run:
         self._kept, self._saving = set[int](), threading.Lock()
         self._changed = dict[str, list[Any]]()
         self._before: Evaluation | None = None
+        self._watch = Watch(
+            lambda text: self._tell({"slow": text}),
+            self.distributed.publish,
+            self.distributed.calls_of_others,
+        )
         self._guard = RewardGuard.of(self.config)
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
@@ -182,8 +188,9 @@ class Run:
         are then in failure/). If another process executes the run, a `ConfigError` names it.
         """
         full = disk_errors(self.folder, partial(to_resume, self.folder))
-        watched = watched_calls(self.distributed.publish)
+        watched = self._watch.running()
         with part_errors(), watched, full, out_of_memory(), ExitStack() as stack:
+            self._tell({"phase": "loading"})
             if self.distributed.in_main(lambda: self._enter(stack, resume, start)):
                 return True
             self._open(resume, start)
@@ -195,6 +202,7 @@ class Run:
                 done = self._trainer.done
                 due = done % self.config.logging.checkpoint_every == 0 or done in self._kept
                 if paused or due or self._ended:
+                    self._tell({"phase": "saving"})
                     self.save_last()
                 if paused:
                     break
@@ -219,6 +227,7 @@ class Run:
             made, kept = partial(holds, entry="algorithm"), partial(has_progress, self.folder)
             lock = new_folder(self.folder, "run", made, kept)
         stack.enter_context(lock)
+        self._tell({"folder": str(self.folder)})
         if not resume:
             return False
         ended = require_resumable(self.folder, self.config, start, self.change)
@@ -245,6 +254,7 @@ class Run:
             self._inspect_heldout()
         self._rows = self._loaded(resume, start, changed)
         self._embed_prompts()
+        self._tell({"phase": "sizes"})
         sizes, text = find_sizes(self._trainer, self.config)
         if sizes:
             self.config = self.config.replace(**sizes)
@@ -328,6 +338,7 @@ class Run:
     def _embed_prompts(self) -> None:
         """Embed the held-out prompts and those of all coming iterations."""
         if (embedding := extras(self._trainer.policy, "warm")) is not None:
+            self._tell({"phase": "prompts"})
             given = self.config, self._world, self._trainer.prompts, self._trainer.done
             embedding.warm(prompts_to_embed(*given), self.distributed, self._tell)
 
@@ -562,6 +573,11 @@ class Run:
         self._journal.row(row, self._evaluation)
 
     def _tell(self, state: dict[str, Any]) -> None:
+        if "phase" in state:
+            compiles = self.config.batches.compile and not self._last
+            self._watch.enter(
+                state["phase"], "its first calls compile the network" * bool(compiles)
+            )
         if self.distributed.is_main:
             self.report(state)
 
@@ -622,6 +638,7 @@ class Run:
 
     def _finish(self) -> None:
         """Write samples, weights, a trajectory, and last done.json."""
+        self._tell({"phase": "finishing"})
         ended = dict(iterations=self._trainer.done)
         if best := self._rows[-1].get("exported"):
             ended["exported"] = best

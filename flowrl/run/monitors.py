@@ -305,7 +305,7 @@ def drifted(rows: Sequence[Row]) -> str:
         )
         low, high = sorted((first, last))
         if (change and high - low > change) or (factor and high > factor * low + 1e-6):
-            found.append(f"{name} {first:.2f} -> {last:.2f}")
+            found.append(f"{name} {first:.2g} -> {last:.2g}")
     return ", ".join(found)
 
 
