@@ -77,15 +77,6 @@ def asks_for_all(chosen: slice | RandomSteps, method: Method) -> bool:
     return every or needs_of(method.credit).columns is None
 
 
-def linear_rate(start: float, end: float, iterations: int) -> Callable[[int], float]:
-    """The learning rate after a number of iterations: linear from `start` to `start` x `end`."""
-
-    def rate(done: int) -> float:
-        return start * (end + (1 - end) * (1 - done / iterations))
-
-    return rate
-
-
 class Iteration(dict[str, Any]):
     """The metrics of one iteration as plain values by name, with its record. Tensors are in main
     memory.

@@ -446,8 +446,9 @@ class Train:
                     runs.append(run)
                     execute = record(run.execute) if size > 1 else run.execute
                     finished = bool(execute(self.resume is not None, start))
-                    ended = stopped_by(out) or "finished" if finished else "paused"
-                    report({"ended": ended})
+                    if distributed.is_main:  # others may be on machines without the files
+                        ended = stopped_by(out) or "finished" if finished else "paused"
+                        report({"ended": ended})
                 # a launcher of several processes takes any other code than 0 for a failure
                 code = exit_code(stopped_by(out)) if finished and size == 1 else 0
             if finished and distributed.is_main:

@@ -37,7 +37,15 @@ WITHOUT_EFFECT = (
         "checkpoint_every",
         "keep_checkpoints",
     ),
-    *("save_experience", "max_batch", "chunk", "overlap_rewards", "offload"),
+    *(
+        "on_reward_error",
+        "reward_timeout",
+        "save_experience",
+        "max_batch",
+        "chunk",
+        "overlap_rewards",
+        "offload",
+    ),
     *("eval_every", "heldout_rewards", "diversity", "diversity_prompts", "diversity_samples"),
 )
 """The settings on which the curve does not depend."""

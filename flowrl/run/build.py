@@ -33,7 +33,7 @@ from flowrl.rollout.groups import PromptStream
 from flowrl.run.config import RunConfig
 from flowrl.run.distributed import Distributed
 from flowrl.run.evaluation import make_heldout_metrics
-from flowrl.run.optim import make_optimizer, prepare_policy, reference_weights
+from flowrl.run.optim import learning_rate_of, make_optimizer, prepare_policy, reference_weights
 from flowrl.run.parts.registry import KINDS, build, check_spec
 from flowrl.run.parts.specs import parse_slice, parse_spec
 from flowrl.run.reward_guard import RewardGuard
@@ -41,7 +41,7 @@ from flowrl.run.reward_pool import pooled
 from flowrl.run.saved import find_weights
 from flowrl.run.worlds import ModelWorld, check_hash, check_policy, prompts_of, world
 from flowrl.samplers import ODE, FixedWindow, RandomSteps, trained_steps, transition_stds, windowed
-from flowrl.trainer import Trainer, Updates, linear_rate
+from flowrl.trainer import Trainer, Updates
 
 Made = TypeVar("Made", bound=Trainer)
 
@@ -260,7 +260,7 @@ def build_trainer(
         steps_of(config.algorithm.trained_steps),
         config.algorithm.drop_zero_advantages,
         config.loss_guidance(),
-        linear_rate(optim.learning_rate, optim.final_learning_rate, config.iterations),
+        learning_rate_of(optim, config.iterations),
     )
     return kind(
         policy,

@@ -226,9 +226,17 @@ class OptimConfig:
     optimizer: Literal["adamw", "adamw-8bit"] = "adamw"
     """adamw, or adamw-8bit (needs bitsandbytes)."""
     learning_rate: Positive = 4e-3
-    """Initial learning rate."""
-    final_learning_rate: Share = 1.0
-    """Final learning rate as a fraction of the initial one; the decay is linear."""
+    """Learning rate after the warm-up."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate over the iterations after the warm-up: constant, linear (decay to
+    `final_learning_rate`) or cosine (decay along half a period).
+    """
+    warmup: Whole = 0
+    """Iterations in which the learning rate rises linearly to `learning_rate`, before the schedule
+    begins.
+    """
+    final_learning_rate: Annotated[Share | None, Unset("auto")] = None
+    """Last rate of a linear or cosine schedule as a fraction of `learning_rate`; auto: 0."""
     betas: tuple[Decay, Decay] = (0.9, 0.99)
     """Decay rates of AdamW's two moments."""
     weight_decay: NonNegative = 1e-4
@@ -249,6 +257,19 @@ class OptimConfig:
     """A run of the same trained weights, or a checkpoint of it (RUN, RUN@000010, RUN@best), whose
     weights, averages and optimizer state this run begins with; `adapter` takes the weights alone.
     """
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "OptimConfig":
+        given, need = self.final_learning_rate, "auto, or with lr_schedule linear or cosine"
+        fits = given is None or self.lr_schedule != "constant"
+        require(fits, "final_learning_rate", given, need)
+        return self
+
+    @property
+    def final_share(self) -> float:
+        """The final learning rate as a fraction of `learning_rate`."""
+        auto = 1.0 if self.lr_schedule == "constant" else 0.0
+        return auto if self.final_learning_rate is None else self.final_learning_rate
 
 
 @settings_group
@@ -336,6 +357,8 @@ class RunConfig:
         need = "left out with a `model`" if is_model else "left out without a `model`; add --model"
         for name in ("base_weights",) if is_model else MODEL_ONLY:
             require(chosen[name] == DEFAULTS[name], name, chosen[name], need)
+        warmup, allowed = self.optim.warmup, f"below iterations ({self.iterations})"
+        require(warmup < self.iterations, "warmup", warmup, allowed)
         return self
 
     @staticmethod

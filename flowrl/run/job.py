@@ -26,6 +26,7 @@ from flowrl.core.types import Prompt
 from flowrl.nonfinite import NonFiniteError
 from flowrl.rewards import evaluation_reward
 from flowrl.rewards.contract import load_reward
+from flowrl.run.alive import FirstIteration, Line, alive_lines, block
 from flowrl.run.begin import load_start, require_start
 from flowrl.run.build import (
     METHOD_FILE,
@@ -88,6 +89,7 @@ from flowrl.run.started import (
     told_changes,
 )
 from flowrl.run.watch import Watch
+from flowrl.run.worlds import prompts_of
 from flowrl.trainer import Trainer
 
 Row = dict[str, Any]
@@ -177,6 +179,7 @@ class Run:
             self.distributed.calls_of_others,
         )
         self._guard = RewardGuard.of(self.config)
+        self._first: FirstIteration | None = None
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
         """Train to the end; with `resume`, from the last checkpoint or from the checkpoint `start`,
@@ -277,6 +280,7 @@ class Run:
         if not self._rows:
             self._write_untrained()
         self._limits = limits_of(self._trainer, self.config)
+        self._first = None if self._ended else FirstIteration(self._trainer)
 
     def _tell_changes(self) -> dict[str, list[Any]]:
         """The settings that have changed since the last start; measured sizes are as before."""
@@ -487,6 +491,9 @@ class Run:
             raise NonFiniteError(f"{error}. {place}", error.values) from error
         row: Row = dict(iteration)
         row |= self._guard.taken(row["trajectories"], self.distributed, row["invalid"])
+        alive = self._alive(row, iteration.experience.prompts)
+        if self.config.optim.final_share != 1 or self.config.optim.warmup:
+            row["learning_rate"] = trainer.optimizer.param_groups[0]["lr"]
         if self._changed:
             row["changed"] = self._changed
             if self._before is not None and self._changed.keys() & {*SCORED}:
@@ -515,7 +522,11 @@ class Run:
             text = f"stopped after iteration {trainer.done} of {self.config.iterations} by"
             text += f" {self._stopped}{self._exported_text(row)}"
             warnings.append({"kind": "stopped", "text": text})
-        warnings = [*map(asdict, notices(comparable([*rows, row]), self._limits)), *warnings]
+        noticed = notices(comparable([*rows, row]), self._limits)
+        warnings = [*map(asdict, noticed), *warnings]
+        if trainer.done == 1:  # a resumed run has the rows of one that was not interrupted
+            texts = [line.warning for line in alive if line.warning]
+            warnings += [{"kind": "alive", "text": text} for text in texts]
         if warnings:
             row["warnings"] = warnings
         self._append(row)
@@ -523,6 +534,22 @@ class Run:
         heldout = {"heldout": row["evaluation"]["reward"]} if row["evaluation"] else {}
         state = {"iteration": trainer.done, "reward": row["reward_mean"], **heldout}
         self._tell({**state, "nfe_total": row["nfe_total"]})
+        if alive:
+            self._tell({"alive": block(alive)})
+
+    def _alive(self, row: Row, prompts: Sequence[Prompt]) -> list[Line]:
+        """What is said of the first iteration since the start, whose prompts are given; nothing of
+        others.
+        """
+        first, self._first = self._first, None
+        if first is None:
+            return []
+        moved, unread = first.ended(prompts)
+        if not self.distributed.is_main:
+            return []
+        evaluation, task = self.config.evaluation, self.config.environment.task
+        heldout = prompts_of(self._world, task, "heldout")[: evaluation.eval_samples]
+        return alive_lines(self._trainer, self.config, row, moved, unread, heldout)
 
     def _exported_text(self, row: Row) -> str:
         """What the stopped run ends with, if not with its last iteration."""

@@ -48,6 +48,37 @@ def make_optimizer(
     return bitsandbytes.optim.AdamW8bit(parameters, **numbers)
 
 
+def learning_rate_of(settings: OptimConfig, iterations: int) -> Callable[[int], float]:
+    """The learning rate of the iteration that follows n iterations:
+
+    r (1 + n) / (1 + W)             for n < W, the `warmup`
+    r (F + (1 - F) s((n - W) / (N - W)))    from then on,
+
+    in which r is `learning_rate`, F `final_learning_rate`, N `iterations`, and s(x) is 1
+    (constant), 1 - x (linear) or (1 + cos(pi x)) / 2 (cosine): the schedules of
+    `diffusers.optimization` without their first step, whose rate is 0. A rate depends on n alone,
+    so a checkpoint contains nothing of a schedule.
+    """
+    start, final, warmup = settings.learning_rate, settings.final_share, settings.warmup
+    if final == 1 and not warmup:
+        return lambda done: start
+    # here, as the import takes two seconds
+    from diffusers.optimization import get_scheduler
+
+    name = settings.lr_schedule
+    unused = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    kind = "constant_with_warmup" if name == "constant" else name
+    schedule = get_scheduler(kind, unused, None, warmup + 1, iterations + 1)
+    share = schedule.lr_lambdas[0]
+
+    def rate(done: int) -> float:
+        if done < warmup:
+            return start * share(done + 1)
+        return start * (final + (1 - final) * share(done + 1))
+
+    return rate
+
+
 def prepare_policy(
     policy: FlowPolicy, distributed: Distributed, compiled: bool
 ) -> Mapping[str, nn.Parameter]:

@@ -28,7 +28,12 @@ earlier ones.
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
-    "long": {"iterations": 75, "learning_rate": 3e-3, "final_learning_rate": 0.2},
+    "long": {
+        "iterations": 75,
+        "learning_rate": 3e-3,
+        "lr_schedule": "linear",
+        "final_learning_rate": 0.2,
+    },
     "tiny": {
         "iterations": 2,
         "groups": 2,

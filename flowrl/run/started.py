@@ -141,7 +141,7 @@ def recorded_changes(
         source = config.environment.prompts or config.environment.world_name
         changed["prompts"] = [source, f"{source} with other content"]
     _refuse_fixed(folder, config, changed)
-    kept = {"iterations"} if config.optim.final_learning_rate != 1 else set()
+    kept = {"iterations"} if config.optim.final_share != 1 else set()
     names = [name for name in changed if name in kept or not _is_free(name, changed[name])]
     return {name: changed[name] for name in names}
 

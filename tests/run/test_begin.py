@@ -197,6 +197,7 @@ def test_a_run_folder_of_an_earlier_format_resumes(earlier, run, tmp_path):
     for group in values.values():
         for name in added & {*group} if isinstance(group, dict) else ():
             del group[name]
+    values["optim"]["final_learning_rate"] = 1.0  # the default at that time; now auto
     for name in ("config.json", "config.yaml"):
         (out / name).write_text(json.dumps({**values, "format": earlier}))
     saved = Checkpoints(out).load("000002")

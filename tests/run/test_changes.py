@@ -220,7 +220,8 @@ def test_a_changed_run_computes_as_one_with_its_settings(run, tmp_path):
 
 def test_a_decaying_rate_follows_the_new_length_and_says_so(tmp_path):
     out = tmp_path / "run"
-    assert flowrl_(f"train {OPTIONS} --iterations 2 --final-learning-rate 0.5 --out {out}") == 0
+    schedule = "--lr-schedule cosine --final-learning-rate 0.5"
+    assert flowrl_(f"train {OPTIONS} --iterations 2 {schedule} --out {out}") == 0
     assert flowrl_(f"train --resume {out} --iterations 4") == 0
     assert changed(out) == {3: {"iterations": [2, 4]}}
 

@@ -286,7 +286,7 @@ def test_written_settings_are_complete_and_a_users_own_need_not_be(lost, tmp_pat
     write_json(path, values)
     load_config(path)
     write_json(path, {"format": "flowrl-run-5", **values})
-    name = "optimizer, learning_rate, final_learning_rate and others" if lost == "optim" else lost
+    name = "optimizer, learning_rate, lr_schedule and others" if lost == "optim" else lost
     with pytest.raises(ConfigError, match=f"{path} is damaged: {name} missing"):
         load_config(path)
     compared = CompareConfig(RunConfig(), {"a": {}}, (0,)).as_dict()
