@@ -20,8 +20,10 @@ from flowrl.run.build import make_world, policy_options
 from flowrl.run.config import RunConfig, load_config, preset
 from flowrl.run.io import write_json
 from flowrl.run.job import Run
-from flowrl.run.logging import over_time, scalars, strip, tracker_name, write_image
 from flowrl.run.records import load_run
+from flowrl.run.strips import over_time, strip, write_image
+from flowrl.run.table import scalars
+from flowrl.run.trackers import chosen_tracker
 
 SETTINGS = {
     "lora_rank": 2,
@@ -106,11 +108,11 @@ def test_a_resumed_run_has_the_same_numbers_and_goes_on_in_the_event_files(folde
 
 def test_a_tracker_is_used_if_it_is_installed(monkeypatch):
     model = preset("ocr").apply(model="somewhere")
-    assert tracker_name(RunConfig()) == "none"  # built-in worlds stay as fast as they are
-    monkeypatch.setattr("flowrl.run.logging.find_spec", lambda name: None)
-    assert tracker_name(model) == "none"
+    assert chosen_tracker(RunConfig()) == "none"  # built-in worlds stay as fast as they are
+    monkeypatch.setattr("flowrl.run.trackers.find_spec", lambda name: None)
+    assert chosen_tracker(model) == "none"
     with pytest.raises(ConfigError, match="tracker = 'wandb' is not allowed"):
-        tracker_name(RunConfig.of(tracker="wandb"))
+        chosen_tracker(RunConfig.of(tracker="wandb"))
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
@@ -122,7 +124,7 @@ def test_other_trackers_get_the_same(name, tmp_path, monkeypatch):
     package = Mock(__spec__=ModuleSpec(name, None), Image=lambda pixels: tuple(pixels.shape))
     package.init.return_value.log = lambda values, step=None, **more: calls.append((step, values))
     monkeypatch.setitem(sys.modules, name, package)
-    monkeypatch.setattr("flowrl.run.logging.find_spec", lambda package: True)
+    monkeypatch.setattr("flowrl.run.trackers.find_spec", lambda package: True)
     Run(preset("tiny").apply(tracker=name), tmp_path / "run").execute()
     package.init.return_value.finish.assert_called_once()
     (settings,) = package.config.update.call_args.args
@@ -141,7 +143,7 @@ def test_a_resumed_run_continues_its_record(name, tmp_path, monkeypatch):
     """
     package = Mock(__spec__=ModuleSpec(name, None))
     monkeypatch.setitem(sys.modules, name, package)
-    monkeypatch.setattr("flowrl.run.logging.find_spec", lambda package: True)
+    monkeypatch.setattr("flowrl.run.trackers.find_spec", lambda package: True)
     config, key = (
         SMALL.replace(tracker=name, keep_checkpoints=2),
         "id" if name == "wandb" else "name",
