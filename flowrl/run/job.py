@@ -382,7 +382,7 @@ class Run:
 
     def _make_writers(self) -> None:
         forget_error(self.folder)
-        given = self.config, self.folder, self._rows, self._trainer.done, self.page, self.writers
+        given = self.config, self.folder, self._rows, self.page, self.writers
         self._writers = Writers(
             *given, warn=lambda k, text: self._warn([{"kind": k, "text": text}])
         )

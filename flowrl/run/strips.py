@@ -38,7 +38,7 @@ class Strips:
 
     Args:
         folder: the run's folder.
-        done: the iteration from which the run continues; images of later ones are deleted.
+        done: the last iteration so far; images of later ones are deleted.
     """
 
     def __init__(self, folder: Path, done: int) -> None:

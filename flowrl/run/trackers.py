@@ -2,7 +2,7 @@
 
 import importlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,21 +45,21 @@ class Tracker:
     Args:
         config: the run, whose tracker is not "none".
         folder: its folder.
-        done: the iteration from which the run continues.
+        rows: its rows so far, with whose numbers a new record at W&B or trackio begins.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, done: int) -> None:
-        self.config, self.folder, self.done = config, folder, done
+    def __init__(
+        self, config: RunConfig, folder: Path, rows: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        self.config, self.folder, self.rows = config, folder, tuple(rows)
         self.name = chosen_tracker(config)
         self._tracker: Any = None
 
     def row(self, row: Mapping[str, Any], evaluation: Evaluation | None) -> None:
         """Log one row of metrics.jsonl, with the images of its evaluation."""
-        step = int(row["iteration"])
         self._tracker = self._tracker or self._start()
-        numbers = scalars({name: value for name, value in row.items() if name != "changed"})
-        del numbers["iteration"]
-        self._tracker.log(numbers, step=step)
+        self._log(row)
+        step = int(row["iteration"])
         if evaluation is None or not has_images(evaluation):
             return
         if self.name == "wandb":
@@ -72,9 +72,13 @@ class Tracker:
             image = importlib.import_module("trackio").Image(pixels)
             self._tracker.log({"samples": image}, step=step)
 
+    def _log(self, row: Mapping[str, Any]) -> None:
+        numbers = scalars({name: value for name, value in row.items() if name != "changed"})
+        self._tracker.log(numbers, step=int(numbers.pop("iteration")))
+
     def _start(self) -> Any:
-        """The tracker, initialised with the settings. On a resumed run it continues after iteration
-        `done`.
+        """The tracker, initialised with the settings. On a resumed run it continues after the rows
+        so far.
         """
         from accelerate.state import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -82,7 +86,7 @@ class Tracker:
         PartialState()  # the trackers' own messages need it
         kind = LOGGER_TYPE_TO_CLASS[self.name]
         if self.name == "tensorboard":
-            purge = {"purge_step": self.done + 1} if self.done else {}
+            purge = {"purge_step": self.rows[-1]["iteration"] + 1} if self.rows else {}
             tracker = kind("tensorboard", str(self.folder), **purge)
         else:
             tracker = kind(self.config.logging.tracker_project, **self._identity())
@@ -100,6 +104,10 @@ class Tracker:
                 f"tracker: {self.name} cannot start: {error}; to train without one, use"
                 " --tracker none"
             ) from error
+        self._tracker = tracker
+        if self.name != "tensorboard" and self._is_new:
+            for earlier in self.rows:
+                self._log(earlier)
         return tracker
 
     def _identity(self) -> dict[str, Any]:
@@ -108,7 +116,8 @@ class Tracker:
         """
         path, settings = self.folder / TRACKER_FILE, self.config.logging
         known = read_json(path, dict[str, str]) if path.exists() else {}
-        if "id" not in known:
+        self._is_new = "id" not in known
+        if self._is_new:
             known = {"id": secrets.token_hex(4)} | known
             write_json(path, known)
         run, name = known["id"], settings.tracker_name or self.folder.resolve().name

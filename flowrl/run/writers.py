@@ -71,7 +71,6 @@ class Writers:
         config: the run.
         folder: its folder.
         rows: its rows so far.
-        done: the iteration from which it continues.
         page: whether it has a page.
         others: the user's writers.
         warn: called with the kind of a warning and its text.
@@ -82,7 +81,6 @@ class Writers:
         config: RunConfig,
         folder: Path,
         rows: Sequence[Mapping[str, Any]],
-        done: int,
         page: bool,
         others: Sequence[Writer],
         warn: Callable[[str, str], None],
@@ -90,9 +88,9 @@ class Writers:
         self.strict, self.warn, self._warned = config.logging.strict, warn, set[int]()
         own: list[Writer] = [Table(folder, rows)]
         if chosen_tracker(config) != "none":
-            own.append(Tracker(config, folder, done))
+            own.append(Tracker(config, folder, rows))
         if page or config.policy.model:
-            own.append(Strips(folder, done))
+            own.append(Strips(folder, rows[-1]["iteration"] if rows else -1))
         guarded = [*([Page(folder)] if page else []), *others]
         self._writers = [*((one, False) for one in own), *((one, True) for one in guarded)]
 

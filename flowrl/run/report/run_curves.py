@@ -172,7 +172,8 @@ def _ticks(low: float, high: float, count: int, whole: bool = False) -> list[tup
     power = 10.0 ** math.floor(math.log10(least))
     step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * 0.999)
     step = max(1.0, round(step)) if whole else step
-    numbers = [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    numbers = [step * i for i in range(first, last + 1)]
     largest = max(map(abs, numbers), default=0.0)
     if largest >= 1e5 or 0 < largest < 1e-3:
         return [(number, f"{number:.2g}") for number in numbers]

@@ -2,8 +2,10 @@
 their origin, costs, and the commands that continue, evaluate and export it.
 """
 
+import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from flowrl.run.checkpoint import Checkpoints, to_resume
 from flowrl.run.ended import recorded_error
 from flowrl.run.io import write_bytes
 from flowrl.run.origins import read_origins
+from flowrl.run.parts.trust import trust_option
 from flowrl.run.reading import read_bytes
 from flowrl.run.records import RunRecord, load_run
 from flowrl.run.report.pages import render
@@ -105,7 +108,7 @@ def _view(run: RunRecord, running: bool) -> RunView:
         [(row["iteration"], w["text"]) for row in run.rows for w in row.get("warnings", ())],
         _settings(run),
         _costs(run),
-        _commands(run.folder),
+        _commands(run),
     )
 
 
@@ -190,17 +193,16 @@ def _differences(views: Mapping[str, RunView]) -> dict[str, list[str]]:
     return {name: row for name, row in rows.items() if len({*row}) > 1}
 
 
-def _commands(folder: Path) -> Facts:
+def _commands(run: RunRecord) -> Facts:
     """What can be done with a run now."""
-    try:
-        best_checkpoint(folder)
-        name = f"{folder}@best"
-    except FlowrlError:
-        name = str(folder)
+    name, trust = shlex.quote(str(run.folder)), trust_option(run.settings)
+    with suppress(FlowrlError):
+        best_checkpoint(run.folder)
+        name = shlex.quote(f"{run.folder}@best")
     return [
-        ("continue", to_resume(folder)),
-        ("evaluate", f"flowrl evaluate --weights {name}"),
-        ("sample", f"flowrl sample --weights {name}"),
+        ("continue", to_resume(run.folder)),
+        ("evaluate", f"flowrl evaluate --weights {name}{trust}"),
+        ("sample", f"flowrl sample --weights {name}{trust}"),
         ("export", f"flowrl export {name}"),
     ]
 
