@@ -45,7 +45,7 @@ class Tracker:
     Args:
         config: the run, whose tracker is not "none".
         folder: its folder.
-        rows: its rows so far, with whose numbers a new record at W&B or trackio begins.
+        rows: its rows so far, which a record at W&B or trackio gets if it does not have them.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Tracker:
         self.config, self.folder, self.rows = config, folder, tuple(rows)
         self.name = chosen_tracker(config)
         self._tracker: Any = None
+        self._is_new = False
 
     def row(self, row: Mapping[str, Any], evaluation: Evaluation | None) -> None:
         """Log one row of metrics.jsonl, with the images of its evaluation."""
@@ -105,10 +106,17 @@ class Tracker:
                 " --tracker none"
             ) from error
         self._tracker = tracker
-        if self.name != "tensorboard" and self._is_new:
-            for earlier in self.rows:
-                self._log(earlier)
+        for row in self.rows[self._recorded() :]:
+            self._log(row)
         return tracker
+
+    def _recorded(self) -> int:
+        """How many of the rows so far the record has. Offline, W&B does not know, and a killed run
+        may have lost the last ones; what a record has twice, W&B drops.
+        """
+        if self.name == "wandb":
+            return self._tracker.tracker.step
+        return 0 if self._is_new else len(self.rows)
 
     def _identity(self) -> dict[str, Any]:
         """Options with which a resumed run continues its record at W&B or trackio, by the id in the

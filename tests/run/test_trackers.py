@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -12,11 +14,12 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from small_run import SMALL, flowrl_, model_files, numbers, words
+from small_run import SMALL, error_of, flowrl_, model_files, numbers, words
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.run.build import make_world, policy_options
+from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.config import RunConfig, load_config, preset
 from flowrl.run.io import write_json
 from flowrl.run.job import Run
@@ -115,51 +118,131 @@ def test_a_tracker_is_used_if_it_is_installed(monkeypatch):
         chosen_tracker(RunConfig.of(tracker="wandb"))
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_other_trackers_get_the_same(name, tmp_path, monkeypatch):
-    """Against a stand-in for the package that records its calls: W&B and trackio have one
-    interface.
-    """
+def test_trackio_gets_the_same(tmp_path, monkeypatch):
+    """Against a stand-in for the package that records its calls."""
     calls = []
-    package = Mock(__spec__=ModuleSpec(name, None), Image=lambda pixels: tuple(pixels.shape))
+    package = Mock(__spec__=ModuleSpec("trackio", None), Image=lambda pixels: tuple(pixels.shape))
     package.init.return_value.log = lambda values, step=None, **more: calls.append((step, values))
-    monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setitem(sys.modules, "trackio", package)
     monkeypatch.setattr("flowrl.run.trackers.find_spec", lambda package: True)
-    Run(preset("tiny").apply(tracker=name), tmp_path / "run").execute()
+    given = {"tracker": "trackio", "tracker_project": "mine", "tracker_name": "first"}
+    Run(preset("tiny").apply(**given), tmp_path / "run").execute()
     package.init.return_value.finish.assert_called_once()
+    started = package.init.call_args.kwargs
+    assert started["project"] == "mine" and started["name"].startswith("first-")
     (settings,) = package.config.update.call_args.args
     assert settings["sampler"] == "flow-sde(noise_level=0.7)"
-    picture = (256, 1036, 3)
-    pictures = {"samples": [picture] if name == "wandb" else picture}
+    pictures = {"samples": (256, 1036, 3)}
     assert [step for step, values in calls if values == pictures] == [0, 1, 2]
     logged = {step: values for step, values in calls if values != pictures}
     assert set(logged) == {0, 1, 2} and {"reward_mean", "evaluation/strict"} <= set(logged[2])
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_resumed_run_continues_its_record(name, tmp_path, monkeypatch):
-    """By an id in its folder, also from another working directory. From an earlier checkpoint it
-    is a new record, since W&B does not replace what it has. Two runs in folders of one name differ.
+def test_a_resumed_run_continues_its_record_at_trackio(tmp_path, monkeypatch):
+    """By an id in its folder, also from another working directory. Two runs in folders of one name
+    differ.
     """
-    package = Mock(__spec__=ModuleSpec(name, None))
-    monkeypatch.setitem(sys.modules, name, package)
+    package = Mock(__spec__=ModuleSpec("trackio", None))
+    monkeypatch.setitem(sys.modules, "trackio", package)
     monkeypatch.setattr("flowrl.run.trackers.find_spec", lambda package: True)
-    config, key = (
-        SMALL.replace(tracker=name, keep_checkpoints=2),
-        "id" if name == "wandb" else "name",
-    )
+    config = SMALL.replace(tracker="trackio", keep_checkpoints=2)
     for out in (tmp_path / "run", tmp_path / "other" / "run"):
         assert not Run(config, out, stop=lambda: True).execute()
     monkeypatch.chdir(tmp_path)
-    run = Run(config, Path("run"))
-    assert run.execute(resume=True) and run.execute(resume=True, start="000001")
-    first, other, resumed, earlier = (call.kwargs for call in package.init.call_args_list)
-    assert (
-        first[key] == resumed[key] and len({given[key] for given in (first, other, earlier)}) == 3
-    )
-    assert resumed["resume"] == "allow" and "run" in resumed["name"]
-    if name == "wandb":
-        assert (resumed["dir"], resumed["name"]) == ("run", "run")
+    assert Run(config, Path("run")).execute(resume=True)
+    first, other, resumed = (call.kwargs for call in package.init.call_args_list)
+    assert first["name"] == resumed["name"] != other["name"] and "run" in resumed["name"]
+    assert resumed["resume"] == "allow"
+
+
+def wandb_records(folder):
+    """What W&B has written in the `folder` of a run, per start: the run, and by step its values."""
+    internal = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    starts = []
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.stat().st_ctime):
+        data, place, whole, run, steps = path.read_bytes(), 7, b"", None, {}
+        while place + 7 <= len(data):  # LevelDB's log: checksum, length, kind; blocks of 32 KiB
+            if (rest := 2**15 - place % 2**15) < 7:
+                place += rest
+                continue
+            size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+            whole += data[place + 7 : place + 7 + size]
+            place += 7 + size
+            if kind in (1, 4):  # the last piece
+                record = internal.Record()
+                record.ParseFromString(whole)
+                whole = b""
+                if record.WhichOneof("record_type") == "run":
+                    run = run or record.run
+                elif record.WhichOneof("record_type") == "history":
+                    items = record.history.item
+                    values = {i.key or "/".join(i.nested_key): i.value_json for i in items}
+                    steps[record.history.step.num] = values
+        starts.append((run, steps))
+    return starts
+
+
+@pytest.mark.slow
+def test_wandb_has_one_record_of_a_run_that_was_killed_and_resumed(tmp_path, monkeypatch):
+    """Offline, with the real package: one id, all numbers, also those that W&B had not written
+    before the kill, the images of evaluations with prompt and reward, and all files in the run's
+    folder. From an earlier checkpoint it is a new record, which begins with the rows so far, since
+    W&B drops what has an earlier step.
+    """
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    line = words(preset="tiny", iterations=900, eval_every=5, checkpoint_every=1, out="run")
+    line += words(tracker="wandb", tracker_project="mine", tracker_entity="team")
+    line += ["--keep-checkpoints", "9", "--tracker-tags", "night", "test"]
+    process = subprocess.Popen([sys.executable, "-m", "flowrl", "train", *line])
+    until = time.monotonic() + 120
+    written = lambda: [p.stat().st_size for p in run.glob("wandb/offline-run-*/*.wandb")]  # noqa: E731
+    while max(written(), default=0) < 2**15 and time.monotonic() < until:
+        time.sleep(0.05)
+    process.kill()
+    process.wait(60)
+    done = int(Checkpoints(run).newest)
+    total = done + 2
+    assert flowrl_(f"train --resume {run} --trust --iterations {total} --eval-every 1") == 0
+    (first, began), (second, ended) = wandb_records(run)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    for record in (first, second):
+        assert record.run_id == json.loads((run / "tracker.json").read_text())["id"]
+        assert (record.project, record.entity, record.display_name) == ("mine", "team", "run")
+        assert list(record.tags) == ["night", "test"]
+    rows = load_run(run).rows
+    assert began and [*ended] == [*range(total + 1)]
+    for step, values in [*began.items(), *ended.items()]:
+        expected = {n: v for n, v in scalars(rows[step]).items() if not n.startswith("changed/")}
+        del expected["iteration"]
+        assert expected.keys() <= values.keys()
+        if step > 0:
+            assert json.loads(values["reward_mean"]) == expected["reward_mean"]
+    samples = json.loads((run / "samples" / f"iteration-{total:06d}.json").read_text())["samples"]
+    captions = json.loads(ended[total]["samples/captions"])
+    assert captions == [f"{one['prompt']} (reward {one['reward']:.4g})" for one in samples]
+    again = f"train --resume {run} --trust --from {done} --learning-rate 1e-3 --change"
+    assert flowrl_(again) == 0
+    third, steps = wandb_records(run)[-1]
+    assert third.run_id != first.run_id and first.run_id in third.notes
+    assert [*steps] == [*range(total + 1)]
+
+
+@pytest.mark.parametrize(
+    ("line", "refused", "need"),
+    [
+        ("--tracker-project mine", "tracker_project = 'mine'", "tracker wandb or trackio"),
+        ("--tracker-name mine", "tracker_name = 'mine'", "tracker wandb or trackio"),
+        ("--tracker-entity me --tracker none", "tracker_entity = 'me'", "tracker wandb"),
+        ("--tracker-tags a b --tracker tensorboard", "tracker_tags = ('a', 'b')", "tracker wandb"),
+    ],
+)
+def test_a_setting_that_the_tracker_does_not_read_is_refused(line, refused, need, tmp_path, capsys):
+    error = error_of(f"train --preset tiny {line} --out {tmp_path}/run", capsys)
+    assert error.count("\n") == 1 and f"{refused} is not allowed" in error
+    assert f"left out without {need}:" in error and not (tmp_path / "run").exists()
 
 
 def test_numbers_of_a_row_by_name():
