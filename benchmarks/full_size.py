@@ -80,8 +80,8 @@ TINY = {
     "lora_alpha": 8.0,
     "learning_rate": 5e-2,
 }
-PHASES = {"rollout": "rollout", "reward": "decode", "update": "update"}
-"""Phases of an iteration and their names in a plan."""
+PHASES = ("rollout", "decode", "update")
+"""Phases of an iteration whose memory a plan has."""
 TOLERANCE = 0.15
 """Largest relative error of the plan's memory, in any phase."""
 SAME_IMAGE = 0.2
@@ -220,10 +220,10 @@ def memory_lines(
     what the phase adds.
     """
     lines = []
-    for phase, name in PHASES.items():
+    for phase in PHASES:
         seen = [entry for entry in phases if entry["phase"] == phase]
         counted, held = max(entry["peak"] for entry in seen), max(entry["held"] for entry in seen)
-        adds = getattr(planned, name)
+        adds = getattr(planned, phase)
         line = {
             "counted": counted,
             "planned": planned.weights + planned.trained + planned.trajectories + adds,
@@ -319,7 +319,7 @@ def failures(record: dict[str, Any]) -> list[str]:
 
 def show(record: dict[str, Any]) -> str:
     """Three tables in Markdown: seconds, memory, images."""
-    names = ("load", "evaluation", "rollout", "reward", "update")
+    names = ("load", "evaluation", "rollout", "decode", "reward", "update")
     runs = []
     for run in record["runs"]:
         parts = (

@@ -28,6 +28,9 @@ from flowrl.run.config import RunConfig
 from flowrl.run.evaluation import write_trajectory
 from flowrl.run.models.memory import StorageCounter
 
+MEASURED = ("prompts", "evaluation", "rollout", "decode", "reward", "update")
+"""Phases of a run that are measured; others count as part of the one before."""
+
 
 @dataclass
 class PhaseMeter:
@@ -43,7 +46,7 @@ class PhaseMeter:
 
     def record(self, state: dict[str, Any]) -> None:
         """A report of the run: a phase begins, or an iteration has ended."""
-        if "phase" in state:
+        if state.get("phase") in MEASURED:
             self.begin(state["phase"])
         if "iteration" in state:
             self.begin("checkpoint")

@@ -56,6 +56,7 @@ from flowrl.rewards import FunctionReward
 from flowrl.run.build import build_trainer, make_method
 from flowrl.run.config import RunConfig
 from flowrl.run.parts.plugins import versions
+from flowrl.run.results import scoring_seconds
 from flowrl.run.workers import usable_cores
 
 BRIGHTNESS = FunctionReward(lambda images, prompts: images.mean((1, 2, 3)))
@@ -236,7 +237,9 @@ def _cells(line: dict[str, Any]) -> tuple[str, ...]:
     if "error" in line:
         return (*head, line["error"], *("",) * (len(COLUMNS) - 4))
     phases, peak = line["phases"], line["peak_gigabytes"]
-    seconds = tuple(f"{phases[name]['seconds']:.2f}" for name in ("rollout", "reward", "update"))
+    spent = {name: work["seconds"] for name, work in phases.items()}
+    parts = (spent["rollout"], scoring_seconds(spent), spent["update"])
+    seconds = tuple(f"{part:.2f}" for part in parts)
     shares = [
         f"{100 * phases[name][what]:.1f}%"
         for what in ("use", "other")

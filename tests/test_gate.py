@@ -24,7 +24,7 @@ from flowrl.run.parts.registry import check_part
 from flowrl.run.parts.state import state_of
 from flowrl.run.reading import read_bytes
 from flowrl.run.reads import unread
-from flowrl.run.watch import watched_calls
+from flowrl.run.watch import Watch
 from flowrl.testing.tiny import tiny_sd3_policy
 
 ROOT = Path(__file__).parent.parent
@@ -218,13 +218,42 @@ def test_what_a_part_raises_has_its_line():
         (lambda: {}["oops"])()
 
 
-def test_a_part_that_does_not_return_is_named_once(monkeypatch, capfd):
+def test_a_phase_that_takes_long_is_told_with_the_call_that_it_waits_for(monkeypatch):
+    """After 0.1 s, 0.2 s, ...; a phase that usually takes longer after twice its usual time."""
     monkeypatch.setattr(watch, "SLOW", 0.1)
-    with watched_calls():
+    told, published = list[str](), list[str]()
+
+    def until(count):
+        deadline = time.monotonic() + 20
+        while len(told) < count and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    watched = Watch(told.append, published.append)
+    with watched.running():
+        watched.enter("rollout")
+        until(2)
+        watched.enter("reward")
         with part_call("X.score"):
-            time.sleep(0.4)
-        time.sleep(0.1)
-    assert capfd.readouterr().err.count("X.score has not returned for 0.1 s") == 1
+            until(3)
+        watched.enter("rollout", "compiles")
+        began = time.monotonic()
+        watched.enter("rollout")  # continues
+        until(4)
+        assert time.monotonic() - began > 0.4
+    assert told[:3] == [
+        "sampling has taken 0.1 s so far",
+        "sampling has taken 0.2 s so far",
+        "reward: X.score has not returned for 0.1 s",
+    ]
+    assert re.fullmatch(r"sampling has taken \S+ s so far \(compiles\)", told[3])
+    assert published[:2] == ["X.score", ""]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(30, "30 s"), (60.0, "60 s"), (120, "2 min"), (3840.0, "64 min")]
+)
+def test_durations(seconds, text):
+    assert watch.duration(seconds) == text
 
 
 @pytest.mark.parametrize(

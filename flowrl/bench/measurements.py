@@ -18,6 +18,7 @@ from flowrl.run.build import make_trainer, make_world
 from flowrl.run.config import RunConfig
 from flowrl.run.costs import COUNTS
 from flowrl.run.evaluation import evaluate
+from flowrl.run.results import scoring_seconds
 from flowrl.trainer import Trainer
 from flowrl.worlds import World
 
@@ -100,10 +101,9 @@ def measure(
                 seconds = time.process_time() - started
                 for name in totals:
                     totals[name] += seconds if name == "seconds" else row[name]
+                spent = {**row["phases"], "reward": scoring_seconds(row["phases"])}
                 for name in PHASES:
-                    phases[name] += (
-                        row["phases"][name] / row["seconds"] * seconds / config.iterations
-                    )
+                    phases[name] += spent[name] / row["seconds"] * seconds / config.iterations
                 gains.append(row.get("mean_abs_gain"))
                 if (
                     trainer.done % config.evaluation.eval_every == 0

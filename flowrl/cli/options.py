@@ -31,6 +31,7 @@ from flowrl.run.parts.settings import (
     plain,
     typed_unset,
 )
+from flowrl.run.parts.specs import parse_spec
 from flowrl.run.presets import combine, is_of_task, require_method
 from flowrl.run.results import holds
 
@@ -299,3 +300,25 @@ def _short(value: Any) -> str:
 def typed_command() -> str:
     """The command line as typed, for the record."""
     return shlex.join(["flowrl", *sys.argv[1:]])
+
+
+def with_rules(observe: Sequence[str], stop_on: Sequence[str], keep_best: str) -> tuple[str, ...]:
+    """The setting `observe` with the observers that the short forms name, in place of those with
+    the same names.
+    """
+    added = dict[str, str]()
+    for text in stop_on:
+        word = parse_spec(text, "stop_on").name
+        require(word in STOP_ON, "stop_on", text, f"{', '.join(STOP_ON)}, each with options")
+        added[STOP_ON[word]] = STOP_ON[word] + text.removeprefix(word)
+    if keep_best:
+        added["keep-best"] = f"keep-best(score={keep_best!r})"
+    kept = [spec for spec in observe if parse_spec(spec, "observe").name not in added]
+    return (*kept, *added.values())
+
+
+STOP_ON = {
+    **{name: f"stop-on-{name}" for name in ("collapse", "hacking", "plateau")},
+    "budget": "budget",
+}
+"""The rules of `--stop-on`, and the observers that they mean."""

@@ -5,17 +5,23 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.run.config import RunConfig
+from flowrl.run.config import SIZES, RunConfig
 from flowrl.run.origins import FILE, GIVEN, read_origins
 from flowrl.run.parts.settings import owners
 from flowrl.run.presets import MODEL_DEFAULTS, combine, method_overrides, world_defaults
+
+FORMS = {"stop_on": "observe", "keep_best": "observe"}
+"""Options that are short forms of a setting."""
+BY_MACHINE = (*SIZES, "device", "dtype")
+"""Settings whose default depends on the machine."""
 
 
 def typed_settings(arguments: Sequence[str]) -> tuple[str, ...]:
     """The settings for which the `arguments` of a command have an option."""
     words = (word.partition("=")[0] for word in arguments if word.startswith("--"))
     names = dict.fromkeys(re.sub("^--(no-)?", "", word).replace("-", "_") for word in words)
-    return tuple(name for name in names if name in owners(RunConfig))
+    sets = (FORMS.get(name, name) for name in names)
+    return tuple(dict.fromkeys(name for name in sets if name in owners(RunConfig)))
 
 
 def origins_of(
@@ -44,7 +50,7 @@ def origins_of(
     origins |= dict.fromkeys(typed, "option")
     now, default = config.typed(), RunConfig().typed()
     return {
-        name: origins.get(name, "default on this machine")
+        name: origins.get(name, "default on this machine" if name in BY_MACHINE else "option")
         for name in now
         if now[name] != default[name] or origins.get(name, of_usual) != of_usual
     }

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -28,11 +28,12 @@ from flowrl.cli.options import (
     refuse_settings,
     rule_name,
     run_name,
+    with_rules,
 )
 from flowrl.cli.origins import origins_beside, origins_of, typed_settings
 from flowrl.cli.terminal import fitted
 from flowrl.core.errors import ConfigError, require
-from flowrl.core.options import Count
+from flowrl.core.options import Count, Whole
 from flowrl.run.config import RunConfig, load_config
 from flowrl.run.parts.registry import shadowed
 from flowrl.run.parts.trust import PARTS, own_text, trust_option
@@ -42,6 +43,7 @@ from flowrl.run.signals import APART, ignore_stops, on_repeated_stop, on_stop
 from flowrl.run.workers import launch_rank
 
 if TYPE_CHECKING:
+    from flowrl.cli.panel import RunPanel
     from flowrl.run.distributed import Distributed
     from flowrl.run.job import Run
 
@@ -51,9 +53,11 @@ FROM = (
     " ones are deleted."
 )
 PLANNED = ("trust", "trial", "plan", "check", "card", "processes", "launch")
+RULES = ("stop_on", "keep_best")
+SHOWN = ("print_every", "notify")
 READ = {
-    "resume": ("start", "change", "changed_code", "profile", *PLANNED),
-    "config": ("out", *PLANNED),
+    "resume": ("start", "change", "changed_code", "profile", *RULES, *PLANNED, *SHOWN),
+    "config": ("out", *PLANNED, *SHOWN),
 }
 """Options that are read together with one that names a run."""
 SPECS = tuple(name for name in PARTS if name not in ("heldout_rewards", "observe"))
@@ -68,12 +72,15 @@ TrainOptions = options_class("TrainOptions")
 
 
 @contextmanager
-def asked_to_stop(runs: Sequence["Run"] = ()) -> Iterator[threading.Event]:
+def asked_to_stop(
+    runs: Sequence["Run"] = (), panels: Sequence["RunPanel"] = ()
+) -> Iterator[threading.Event]:
     """An event that Ctrl-C, SIGTERM and SIGHUP set instead of ending the process
     (`flowrl.run.signals.on_stop`).
 
     The last complete iteration of `runs` is saved at once, in case that the process is killed. A
-    second signal, at least `APART` seconds later, ends the process without the current iteration.
+    second signal, at least `APART` seconds later, closes the `panels` and ends the process without
+    the current iteration.
     """
     asked, since = threading.Event(), [0.0]
 
@@ -105,6 +112,8 @@ def asked_to_stop(runs: Sequence["Run"] = ()) -> Iterator[threading.Event]:
         threading.Timer(GRACE / 4, os._exit, [130]).start()  # the output may be blocked
         for process in multiprocessing.active_children():
             process.kill()  # a hanging one may not notice the end of this process
+        for panel in panels:
+            panel.close()
         for run in runs:
             if run.distributed.is_main:
                 print(_left(run), flush=True)
@@ -205,6 +214,14 @@ class Train:
     """Check settings, packages, devices, files and prompts in seconds, list the results, and train
     nothing; returns 2 if a check fails. Training begins with the same checks.
     """
+    stop_on: tuple[str, ...] = ()
+    """Rules that stop the run: collapse, hacking, plateau or budget(hours=48). Short for `observe`
+    stop-on-collapse, and so on, with the same options, as in collapse(drop=0.3).
+    """
+    keep_best: str = ""
+    """Keep the checkpoint with the best mean of this score in evaluations: reward, or a held-out
+    reward. Short for `observe` keep-best(score=...).
+    """
     trust: bool = False
     """Run code that the settings file of `resume`, `config` or `preset` names, and use its
     addresses and keys.
@@ -219,6 +236,18 @@ class Train:
     """
     trial: bool = True
     """Test your own parts before the first iteration, for at most 5 s (docs/guides/extend.md)."""
+    print_every: Whole = 0
+    """Iterations per printed line if the output is not a terminal; 0: one, and in runs of more than
+    100 iterations as many as make about 50 lines. Lines with an evaluation or a warning, and the
+    last one, are always printed.
+    """
+    notify: tuple[str, ...] = ()
+    """Addresses or commands that are told when the run finishes, stops, pauses, fails or warns. An
+    address, as of a webhook of Slack or Discord, gets JSON by POST; a command of the shell gets the
+    JSON as its input, and FLOWRL_EVENT, FLOWRL_RUN and FLOWRL_TEXT in its environment. Never stored
+    with the run, because a webhook's address is a secret: the environment variable FLOWRL_NOTIFY
+    (one per line) hides it from the list of processes, too.
+    """
     run: Annotated[TrainOptions, tyro.conf.arg(name="")] = field(  # pyright: ignore
         default_factory=TrainOptions
     )
@@ -273,6 +302,9 @@ class Train:
             chosen.setdefault("method", rule_name(chosen["credit"]))
         if self.profile:
             chosen |= profile_of(self.profile)
+        if self.stop_on or self.keep_best:
+            given = chosen.get("observe", self.base.logging.observe)
+            chosen["observe"] = with_rules(given, self.stop_on, self.keep_best)
         config = self.base.replace(**chosen)
         if self.resume and not self.plan:
             require_resumable(self.resume, config, self._start_name(), self.change)
@@ -367,7 +399,9 @@ class Train:
         import torch
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        from flowrl.cli.progress import train_line
+        from flowrl.cli.log import library_log
+        from flowrl.cli.notify import Notifier, hide, targets_of
+        from flowrl.cli.panel import RunPanel, shown_run
         from flowrl.policies import device_of
         from flowrl.run.build import method_text
         from flowrl.run.checkpoint import to_resume
@@ -375,9 +409,14 @@ class Train:
         from flowrl.run.io import disk_errors
         from flowrl.run.job import Run
         from flowrl.run.report.card import finish_run
+        from flowrl.run.results import short, stopped_by
+        from flowrl.run.reward_guard import failures_text
+        from flowrl.run.stop_rules import exit_code
 
-        runs = list[Run]()
-        with asked_to_stop(runs) as asked:
+        targets = targets_of(self.notify)
+        hide(targets)
+        runs, panels = list[Run](), list[RunPanel]()
+        with asked_to_stop(runs, panels) as asked, library_log() as log:
             with Distributed.join() as distributed:
                 size = distributed.world_size
                 config, out, start = distributed.in_main(lambda: self._start(size))
@@ -389,6 +428,8 @@ class Train:
                 rule = f" with credit {algorithm.credit}" if algorithm.credit else ""
                 subject = config.policy.model or config.environment.subject
                 processes = f", {size} processes" if size > 1 else ""
+                if heldout := config.evaluation.heldout_rewards:
+                    processes += f", held out: {', '.join(map(short, heldout))}"
                 say(
                     f"{algorithm.method}{rule} on {subject}, seed {config.seed}{processes}"
                     f"{own_text([config.flat()])} -> {out}"
@@ -398,32 +439,48 @@ class Train:
                 say(fitted(f"  {method_text(config)}", 2))
                 if text := self._settings_text(config):
                     say(fitted(f"  {text}", 2))
-                run = Run(
-                    config,
-                    out,
-                    train_line(out, config),
-                    asked.is_set,
-                    distributed=distributed,
-                    changed_code=self.changed_code,
-                    change=self.change,
-                    trial=self.trial,
-                    page=True,
-                    origins=None if self.resume else self._origins(config),
-                )
-                runs.append(run)
-                with _resume_hint(out, distributed):
+                notifier = Notifier(targets if distributed.is_main else (), out, say)
+                live = shown_run(out, config, self.print_every, panels)
+                with notifier, _resume_hint(out, distributed), live as show:
+
+                    def report(state: dict[str, Any]) -> None:
+                        for receive in (log, notifier, show):
+                            receive(state)
+
+                    run = Run(
+                        config,
+                        out,
+                        report,
+                        asked.is_set,
+                        distributed=distributed,
+                        changed_code=self.changed_code,
+                        change=self.change,
+                        trial=self.trial,
+                        page=True,
+                        origins=None if self.resume else self._origins(config),
+                    )
+                    runs.append(run)
                     execute = record(run.execute) if size > 1 else run.execute
                     finished = bool(execute(self.resume is not None, start))
+                    ended = stopped_by(out) or "finished" if finished else "paused"
+                    report({"ended": ended})
+                # a launcher of several processes takes any other code than 0 for a failure
+                code = exit_code(stopped_by(out)) if finished and size == 1 else 0
             if finished and distributed.is_main:
                 with suppress(ConfigError):  # a probe of the user's may have no plan
                     self._say_times(run.config, out, size, say)
+                rows = [json.loads(row) for row in read_text(out / "metrics.jsonl").splitlines()]
+                if text := failures_text(rows):
+                    say(text)
                 with disk_errors(out, partial(to_resume, out)):
                     for line in finish_run(out):
                         say(line)
             ignore_stops()
+            if log.count and distributed.is_main:
+                say(f"Messages of libraries: {log.count} in {log.path}")
             if not finished:
                 say(f"Paused; nothing is lost. Continue with: {to_resume(out)}")
                 return 130
             sample = f"flowrl sample --weights {shlex.quote(str(out))}{trust_option(config.flat())}"
             say(f"Done. Weights and metrics in {out}; draw samples with: {sample}")
-            return 0
+            return code

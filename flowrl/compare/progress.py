@@ -121,10 +121,10 @@ class Display:
             # A run that continues reports no iteration before its first one is complete.
             iteration = max(self.states[name]["iteration"], state.get("iteration", 0))
             self.states[name] |= {**state, "iteration": iteration}
-            changed = state.get("changed", "")
-            if changed and (name, changed) not in self.warned:
-                self.say(f"{self.labels[name]}: {changed}")
-                self.warned.add((name, changed))
+            for text in filter(None, (state.get("changed"), state.get("slow"))):
+                if (name, text) not in self.warned:
+                    self.say(f"{self.labels[name]}: {text}")
+                    self.warned.add((name, text))
             texts = state.get("warning", "").splitlines()
             for kind, text in zip(state.get("kinds") or texts, texts, strict=False):
                 if (name, kind) not in self.warned and kind != "collapse":

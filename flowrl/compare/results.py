@@ -26,7 +26,7 @@ from flowrl.run.records import (
     load_run,
     mean_curve,
 )
-from flowrl.run.results import short
+from flowrl.run.results import scoring_seconds, short
 from flowrl.run.statistics import collapsed, evaluation_noise, first_reached, mean
 
 REWARDS = ("reward", "reward_form")
@@ -201,7 +201,7 @@ class ArmSummary:
         rewards_per_trajectory: scored images per trajectory.
         train_nfe_per_trajectory: network evaluations of the update per trajectory.
         seconds_rollout: seconds of an iteration's rollout.
-        seconds_reward: seconds of an iteration's scoring.
+        seconds_reward: seconds of an iteration's decoding and scoring.
         seconds_update: seconds of an iteration's update.
         heldout: changes of the proxy, the held-out rewards and the diversity by label.
         settings: the settings in which arms differ.
@@ -297,10 +297,18 @@ def _summary(
         calls_per_iteration=over_seeds("calls"),
         rewards_per_trajectory=over_seeds("reward_calls") / trajectories,
         train_nfe_per_trajectory=over_seeds("train_nfe") / trajectories,
-        **{f"seconds_{p}": over_seeds("phases", p) for p in ("rollout", "reward", "update")},
+        seconds_rollout=over_seeds("phases", "rollout"),
+        seconds_reward=statistics.fmean(map(_scoring, runs)),
+        seconds_update=over_seeds("phases", "update"),
         heldout=_heldout(runs),
         settings=comparison.differences[arm],
     )
+
+
+def _scoring(run: RunRecord) -> float:
+    """Seconds of an iteration's decoding and scoring, mean over iterations."""
+    rows = [scoring_seconds(row["phases"]) for row in run.rows if row.get("phases")]
+    return statistics.fmean(rows) if rows else math.nan
 
 
 def _collapsed(run: RunRecord, rewards: Sequence[float]) -> bool:

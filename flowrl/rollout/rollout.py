@@ -86,8 +86,9 @@ class Collector:
         the record of all groups of all processes.
 
         `noise` [sample, *latent] and `condition` [prompt] are of all groups. `usage` is set to the
-        costs of all processes. `enter` is called with "rollout" and "reward" when these phases
-        begin. `columns`: see `rollout`. An error of a part is raised in every process.
+        costs of all processes. `enter` is called with "rollout", "decode" and "reward" when these
+        phases begin; with `overlap`, decoding and scoring count as "reward" as far as the rollout
+        waits for them. `columns`: see `rollout`. An error of a part is raised in every process.
         """
         assigned, members = self.processes.assign(self.groups.prompts), self.groups.members
         device, start = self.policy.device, generator.get_state()
@@ -117,10 +118,10 @@ class Collector:
                     )
                     paths.append(self._kept(result.trajectories))
                     if own := assigned.own_within(first, count):
-                        enter("rollout" if self.overlap else "reward")
                         part = result.part(own.start - first, len(own))
                         texts, ready = prompts[own.start : own.stop], self._ready()
-                        jobs.append(rewards.submit(self._score, part, texts, scored, ready))
+                        given = part, texts, scored, ready, _ignored if self.overlap else enter
+                        jobs.append(rewards.submit(self._score, *given))
                 enter("reward")
                 own_records = [job.result() for job in jobs]
         finally:
@@ -158,13 +159,18 @@ class Collector:
         return torch.cuda.current_stream(device).record_event()
 
     def _score(
-        self, result: Rollout, prompts: Sequence[Prompt], usage: Usage, ready: Any
+        self,
+        result: Rollout,
+        prompts: Sequence[Prompt],
+        usage: Usage,
+        ready: Any,
+        enter: Callable[[str], None],
     ) -> Experience:
         """The record of a chunk, whose latents are complete after the event `ready`."""
         if ready:
             ready.wait()
         given = self.policy, self.reward, result, prompts, usage
-        record = score_rollout(*given, on_images=self.on_images)
+        record = score_rollout(*given, on_images=self.on_images, enter=enter)
         if ready:
             # the rollout's stream may use the memory of `result` as soon as the caller frees it
             torch.cuda.current_stream(self.policy.device).synchronize()
@@ -194,6 +200,10 @@ class Collector:
                 torch.cuda.set_stream(torch.cuda.Stream(device))
 
         return ThreadPoolExecutor(1, "rewards", begin)
+
+
+def _ignored(phase: str) -> None:
+    """No phase: the work runs beside another one."""
 
 
 def _joined(paths: Sequence[Trajectories]) -> Trajectories:

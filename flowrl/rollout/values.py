@@ -108,6 +108,7 @@ def score_rollout(
     usage: Usage | None = None,
     max_batch: int = 512,
     on_images: OnImages | None = None,
+    enter: Callable[[str], None] = lambda phase: None,
 ) -> Experience:
     """The record of a rollout: its value table, also for each component of a composite reward, and
     its decisions.
@@ -129,6 +130,7 @@ def score_rollout(
         usage: counters of decoded and scored images, which are updated; None for no count.
         max_batch: largest number of images per call of the reward.
         on_images: called with every batch of finished images, in order; the scores are the total.
+        enter: called with "decode" and "reward" when these phases of a batch begin.
 
     Returns:
         The record without its larger fields; all drawn decisions are trained.
@@ -157,7 +159,9 @@ def score_rollout(
     for number, rows in enumerate([*finished, *flat[lengths[0] :].split(size)]):
         if len(rows):
             texts, owners = owners[: len(rows)], owners[len(rows) :]
+            enter("decode")
             images = decoded(policy, rows, texts)
+            enter("reward")
             scores = score(reward, images, texts[:: groups.members] if compared else texts, usage)
             if usage is not None:
                 usage.decodes += len(rows)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from flowrl.core.forward import Guidance, guidance_passes
+from flowrl.run.results import scoring_seconds
 
 __all__ = [
     "CLIP_H",
@@ -179,14 +180,13 @@ def measured_prices(rows: Iterable[Mapping[str, Any]], passes: float = 1.0) -> P
     metrics.jsonl; None if they lack seconds or counts.
     """
     rows = [row for row in rows if row["iteration"] > 0]
-    seconds = {
-        name: sum(row.get("phases", {}).get(name, 0.0) for row in rows)
-        for name in ("rollout", "reward")
-    }
+    phases = [row.get("phases", {}) for row in rows]
+    sampling = sum(part.get("rollout", 0.0) for part in phases)
+    scoring = sum(map(scoring_seconds, phases))
     nfe, calls = (sum(row.get(name, 0) for row in rows) for name in ("nfe", "reward_calls"))
-    if min(nfe, calls, *seconds.values()) <= 0:
+    if min(nfe, calls, sampling, scoring) <= 0:
         return None
-    both = (seconds["reward"] / calls) / (seconds["rollout"] / (nfe * passes))
+    both = (scoring / calls) / (sampling / (nfe * passes))
     return Prices("decoding and scoring together, by seconds measured in these runs", reward=both)
 
 

@@ -158,8 +158,9 @@ class Evaluation:
     Args:
         scores: mean scores by form.
         row: the entries of a metrics line: "reward", the trained score (that of the form, or of the
-            custom reward); `scores`; "seconds"; with held-out rewards "proxy", the mean training
-            reward with its errors, and "heldout", each held-out reward's mean over valid samples;
+            custom reward); `scores`; "seconds"; with held-out rewards, or errors of the training
+            reward, "proxy", its mean with its errors, and "spread", standard deviations over
+            samples by name; "heldout", each held-out reward's mean over valid samples;
             "diversity", the mean over prompts of `rewards.diversity.pairwise_diversity` of further
             samples.
         images: images of the first samples; of videos, `stills`.
@@ -187,6 +188,7 @@ def evaluate(
     solver: str = "euler",
     heldout_metrics: HeldoutMetrics = HeldoutMetrics(),
     distributed: Distributed = Distributed(),
+    wrapped: Callable[[RewardModel], RewardModel] = lambda model: model,
 ) -> Evaluation:
     """Sample images of the held-out prompts with the current weights and score them.
 
@@ -208,6 +210,7 @@ def evaluate(
         solver: name of the solver (see `rollout.solve`).
         heldout_metrics: held-out rewards and diversity.
         distributed: the processes.
+        wrapped: applied to the task's rewards and to `reward`.
 
     Returns:
         Scores and the first images.
@@ -222,7 +225,9 @@ def evaluate(
     models = {name: world.reward(name) for name in world.forms}
     if reward is not None:
         models[CUSTOM] = reward
-    if metrics.rewards:
+    models = {name: wrapped(model) for name, model in models.items()}
+    has_proxy = bool(metrics.rewards) or (metrics.errors.std, metrics.errors.bias) != (0, 0)
+    if has_proxy:
         models[ERRORS] = metrics.errors
     optional = {HELDOUT + spec: model for spec, model in metrics.rewards.items()}
 
@@ -286,10 +291,20 @@ def evaluate(
             raise error
         return _warn(name, error)
 
+    def spread(name: str, errors: Any = 0.0) -> float | None:
+        """The standard deviation over valid samples; None as for `mean`."""
+        table = together(name)
+        values = torch.empty(0) if table is None else table + errors
+        valid = values[values.isfinite()]
+        return float(valid.std(unbiased=False)) if len(valid) else None
+
     scores: dict[str, Any] = {name: mean(name) for name in world.forms}
     row: dict[str, Any] = {"reward": mean(training), **scores, "seconds": seconds}
-    if metrics.rewards:
+    if has_proxy:
         row["proxy"] = mean(training, together(ERRORS))
+        row["spread"] = {"reward": spread(training), "proxy": spread(training, together(ERRORS))}
+        row["spread"] |= {spec: spread(HELDOUT + spec) for spec in metrics.rewards}
+    if metrics.rewards:
         row["heldout"] = {spec: mean(HELDOUT + spec) for spec in metrics.rewards}
     if metrics.features is not None:
         row[DIVERSITY] = mean(DIVERSITY)

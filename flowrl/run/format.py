@@ -13,6 +13,8 @@ when a setting is added, since files of a format have all of its settings.
 ADDED: dict[str, dict[str, Any]] = {
     "flowrl-run-3": {"start_from": "", "original": ""},
     "flowrl-run-4": {
+        "on_reward_error": "stop",
+        "reward_timeout": 0.0,
         "tracker_project": "flowrl",
         "tracker_entity": "",
         "tracker_tags": (),

@@ -5,6 +5,7 @@ trajectory.
 import hashlib
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -75,6 +76,7 @@ from flowrl.run.results import (
     holds,
     require_no_run,
 )
+from flowrl.run.reward_guard import RewardGuard
 from flowrl.run.sizes import find_sizes, out_of_memory
 from flowrl.run.started import (
     begins_again,
@@ -88,17 +90,20 @@ from flowrl.run.started import (
 )
 from flowrl.run.strips import write_extremes
 from flowrl.run.trackers import forget_record
-from flowrl.run.watch import watched_calls
+from flowrl.run.watch import Watch
 from flowrl.run.writers import Writer, Writers
 from flowrl.trainer import Trainer
 
 Row = dict[str, Any]
+BEST = "best"
+"""Folder in a run's folder with the weights of its best iteration."""
 TOTALS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls", "seconds")
 Report = Callable[[dict[str, Any]], None]
 """Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes,
-with {"phase", "prompts"}, a line on the progress of embedding, with {"changed"}, what has changed
-since the run started, with {"note"}, another remark, and with {"warning"}, whose "kinds" are those
-of its lines (`flowrl.run.monitors.Notice`).
+with {"folder"} when the run's folder exists, with {"phase", "prompts"}, a line on the progress of
+embedding, with {"changed"}, what has changed since the run started, with {"note"}, another remark,
+and with {"warning"}, whose "kinds" are those of its lines (`flowrl.run.monitors.Notice`). Another
+thread may call it with {"slow"}, what takes long (`flowrl.run.watch`, which lists the phases).
 """
 
 
@@ -125,10 +130,12 @@ class Run:
     metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/ (of a LoRA
     also as a folder with diffusers' file, such as checkpoints/000010/) and, at the end, samples.*,
     trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline
-    also in lora/ or full/, in diffusers' format) and done.json. With `save_experience` it also gets
-    experience/ (`flowrl.run.observers.SaveExperience`). A run that an observer stops ends in the
-    same way; done.json and the last row then have the reason ("stopped") and, if the run ends with
-    the best checkpoint that the observer has named, its iteration ("exported"). Every process
+    also in lora/ or full/, in diffusers' format) and done.json. If an observer has named another
+    iteration as the best, best/ has its weights in the same files. With `save_experience` the
+    folder also gets experience/ (`flowrl.run.observers.SaveExperience`). A run that an observer
+    stops ends in the same way; done.json and the last row then have the reason ("stopped") and, if
+    the run ends with the best checkpoint that the observer has named, its iteration ("exported").
+    Every process
     executes the run; only the main process writes and reports. If one process is asked to stop, all
     pause.
 
@@ -177,6 +184,12 @@ class Run:
         self._changed = dict[str, list[Any]]()
         self._before: Evaluation | None = None
         self._writers: Writers | None = None
+        self._watch = Watch(
+            lambda text: self._tell({"slow": text}),
+            self.distributed.publish,
+            self.distributed.calls_of_others,
+        )
+        self._guard = RewardGuard.of(self.config)
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
         """Train to the end; with `resume`, from the last checkpoint or from the checkpoint `start`,
@@ -188,8 +201,9 @@ class Run:
         are then in failure/). If another process executes the run, a `ConfigError` names it.
         """
         full = disk_errors(self.folder, partial(to_resume, self.folder))
-        watched = watched_calls(self.distributed.publish)
+        watched = self._watch.running()
         with part_errors(), watched, full, out_of_memory(), ExitStack() as stack:
+            self._tell({"phase": "loading"})
             if self.distributed.in_main(lambda: self._enter(stack, resume, start)):
                 return True
             with self._finishing_writers():
@@ -202,6 +216,7 @@ class Run:
                     done = self._trainer.done
                     due = done % self.config.logging.checkpoint_every == 0 or done in self._kept
                     if paused or due or self._ended:
+                        self._tell({"phase": "saving"})
                         self.save_last()
                     if paused:
                         break
@@ -240,6 +255,7 @@ class Run:
             made, kept = partial(holds, entry="algorithm"), partial(has_progress, self.folder)
             lock = new_folder(self.folder, "run", made, kept)
         stack.enter_context(lock)
+        self._tell({"folder": str(self.folder)})
         if not resume:
             return False
         ended = require_resumable(self.folder, self.config, start, self.change)
@@ -266,6 +282,7 @@ class Run:
             self._inspect_heldout()
         self._rows = self._loaded(resume, start, changed)
         self._embed_prompts()
+        self._tell({"phase": "sizes"})
         sizes, text = find_sizes(self._trainer, self.config)
         if sizes:
             self.config = self.config.replace(**sizes)
@@ -322,6 +339,7 @@ class Run:
             self.distributed,
             self._world,
             first and first.policy,
+            self._guard,
             recorded=self._observers.recorded,
             on_phase=lambda phase: self._tell({"phase": phase}),
             on_images=self._see,
@@ -342,12 +360,14 @@ class Run:
             self._inspects, reward = False, self._trainer.reward
             tried = trial().reward_trial(self.config, reward, warn=self._warn_of_trial)
             if tried is not None:
-                tried(images, prompts, scores)
+                with self._guard.without_failures():
+                    tried(images, prompts, scores)
         self._images.add(images, latents, prompts, scores)
 
     def _embed_prompts(self) -> None:
         """Embed the held-out prompts and those of all coming iterations."""
         if (embedding := extras(self._trainer.policy, "warm")) is not None:
+            self._tell({"phase": "prompts"})
             given = self.config, self._world, self._trainer.prompts, self._trainer.done
             embedding.warm(prompts_to_embed(*given), self.distributed, self._tell)
 
@@ -503,12 +523,14 @@ class Run:
         evaluates = trainer.done + 1 == self.config.iterations or (trainer.done + 1) % every == 0
         self._images = IterationImages(shows=evaluates)
         try:
-            iteration = trainer.iteration()
+            with self._guard.explained():
+                iteration = trainer.iteration()
         except NonFiniteError as error:
             write_json(self.folder / "failure" / "failure.json", error.values)
             place = f"Prompts, rewards and advantages are in {self.folder / 'failure'}"
             raise NonFiniteError(f"{error}. {place}", error.values) from error
         row: Row = dict(iteration)
+        row |= self._guard.taken(row["trajectories"], self.distributed, row["invalid"])
         if self._changed:
             row["changed"] = self._changed
             if self._before is not None and self._changed.keys() & {*SCORED}:
@@ -566,7 +588,7 @@ class Run:
         if environment.reward and not config.policy.model:  # the only reward of a model's world
             exact = config.replace(reward_noise=0.0, reward_bias=0.0)
             custom = evaluation_reward(make_reward(exact))
-        with self._trainer.averaged():
+        with self._trainer.averaged(), self._guard.explained():
             self._evaluation = evaluate(
                 self._trainer.policy,
                 self._world,
@@ -579,7 +601,10 @@ class Run:
                 solver=settings.eval_solver,
                 heldout_metrics=self._heldout,
                 distributed=self.distributed,
+                wrapped=self._guard.around,
             )
+        counted = settings.eval_samples, self.distributed, None, "held-out samples"
+        self._evaluation.row.update(self._guard.taken(*counted))
         return self._evaluation
 
     def _append(self, row: Row) -> None:
@@ -593,6 +618,11 @@ class Run:
             self._writers.row(row, self._evaluation)
 
     def _tell(self, state: dict[str, Any]) -> None:
+        if "phase" in state:
+            compiles = self.config.batches.compile and not self._last
+            self._watch.enter(
+                state["phase"], "its first calls compile the network" * bool(compiles)
+            )
         if self.distributed.is_main:
             self.report(state)
 
@@ -653,10 +683,12 @@ class Run:
 
     def _finish(self) -> None:
         """Write samples, weights, a trajectory, and last done.json."""
+        self._tell({"phase": "finishing"})
         ended = dict(iterations=self._trainer.done)
         if best := self._rows[-1].get("exported"):
             ended["exported"] = best
-            self._restore_best(f"{best:06d}")
+            self._restore_weights(best)
+            self._evaluation = None
         # none if the run was killed after its last checkpoint
         after = self._evaluation or self._evaluate()
         shapes = {"images": (None,) * 4, "scores": (None,)}
@@ -671,30 +703,53 @@ class Run:
                 "reward_after": after.image_scores.tolist(),
             }
             write_json(self.folder / "samples.json", samples)
-            self._export(self.folder)
+        best = self._best_apart()
+        with TemporaryDirectory() as scratch:
+            folder = self.folder if self.distributed.is_main else Path(scratch)
+            # the main process alone can neither call the network nor gather sharded weights
+            if self.distributed.is_main or self.distributed.sharded:
+                self._export(folder)
+            shutil.rmtree(folder / BEST, ignore_errors=True)  # of an earlier end
+            if best:
+                last, ended["best"] = self._trainer.done, best
+                self._restore_weights(best)
+                if self.distributed.is_main or self.distributed.sharded:
+                    self._write_weights(folder / BEST)
+                self._restore_weights(last)
+        if self.distributed.is_main:
             stopped = {"stopped": self._stopped} if self._stopped else {}
             write_json(self.folder / "done.json", {**ended, **stopped})
-        # the main process alone can neither call the network nor gather its weights
-        elif self.distributed.sharded:
-            with TemporaryDirectory() as scratch:
-                self._export(Path(scratch))
 
-    def _restore_best(self, name: str) -> None:
-        """Continue with the weights of checkpoint `name`, the best of a run that was stopped."""
+    def _best_apart(self) -> int:
+        """The best iteration that the first observer with one has named, if its checkpoint is kept
+        and the run ends with other weights; else 0.
+        """
+        best = next(iter(best_named(self._rows).values()), 0)
+        ends_with = self._rows[-1].get("exported", self._trainer.done)
+        exists = self._checkpoints.path(f"{best:06d}").exists
+        return best if best not in (0, ends_with) and self.distributed.in_main(exists) else 0
+
+    def _restore_weights(self, iteration: int) -> None:
+        """Continue with the weights of the checkpoint of `iteration`."""
         with self.distributed.shared_errors():
             checkpoint = Checkpoint({}, {})
             if self.distributed.is_main:
-                checkpoint = self._checkpoints.load(name)
+                checkpoint = self._checkpoints.load(f"{iteration:06d}")
         restore_trainer(self._trainer, checkpoint)
-        self._evaluation = None
 
     def _export(self, folder: Path) -> None:
         """Write the averaged weights, and a trajectory sampled with them."""
+        with self._trainer.averaged():
+            task = self.config.environment.task
+            write_trajectory(folder, self._trainer, self._world, task)
+        self._write_weights(folder)
+
+    def _write_weights(self, folder: Path) -> None:
+        """Write the averaged weights, also in diffusers' format."""
         trainer = self._trainer
-        with trainer.averaged():
-            write_trajectory(folder, trainer, self._world, self.config.environment.task)
-            exported = extras(trainer.policy, "save")
-            if exported is not None and not self._is_lora:
+        exported = extras(trainer.policy, "save")
+        if exported is not None and not self._is_lora:
+            with trainer.averaged():
                 exported.save(folder / self.config.policy.tuning)
         average = full_tensors(dict(zip(trainer.parameters, trainer.average, strict=True)))
         if average:
@@ -712,10 +767,16 @@ class Run:
 
 def _kept(rows: Sequence[Row]) -> set[int]:
     """The iterations whose checkpoints an observer keeps."""
+    kept = {row["iteration"] for row in rows if "kept" in row}
+    return kept | {*best_named(rows).values()}
+
+
+def best_named(rows: Sequence[Row]) -> dict[str, int]:
+    """By observer, the best iteration that it named last."""
     best: dict[str, int] = {}
     for row in rows:
         best |= row.get("best", {})
-    return {row["iteration"] for row in rows if "kept" in row} | {*best.values()}
+    return best
 
 
 def _line(row: Row) -> bytes:

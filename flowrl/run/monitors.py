@@ -13,7 +13,7 @@ from flowrl.core.experience import needs_of
 from flowrl.core.protocols import GroupReward, Stateful
 from flowrl.run.config import RunConfig
 from flowrl.run.results import decimals
-from flowrl.run.statistics import COLLAPSE, collapsed, evaluation_noise
+from flowrl.run.statistics import COLLAPSE, HACKED, collapsed, evaluation_noise, hacked
 from flowrl.trainer import Trainer
 
 Row = Mapping[str, Any]
@@ -216,11 +216,116 @@ def collapse(rows: Sequence[Row], limits: Limits) -> str:
     return ""
 
 
+def reward_errors(rows: Sequence[Row], limits: Limits) -> str:
+    """Samples of the iteration or of its evaluation were skipped, because a call of the reward
+    failed (`flowrl.run.reward_guard`).
+    """
+    row, texts = rows[-1], []
+    if skipped := row.get("skipped"):
+        texts.append(f"{skipped} of {row['trajectories']} samples were skipped")
+    evaluation = row.get("evaluation") or {}
+    if skipped := evaluation.get("skipped"):
+        texts.append(f"{skipped} of {limits.samples} held-out samples were skipped")
+    error = row.get("reward_error") or evaluation.get("reward_error")
+    return f"{', '.join(texts)}: {error}" if texts else ""
+
+
+def sacrificed(rows: Sequence[Row], samples: int, evaluations: int = HACKED) -> str:
+    """Which held-out reward falls while the trained one rises (`flowrl.run.statistics.hacked`); ""
+    if none does. If the trained reward has errors (`reward_noise`, `reward_bias`), the reward
+    without them is a held-out one.
+
+    Args:
+        rows: rows of metrics.jsonl.
+        samples: held-out samples per evaluation.
+        evaluations: number of evaluations.
+    """
+    tables = [row["evaluation"] for row in rows if row.get("evaluation")]
+    tables = [table for table in tables if "spread" in table]
+    for name in ("reward", *(tables[-1].get("heldout", ()) if tables else ())):
+        known = [table for table in tables if heldout_value(table, name) is not None]
+        trained, values = ([heldout_value(t, n) for t in known] for n in ("proxy", name))
+        noises = [
+            [evaluation_noise(table["spread"][which], samples) for table in known]
+            for which in ("proxy", name)
+        ]
+        if not hacked(trained, values, *noises, evaluations=evaluations):
+            continue
+        best = values.index(max(values))
+        digits = decimals(values[best] - values[-1], trained[-1] - trained[best])
+        what = "the reward without its errors" if name == "reward" else f"held-out {name}"
+        return (
+            f"{what} fell from {values[best]:.{digits}f} to {values[-1]:.{digits}f}, while the"
+            f" trained reward rose from {trained[best]:.{digits}f} to {trained[-1]:.{digits}f}"
+        )
+    return ""
+
+
+def heldout_value(evaluation: Row, name: str) -> Any:
+    """A score of an evaluation by name: "reward", a held-out reward, or a score of the world; None
+    if it was not measured.
+    """
+    return {**evaluation, **evaluation.get("heldout", {})}.get(name)
+
+
+def hacking(rows: Sequence[Row], limits: Limits) -> str:
+    """A held-out reward falls while the trained one rises (`sacrificed`)."""
+    text = "" if limits.compared else sacrificed(rows, limits.samples)
+    return text and (
+        f"{text}: the images please the reward and nothing else. Look at them; stop, and continue"
+        " from the best checkpoint with a kl_weight, or another reward"
+    )
+
+
+DRIFT = {
+    "brightness": (0.25, None),
+    "contrast": (None, 2.5),
+    "saturation": (0.25, None),
+    "detail": (None, 2.5),
+    "repetition": (0.4, None),
+    "constant": (0.1, None),
+    "latent_rms": (None, 1.5),
+    "diversity": (None, 2.5),
+}
+"""By statistic of the training images (`flowrl.run.images`): the largest change, or the largest
+factor or its inverse, between the first `WINDOW` iterations and the last ones.
+"""
+
+
+def drifted(rows: Sequence[Row]) -> str:
+    """How the training images have drifted (`DRIFT`); "" if they have not."""
+    tables = [row["images"] for row in rows if row.get("images")]
+    if len(tables) < 2 * WINDOW:
+        return ""
+    found = list[str]()
+    for name, (change, factor) in DRIFT.items():
+        first, last = (
+            statistics.fmean(table[name] for table in part)
+            for part in (tables[:WINDOW], tables[-WINDOW:])
+        )
+        low, high = sorted((first, last))
+        if (change and high - low > change) or (factor and high > factor * low + 1e-6):
+            found.append(f"{name} {first:.2g} -> {last:.2g}")
+    return ", ".join(found)
+
+
+def drift(rows: Sequence[Row], limits: Limits) -> str:
+    """The training images look different than at the start of the run (`drifted`)."""
+    text = drifted(rows)
+    return text and (
+        f"the training images have changed since the start: {text} (docs/guides/watching-a-run.md)."
+        " Look at them: the reward may be hacked"
+    )
+
+
 CHECKS: dict[str, Callable[[Sequence[Row], Limits], str]] = {
     "zero-spread": zero_spread,
     "ratio-noise": ratio_noise,
     "step-share": step_share,
     "kl": kl_runaway,
     "collapse": collapse,
+    "reward-errors": reward_errors,
+    "hacking": hacking,
+    "drift": drift,
 }
 """The text of each kind of warning, or "" if it does not apply."""

@@ -1,13 +1,10 @@
-"""Observers of a run: the built-in ones, the tables of --save-experience, and how a run calls
-them.
-"""
+"""How a run calls its observers, and the tables of --save-experience."""
 
 import copy
 import csv
 import io
 import json
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,81 +16,17 @@ from torch import Tensor
 
 from flowrl.core.errors import PartError, is_disk_error, part_call, require
 from flowrl.core.experience import FIELDS, LARGER, Actions, Record
-from flowrl.core.options import Count, Fraction, NonNegative, Whole, checked_options
 from flowrl.core.protocols import Observer, Stateful
+from flowrl.run.build import make_world
 from flowrl.run.checkpoint import prefixed, without_prefix
 from flowrl.run.config import RunConfig
+from flowrl.run.costs import prices_of
 from flowrl.run.distributed import Distributed
 from flowrl.run.io import write_bytes
-from flowrl.run.monitors import fallen
 from flowrl.run.parts.registry import build
 from flowrl.run.parts.specs import parse_spec
 from flowrl.run.parts.state import state_of
-from flowrl.run.results import comparable
-from flowrl.run.statistics import COLLAPSE, evaluation_noise
 from flowrl.trainer import Iteration, Trainer
-
-
-@checked_options
-@dataclass(frozen=True)
-class StopOnCollapse:
-    """Stops the run when the held-out reward has collapsed (`flowrl.run.statistics.collapsed`): it
-    has lost more than `drop` of its gain, best - start, and more than chance explains. The run then
-    ends with the best evaluated checkpoint. After a change of what is scored (`flowrl train
-    --resume --change`), the gain is that since the change.
-
-    Args:
-        drop: the fraction of the gain, in (0, 1].
-        eval_samples: held-out samples per evaluation; without this option, those of the run.
-    """
-
-    drop: Fraction = COLLAPSE
-    eval_samples: Count = 192
-    fields = ("metrics", "history")
-
-    def observe(self, record: Record) -> Actions | None:
-        """Compare the evaluation, if there is one, with the best so far."""
-        if not record.metrics.get("evaluation"):
-            return None
-        rows = comparable([*record.history, record.metrics])
-        evaluated = [row for row in rows if row.get("evaluation")]
-        rewards = [row["evaluation"]["reward"] for row in evaluated]
-        spread = statistics.median([row["reward_std"] for row in rows if "reward_std" in row])
-        text = fallen(rewards, evaluation_noise(spread, self.eval_samples), self.drop)
-        trained = [row for row in evaluated if row["iteration"] > 0]  # these have a checkpoint
-        best = max(trained, key=lambda row: row["evaluation"]["reward"])
-        stop = f"the held-out reward fell to {text}" if text else ""
-        return Actions(stop, best=best["iteration"])
-
-
-@checked_options
-@dataclass(frozen=True)
-class Budget:
-    """Stops the run after a number of network evaluations or seconds; a resumed run continues to
-    count.
-
-    Args:
-        nfe: network evaluations of sampling and probes (`nfe_total`), each counted once, without
-            those of the update; 0 = no limit.
-        seconds: seconds of training (`seconds_total`), without evaluations on held-out prompts; 0 =
-            no limit.
-    """
-
-    nfe: Whole = 0
-    seconds: NonNegative = 0.0
-    fields = ("metrics",)
-
-    def __post_init__(self) -> None:
-        require(self.nfe + self.seconds > 0, "nfe", self.nfe, "above 0, or seconds above 0")
-
-    def observe(self, record: Record) -> Actions | None:
-        """Compare the totals so far with the limits."""
-        nfe, seconds = record.metrics["nfe_total"], record.metrics["seconds_total"]
-        if 0 < self.nfe <= nfe:
-            return Actions(stop=f"{nfe:,} network evaluations of rollouts, of {self.nfe:,} allowed")
-        if 0 < self.seconds <= seconds:
-            return Actions(stop=f"{seconds:.0f} seconds, of {self.seconds:g} allowed")
-        return None
 
 
 @dataclass(frozen=True)
@@ -204,13 +137,18 @@ class Observers:
         self.config, self.folder, self.distributed = config.logging, folder, distributed
         self.named: dict[str, Observer] = {}
         self._names: dict[str, set[str]] = {}
+        known = {
+            "eval_samples": config.evaluation.eval_samples,
+            "heldout": config.evaluation.heldout_rewards,
+            "scores": ("reward", *make_world(config).forms, *config.evaluation.heldout_rewards),
+            "prices": prices_of(config.as_dict()),
+        }
         with distributed.shared_errors():
             if distributed.is_main:
                 if every := self.config.save_experience:
                     self._add("save-experience", SaveExperience(folder, every))
                 for spec in self.config.observe:
                     name = parse_spec(spec).name.rpartition(":")[2]
-                    known = {"eval_samples": config.evaluation.eval_samples}
                     self._add(name, build("observer", spec, **known))
                 for other in others:
                     self._add(type(other).__name__, other)

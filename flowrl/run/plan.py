@@ -597,7 +597,10 @@ def planned_and_measured(
     assert counted is not None
     t = times(counts, config, counted, card)
     lines = {}
-    for planned, *names in ((t.iteration - t.update, "rollout", "reward"), (t.update, "update")):
+    for planned, *names in (
+        (t.iteration - t.update, "rollout", "decode", "reward"),
+        (t.update, "update"),
+    ):
         measured = sum(part.get(name, 0.0) for part in phases for name in names) / len(phases)
         lines[", ".join(names)] = f"{planned:.2f} s planned, {measured:.2f} s measured"
     return _table(f"an iteration on {card}, mean of {len(phases)}", lines)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,13 @@ def comparable(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]
     return rows[starts[-1] :] if starts else rows
 
 
+def scoring_seconds(phases: Mapping[str, float]) -> float:
+    """The seconds of decoding and scoring among the `phases` of an iteration; in rows of older
+    versions, and if scoring overlaps the rollout, "reward" contains both.
+    """
+    return phases.get("decode", 0.0) + phases.get("reward", 0.0)
+
+
 def holds(folder: Path, entry: str) -> bool:
     """Whether config.json in `folder` has the `entry`: "algorithm" for a run, "arms" for a
     comparison.
@@ -92,6 +99,13 @@ def has_progress(folder: Path) -> bool:
     return metrics.exists() and read_bytes(metrics).count(b"\n") > 1
 
 
+def stopped_by(folder: Path) -> str:
+    """By which observer the finished run in `folder` was stopped, and why, as in "budget: ..."; ""
+    for a run that has trained to its end.
+    """
+    return read_json(folder / "done.json", dict[str, Any]).get("stopped", "")
+
+
 def require_no_run(folder: Path) -> None:
     """Raise `ConfigError` if `folder` has a run that a new one would overwrite."""
     need = "a folder without a run; to continue a run, use --resume"
@@ -104,6 +118,29 @@ def decimals(*changes: float, least: int = 3) -> int:
     """
     largest = max((abs(change) for change in changes if math.isfinite(change)), default=0.0)
     return min(9, max(least, 1 - math.floor(math.log10(largest)))) if largest else least
+
+
+def reward_text(value: float | None, among: Iterable[float] = ()) -> str:
+    """A reward with the digits that fit its size: three significant ones of the largest of `among`
+    (the rewards with which it is compared), four from 1 on, and two of their largest difference, as
+    in "0.500020", "21.34" or "1,234,567". Below 1e-6 and from 1e9 on with an exponent; "failed" for
+    None.
+    """
+    if value is None:
+        return "failed"
+    if not math.isfinite(value):
+        return str(value)
+    known = [other for other in (value, *among) if math.isfinite(other)]
+    level, change = max(map(abs, known)), max(known) - min(known)
+    if not level:
+        return f"{value:.3f}"
+    size = math.floor(math.log10(level))
+    digits = 3 if size < 0 else 4
+    if change > 1e-7 * level:  # not by rounding in float32
+        digits = min(9, max(digits, 2 + size - math.floor(math.log10(change))))
+    if not 1e-6 <= level < 1e9:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:,.{max(0, digits - 1 - size)}f}"
 
 
 def short(spec: str) -> str:

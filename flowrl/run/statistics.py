@@ -17,6 +17,8 @@ COLLAPSE = 0.5
 """Fraction of the gain that a collapsed run has lost."""
 ERRORS = 3.0
 """How many times the usual fall, or standard deviations of chance, a collapsed run has lost."""
+HACKED = 3
+"""Successive evaluations in which a held-out reward of a hacked run is below its best."""
 Values = NDArray[np.float64]
 """One value per seed, or per target."""
 
@@ -123,6 +125,52 @@ def collapsed(rewards: Sequence[float], noise: float = 0.0, share: float = COLLA
     lost, gain = values[best] - values[-1], values[best] - values[0]
     # not by rounding
     return bool(lost > max(share * gain, ERRORS * usual, noise) + 1e-9 * abs(values).max())
+
+
+def hacked(
+    proxy: Sequence[float],
+    heldout: Sequence[float],
+    proxy_noise: Sequence[float],
+    heldout_noise: Sequence[float],
+    evaluations: int = HACKED,
+) -> bool:
+    """Whether a run gains trained reward at the expense of a held-out one.
+
+    In each of the last `evaluations` evaluations the held-out reward is below its best so far by
+    more than chance, and the trained one above its value at that best evaluation by more than
+    chance. The units of the rewards have no effect.
+
+    Args:
+        proxy: means of the trained reward [evaluation].
+        heldout: means of the held-out reward [evaluation].
+        proxy_noise: `evaluation_noise` of the trained reward [evaluation]; that of the best
+            evaluation of `heldout` counts, since hacked images have other spreads.
+        heldout_noise: `evaluation_noise` of the held-out reward [evaluation].
+        evaluations: number of evaluations, 1 or more.
+    """
+    if len(proxy) <= evaluations:
+        return False
+    for last in range(len(proxy) - evaluations, len(proxy)):
+        best = int(np.argmax(heldout[: last + 1]))
+        falls = heldout[best] - heldout[last] > heldout_noise[best]
+        if not falls or proxy[last] - proxy[best] <= proxy_noise[best]:
+            return False
+    return True
+
+
+def flat(rewards: Sequence[float], evaluations: int, least: float) -> bool:
+    """Whether the best of the last `evaluations` evaluations is above the best before them by at
+    most a share `least` of the gain until then, best - first (at most 0 without a gain).
+
+    Args:
+        rewards: held-out rewards [evaluation].
+        evaluations: number of evaluations, 1 or more.
+        least: the share.
+    """
+    before, late = rewards[:-evaluations], rewards[-evaluations:]
+    if not before:
+        return False
+    return max(late) - max(before) <= least * (max(before) - before[0])
 
 
 def evaluation_noise(std: float, samples: int) -> float:

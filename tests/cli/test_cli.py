@@ -11,7 +11,7 @@ from small_run import error_of, flowrl_, write_rows
 import flowrl
 from flowrl.cli.main import COMMANDS, plugins
 from flowrl.cli.options import LONGEST_NAME, changes, options_with, run_name
-from flowrl.cli.progress import evaluations_left, train_line
+from flowrl.cli.progress import times_left, train_line
 from flowrl.cli.train import TrainOptions
 from flowrl.methods import METHODS
 from flowrl.run.config import RunConfig
@@ -192,7 +192,7 @@ def test_the_time_left_includes_evaluations(tmp_path, capsys):
     rows = []
     for i in range(10):
         evaluation = {"reward": 0.5 + 1e-5 * i, "seconds": 10.0} if i % 3 == 0 else None
-        row = {"iteration": i, "evaluation": evaluation, "seconds_total": 2.0 * i}
+        row = {"iteration": i, "evaluation": evaluation, "seconds_total": 2.0 * i, "seconds": 2.0}
         rows.append(row | {"reward_mean": 0.25, "nfe_total": 7})
     shown = train_line(tmp_path, config)
     for i in (1, 2, 3, 4):
@@ -203,8 +203,8 @@ def test_the_time_left_includes_evaluations(tmp_path, capsys):
     # 7 iterations, and the evaluations after 6, 9 and 10
     assert "0:00:26, left: 0:00:44" in third and "held out: reward 0.500030" in third
     assert "0:00:28, left: 0:00:42" in fourth and fourth == resumed
-    assert [evaluations_left(done, config) for done in (0, 8, 9, 10)] == [4, 2, 1, 0]
-    assert evaluations_left(3, config.replace(iterations=9)) == 2
+    assert [times_left(done, 10, 3) for done in (0, 8, 9, 10)] == [4, 2, 1, 0]
+    assert times_left(3, 9, 3) == 2
 
 
 def test_runs_are_named_by_what_differs():

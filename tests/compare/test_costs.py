@@ -48,8 +48,8 @@ def test_the_parts_by_hand(config, parts):
 
 def test_prices_of_other_worlds_are_measured():
     rows = [{"iteration": 0}] + [
-        {"iteration": i, "nfe": 10, "reward_calls": 5, "phases": {"rollout": 2.0, "reward": 0.5}}
-        for i in (1, 2)
+        {"iteration": i, "nfe": 10, "reward_calls": 5, "phases": {"rollout": 2.0, **scoring}}
+        for i, scoring in ((1, {"reward": 0.5}), (2, {"decode": 0.2, "reward": 0.3}))
     ]
     prices = measured_prices(rows, passes=2)
     assert prices.reward == pytest.approx((0.5 / 5) / (2.0 / 20))

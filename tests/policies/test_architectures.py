@@ -209,7 +209,7 @@ def test_a_finished_run_has_planned_and_measured_seconds():
     cards = [named_card(f"NVIDIA {name}") for name in names]
     assert cards == ["H100", "A100", "RTX 4090", "L40S", "RTX 6000 Ada", ""]
     config = sized(preset("sd3.5-medium,flow-grpo,ocr").apply(planned=True), "L4")
-    phases = {"rollout": 20.0, "reward": 2.0, "update": 30.0}
+    phases = {"rollout": 20.0, "decode": 0.5, "reward": 1.5, "update": 30.0}
     rows = [{"iteration": n, "phases": {k: n * v for k, v in phases.items()}} for n in range(3)]
     shown = planned_and_measured(config, rows, "L4")
     assert "planned, 33.00 s measured" in shown and "planned, 45.00 s measured" in shown

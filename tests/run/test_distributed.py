@@ -51,7 +51,7 @@ from flowrl.run.distributed import (
 from flowrl.run.io import write_json
 from flowrl.run.job import Run
 from flowrl.run.models.load import load_policy
-from flowrl.run.watch import watched_calls
+from flowrl.run.watch import Watch
 from flowrl.run.workers import launch_rank
 
 PROCESSES = dict(micro_batch=7, iterations=2, learning_rate=3e-4)
@@ -673,7 +673,7 @@ def test_a_time_out_names_the_slow_part_of_the_other_process(monkeypatch):
     monkeypatch.setattr("flowrl.run.distributed._store", lambda: store)
     monkeypatch.setattr("flowrl.run.watch.SLOW", 0.1)
     time_out = pytest.raises(OtherProcessError, match=r"only slow \(process 1: Mine.score\), raise")
-    with watched_calls(Distributed(1, 2).publish), part_call("Mine.score"):
+    with Watch(publish=Distributed(1, 2).publish).running(), part_call("Mine.score"):
         time.sleep(0.2)
         with time_out, Distributed(0, 2)._connected():
             raise RuntimeError("Timed out")

@@ -279,6 +279,9 @@ def test_measuring_changes_no_number_of_the_run(tmp_path):
             proxy, heldout = scores.pop("proxy"), scores.pop("heldout")
             assert proxy == pytest.approx(scores["reward"], abs=1e-6)
             assert heldout["strict"] == scores["strict"]
+            share, spread = scores["strict"], scores.pop("spread")  # of zeros and ones
+            assert spread["strict"] == pytest.approx((share * (1 - share)) ** 0.5, abs=1e-6)
+            assert spread["reward"] == pytest.approx(spread["proxy"], abs=1e-6)
             assert heldout["density"] < 0 < scores.pop("diversity")
         assert row == other
 

@@ -20,7 +20,8 @@ from flowrl.core.experience import FIELDS, LARGER, Actions, Decisions, Record
 from flowrl.core.prompt import Prompt
 from flowrl.run.build import make_trainer
 from flowrl.run.job import Run
-from flowrl.run.observers import Budget, SaveExperience, StopOnCollapse
+from flowrl.run.observers import SaveExperience
+from flowrl.run.stop_rules import Budget, StopOnCollapse
 
 RUN = SMALL.replace(iterations=4, eval_every=4)
 
@@ -83,15 +84,25 @@ def test_a_collapse_is_a_fall_by_a_part_of_the_gain(rewards, spread, best, stops
     assert bool(actions and actions.stop) == stops and (actions and actions.best) == best
 
 
-def test_a_budget_counts_evaluations_or_seconds():
+def test_a_budget_counts_time_or_work():
     for limits, nfe, seconds, stops in (
         ({"nfe": 100}, 99, 10.0**9, False),
         ({"nfe": 100}, 100, 0.0, True),
         ({"seconds": 2.5}, 10**9, 2.4, False),
         ({"nfe": 100, "seconds": 2.5}, 0, 2.5, True),
+        ({"hours": 1}, 0, 3590.0, True),  # with the seconds of two evaluations
+        ({"hours": 1}, 0, 3580.0, False),
+        ({"forwards": 100}, 48, 0.0, True),  # (18 + 48) + 2 x (6 + 2 x 6)
+        ({"forwards": 103}, 48, 0.0, False),
     ):
-        metrics = {"nfe_total": nfe, "seconds_total": seconds}
-        assert bool(Budget(**limits).observe(Record(1, metrics=metrics))) == stops
+        history = [
+            {"iteration": 0, "evaluation": {"seconds": 7.0}},
+            {"iteration": 1, "nfe": 18, "train_nfe": 6, "gradient_nfe": 6, "evaluation": None},
+        ]
+        metrics = {"nfe_total": nfe, "seconds_total": seconds, "evaluation": {"seconds": 7.0}}
+        metrics |= {"nfe": nfe, "train_nfe": 6, "gradient_nfe": 6}
+        record = Record(2, metrics=metrics, history=history)
+        assert bool(Budget(**limits).observe(record)) == stops, (limits, nfe)
     with pytest.raises(ConfigError, match="is not allowed"):
         Budget()
 

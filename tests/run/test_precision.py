@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from functools import partialmethod
+from itertools import groupby
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +50,17 @@ def test_overlapped_rewards_are_the_same_numbers_from_another_thread():
     with pytest.raises(RewardError, match="not finite"):
         trainer_of(overlapped, reward=NOT_FINITE).iteration()
     assert not [t for t in threading.enumerate() if t.name.startswith("rewards")]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_decoding_and_scoring_are_phases_unless_another_phase_runs_beside_them(overlap):
+    trainer, phases = trainer_of(TINY.replace(groups=2, overlap_rewards=overlap)), list[str]()
+    trainer.on_phase = phases.append
+    row = trainer.iteration()
+    scoring = ["decode", "reward"] * 2  # finished images, then estimates
+    chunks = ["rollout", "reward"] if overlap else ["rollout", *scoring] * 2
+    assert [phase for phase, _ in groupby(phases)] == [*chunks, "update"]
+    assert row["seconds"] == sum(row["phases"].values()) and {*row["phases"]} == {*phases}
 
 
 BROKEN = {

@@ -170,6 +170,7 @@ def test_settings_have_their_origin(images):
     [
         ("--preset tiny --method branch-grpo", "group_size", "method branch-grpo"),
         ("--preset tiny --method branch-grpo", "method", "option"),
+        ("--preset tiny --stop-on collapse", "observe", "option"),
         ("--preset {root}/own.yaml,tiny", "learning_rate", "file {root}/own.yaml"),
         ("--config {root}/first/config.yaml", "groups", "preset tiny"),
         ("--config {root}/other/config.json", "group_size", "file {root}/other/config.json"),

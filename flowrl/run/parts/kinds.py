@@ -166,8 +166,11 @@ KINDS: dict[str, Kind] = {
         "observer",
         "flowrl.observers",
         {
-            "budget": "flowrl.run.observers:Budget",
-            "stop-on-collapse": "flowrl.run.observers:StopOnCollapse",
+            "budget": "flowrl.run.stop_rules:Budget",
+            "keep-best": "flowrl.run.stop_rules:KeepBest",
+            "stop-on-collapse": "flowrl.run.stop_rules:StopOnCollapse",
+            "stop-on-hacking": "flowrl.run.stop_rules:StopOnHacking",
+            "stop-on-plateau": "flowrl.run.stop_rules:StopOnPlateau",
         },
         ("flowrl.core.protocols:Observer",),
         "an attribute `fields` and a method `observe(record)`",

@@ -17,6 +17,7 @@ from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.config import RunConfig, load_config
 from flowrl.run.export import base_of, prompt_tokens
 from flowrl.run.io import write_bytes
+from flowrl.run.job import BEST
 from flowrl.run.models.base import BaseModel
 from flowrl.run.models.lora_formats import in_diffusers
 from flowrl.run.parts.plugins import versions
@@ -40,12 +41,21 @@ def finish_run(folder: Path) -> list[str]:
     """
     if load_config(folder / "config.json", trust=True).policy.model:
         write_card(folder)
-    run = load_run(folder)
+    run, lines = load_run(folder), list[str]()
     figure = proxy_and_heldout({run.arm: [run]})
-    if figure is None:
-        return []
-    save(figure, folder / "proxy.png", dpi=130)
-    return [f"Proxy and held-out metrics: {folder / 'proxy.png'}"]
+    if figure is not None:
+        save(figure, folder / "proxy.png", dpi=130)
+        lines.append(f"Proxy and held-out metrics: {folder / 'proxy.png'}")
+    if best := best_apart(folder):
+        name = f"{folder / BEST} has the weights of iteration {best}"
+        lines.append(f"{name}, the best evaluation; {folder} has those of the last")
+    return lines
+
+
+def best_apart(folder: Path) -> int:
+    """The iteration of the weights in best/ of a finished run; 0 if it has none."""
+    path = folder / "done.json"
+    return read_json(path, dict[str, Any]).get(BEST, 0) if path.is_file() else 0
 
 
 @dataclass(frozen=True)
@@ -73,10 +83,15 @@ def write_card(folder: Path) -> None:
     evaluation/evaluation.json; nothing is measured.
     """
     config = load_config(folder / "config.json", trust=True)
-    text, weights = card_text(folder, config), folder / config.policy.tuning
+    tuning, form = config.policy.tuning, {"lora": "diffusers"}.get(config.policy.tuning, "full")
+    text = card_text(folder, config)
     write_bytes(folder / "README.md", text.encode())
-    if weights.is_dir():
-        write_beside(weights, text, folder)
+    if (folder / tuning).is_dir():
+        write_beside(folder / tuning, text, folder)
+    if best := best_apart(folder):
+        saved = SavedWeights("run", folder, f"{best:06d}")
+        text = card_text(folder, config, Exported(saved, form, "", base_of(config)))
+        write_beside(folder / BEST / tuning, text, folder)
 
 
 def write_beside(weights: Path, text: str, run: Path) -> None:
@@ -147,8 +162,11 @@ def _scores(config: RunConfig, run: RunRecord, number: int) -> dict[str, tuple[f
 def _reason(weights: SavedWeights, last: dict[str, Any]) -> str:
     """Which weights of the run these are, and why."""
     if not weights.checkpoint:
-        best = "the best evaluated iteration, to which the stopped run returned"
-        return best if "exported" in last else "the end of the run"
+        if "exported" in last:
+            return "the best evaluated iteration, to which the stopped run returned"
+        best = best_apart(weights.path)
+        other = f"; {BEST}/ has iteration {best}, the best evaluation" if best else ""
+        return f"the end of the run{other}"
     name = f"checkpoint {weights.checkpoint}"
     with suppress(CheckpointError):
         if best_checkpoint(weights.path) == weights.checkpoint:
