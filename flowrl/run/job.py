@@ -68,6 +68,7 @@ from flowrl.run.parts.settings import settings_text
 from flowrl.run.parts.trust import check_code, record_code
 from flowrl.run.reading import as_kind, read_bytes, read_tensors, reading
 from flowrl.run.results import (
+    BEST,
     SCORED,
     MetricsRow,
     changes_text,
@@ -95,8 +96,6 @@ from flowrl.run.writers import Writer, Writers
 from flowrl.trainer import Trainer
 
 Row = dict[str, Any]
-BEST = "best"
-"""Folder in a run's folder with the weights of its best iteration."""
 TOTALS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls", "seconds")
 Report = Callable[[dict[str, Any]], None]
 """Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes,

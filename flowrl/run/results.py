@@ -10,6 +10,9 @@ from typing import Any
 from flowrl.core.errors import ConfigError, require
 from flowrl.run.reading import read_bytes, read_json
 
+BEST = "best"
+"""Folder in a run's folder with the weights of its best iteration."""
+
 
 @dataclass(frozen=True)
 class _Scores:

@@ -17,7 +17,6 @@ from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.config import RunConfig, load_config
 from flowrl.run.export import base_of, prompt_tokens
 from flowrl.run.io import write_bytes
-from flowrl.run.job import BEST
 from flowrl.run.models.base import BaseModel
 from flowrl.run.models.lora_formats import in_diffusers
 from flowrl.run.parts.plugins import versions
@@ -26,7 +25,7 @@ from flowrl.run.records import RunRecord, load_run
 from flowrl.run.report.figures import proxy_and_heldout
 from flowrl.run.report.pages import render
 from flowrl.run.report.style import save
-from flowrl.run.results import changes_of, decimals, untrained_of, without_folders
+from flowrl.run.results import BEST, changes_of, decimals, untrained_of, without_folders
 from flowrl.run.saved import SavedWeights, best_checkpoint
 from flowrl.run.table import scalars
 
