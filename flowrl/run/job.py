@@ -613,8 +613,9 @@ class Run:
             with open(self._metrics, "ab") as file:
                 file.write(line)
             self._count(line)
-        if self._writers is not None:
-            self._writers.row(row, self._evaluation)
+        with self.distributed.shared_errors():
+            if self._writers is not None:
+                self._writers.row(row, self._evaluation)
 
     def _tell(self, state: dict[str, Any]) -> None:
         if "phase" in state:

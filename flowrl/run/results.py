@@ -109,6 +109,12 @@ def stopped_by(folder: Path) -> str:
     return read_json(folder / "done.json", dict[str, Any]).get("stopped", "")
 
 
+def best_apart(folder: Path) -> int:
+    """The iteration of the weights in best/ of a finished run; 0 if it has none."""
+    path = folder / "done.json"
+    return read_json(path, dict[str, Any]).get(BEST, 0) if path.is_file() else 0
+
+
 def require_no_run(folder: Path) -> None:
     """Raise `ConfigError` if `folder` has a run that a new one would overwrite."""
     need = "a folder without a run; to continue a run, use --resume"

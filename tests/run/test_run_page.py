@@ -428,10 +428,12 @@ def test_failed_calls_of_rewards_are_among_the_costs(tmp_path):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows[1] |= {"reward_errors": {"mine": 2}, "skipped": 1}
     rows[3] |= {"reward_errors": {"mine": 1, "other": 4}, "skipped": 3}
+    rows[0]["evaluation"] |= {"reward_errors": {"mine": 5}, "skipped": 2}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert flowrl_(f"report {run}") == 0
     facts = Page(run / "report.html").facts
-    assert facts["failed reward calls"] == "mine 3, other 4" and facts["skipped samples"] == "4"
+    assert facts["failed reward calls"] == "mine 8, other 4" and facts["skipped samples"] == "6"
+    assert "evaluation/skipped" not in Page(run / "report.html").panels
 
 
 def test_many_iterations_are_drawn_as_means(tmp_path):

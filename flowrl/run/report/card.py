@@ -25,7 +25,7 @@ from flowrl.run.records import RunRecord, load_run
 from flowrl.run.report.figures import proxy_and_heldout
 from flowrl.run.report.pages import render
 from flowrl.run.report.style import save
-from flowrl.run.results import BEST, changes_of, decimals, untrained_of, without_folders
+from flowrl.run.results import BEST, best_apart, changes_of, decimals, untrained_of, without_folders
 from flowrl.run.saved import SavedWeights, best_checkpoint
 from flowrl.run.table import scalars
 
@@ -49,12 +49,6 @@ def finish_run(folder: Path) -> list[str]:
         name = f"{folder / BEST} has the weights of iteration {best}"
         lines.append(f"{name}, the best evaluation; {folder} has those of the last")
     return lines
-
-
-def best_apart(folder: Path) -> int:
-    """The iteration of the weights in best/ of a finished run; 0 if it has none."""
-    path = folder / "done.json"
-    return read_json(path, dict[str, Any]).get(BEST, 0) if path.is_file() else 0
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ GROUPS = {
 """Panels by group, then by label: the metric as `flowrl.run.table.scalars` names it; of a metric
 that ends in "/", all that begin with it, whose names follow the label.
 """
-HIDDEN = ("evaluation/seconds",)
+HIDDEN = ("evaluation/seconds", "evaluation/skipped", "evaluation/reward_errors/")
+"""Of evaluations, what is among the costs: names, and beginnings of names."""
 MOST_POINTS = 300
 """Largest number of points of a line; of more iterations, each point is a mean."""
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 330, 150, 50, 10, 10, 20
@@ -83,7 +84,7 @@ def panels_of(runs: Sequence[RunRecord]) -> dict[str, list[Panel]]:
     changes = [i for run in runs for i, _ in changes_of(run.rows)]
     iterations = [row["iteration"] for run in runs for row in run.rows]
     first, last = min(iterations), max(iterations)
-    shown, groups = {*HIDDEN}, dict[str, list[Panel]]()
+    shown, groups = set[str](), dict[str, list[Panel]]()
     for group, metrics in GROUPS.items():
         chosen = dict[str, str]()
         for label, metric in metrics.items():
@@ -91,7 +92,7 @@ def panels_of(runs: Sequence[RunRecord]) -> dict[str, list[Panel]]:
                 n for n in known if n == metric or (metric[-1] == "/" and n.startswith(metric))
             ]
             for name in names:
-                if name not in shown:
+                if name not in shown and not name.startswith(HIDDEN):
                     shown.add(name)
                     chosen[label + short(name.removeprefix(metric)).replace("_", " ")] = name
         panels = [

@@ -21,7 +21,7 @@ from flowrl.run.records import RunRecord, load_run
 from flowrl.run.report.pages import render
 from flowrl.run.report.run_curves import HELD_OUT, panels_of
 from flowrl.run.report.run_images import OverTime, Sample, extremes, samples_over_time
-from flowrl.run.results import changes_of, decimals
+from flowrl.run.results import BEST, best_apart, changes_of, decimals
 from flowrl.run.saved import best_checkpoint
 from flowrl.run.table import columns_of, csv_text, scalars
 
@@ -134,6 +134,9 @@ def _summary(run: RunRecord, state: str) -> Facts:
         facts.append((HELD_OUT, text))
     if exported := last.get("exported"):
         facts.append(("result", f"the weights of iteration {exported}"))
+    if best := best_apart(run.folder):
+        text = f"{BEST}/ has the weights of iteration {best}, the best evaluation"
+        facts.append(("result", f"the weights of iteration {last['iteration']}; {text}"))
     return [*facts, ("checkpoints", Checkpoints(run.folder).listed())]
 
 
@@ -156,16 +159,18 @@ def _costs(run: RunRecord) -> Facts:
         ("seconds of evaluations", f"{sum(tried):,.1f} ({len(tried)} evaluations)"),
         ("device", str(run.settings.get("device", "?"))),
     ]
-    return facts + _failures(rows)
+    return facts + _failures(run.rows)
 
 
 def _failures(rows: Sequence[Mapping[str, Any]]) -> Facts:
-    """Calls of rewards that failed, and samples without a score."""
+    """Calls of rewards that failed, and samples without a score, also of evaluations."""
     failed = dict[str, int]()
-    for row in rows:
+    counts = [*rows, *(row["evaluation"] for row in rows if row.get("evaluation"))]
+    for row in counts:
         for name, count in row.get("reward_errors", {}).items():
             failed[name] = failed.get(name, 0) + count
-    skipped, invalid = (sum(row.get(n, 0) for row in rows) for n in ("skipped", "invalid"))
+    skipped = sum(row.get("skipped", 0) for row in counts)
+    invalid = sum(row.get("invalid", 0) for row in rows)
     facts = [("failed reward calls", ", ".join(f"{name} {n:,}" for name, n in failed.items()))]
     facts += [("skipped samples", f"{skipped:,}" if skipped else "")]
     facts += [("invalid samples", f"{invalid:,}" if invalid else "")]
