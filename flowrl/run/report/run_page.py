@@ -22,7 +22,7 @@ from flowrl.run.report.pages import render
 from flowrl.run.report.run_curves import HELD_OUT, panels_of
 from flowrl.run.report.run_images import OverTime, Sample, extremes, samples_over_time
 from flowrl.run.results import BEST, best_apart, changes_of, decimals
-from flowrl.run.saved import best_checkpoint
+from flowrl.run.saved import best_of
 from flowrl.run.table import columns_of, csv_text, scalars
 
 PAGE = "report.html"
@@ -202,7 +202,7 @@ def _commands(run: RunRecord) -> Facts:
     """What can be done with a run now."""
     name, trust = shlex.quote(str(run.folder)), trust_option(run.settings)
     with suppress(FlowrlError):
-        best_checkpoint(run.folder)
+        best_of(run)
         name = shlex.quote(f"{run.folder}@best")
     return [
         ("continue", to_resume(run.folder)),
