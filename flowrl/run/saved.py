@@ -132,7 +132,7 @@ def best_checkpoint(run: Path) -> str:
 
 def best_of(run: RunRecord) -> str:
     """The `best_checkpoint` of a run that has been read."""
-    kept, rows, place = Checkpoints(run.folder).names(), comparable(run.rows), run.folder
+    kept, rows = Checkpoints(run.folder).names(), comparable(run.rows)
     rewards = {
         f"{row['iteration']:06d}": row["evaluation"]["reward"]
         for row in rows
@@ -141,8 +141,8 @@ def best_of(run: RunRecord) -> str:
     evaluated = [name for name in kept if name in rewards]
     if not evaluated:
         raise CheckpointError(
-            f"{place} has no checkpoint that was evaluated (checkpoints: {', '.join(kept) or 'none'};"
-            f" evaluated: {', '.join(rewards)})"
+            f"{run.folder} has no checkpoint that was evaluated (checkpoints:"
+            f" {', '.join(kept) or 'none'}; evaluated: {', '.join(rewards)})"
         )
     return max(evaluated, key=rewards.__getitem__)
 
