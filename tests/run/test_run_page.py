@@ -456,15 +456,16 @@ def test_many_iterations_are_drawn_as_means(tmp_path):
 @pytest.mark.parametrize(
     ("low", "high", "texts"),
     [
-        (0.0, 1.0, ["0.0", "0.5", "1.0"]),
-        (20.9, 23.1, ["21", "22", "23"]),
+        (0.0, 1.0, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+        (20.9, 23.1, ["21.0", "21.5", "22.0", "22.5", "23.0"]),
+        (0.515618, 0.516422, ["0.5158", "0.5160", "0.5162", "0.5164"]),
         (1.2e-6, 1.9e-6, ["1.2e-06", "1.4e-06", "1.6e-06", "1.8e-06"]),
         (-4.02, -3.98, ["-4.02", "-4.01", "-4.00", "-3.99", "-3.98"]),
         (0.0, 4e6, ["0", "1e+06", "2e+06", "3e+06", "4e+06"]),
     ],
 )
 def test_ticks_are_round_numbers(low, high, texts):
-    assert [text for _, text in _ticks(low, high, 4)] == texts
+    assert [text for _, text in _ticks(low, high, 5)] == texts
 
 
 def test_a_page_names_commands_that_work(images, capsys):

@@ -138,7 +138,7 @@ def _panel(
         return Line(number, text, points, None if best is None else at[best])
 
     last = [*curves[0].values()][-1] if len(curves) == 1 else math.nan
-    y_ticks, x_ticks = _ticks(y_low, y_high, 4), _ticks(x_low, x_high, 4, whole=True)
+    y_ticks, x_ticks = _ticks(y_low, y_high, 5), _ticks(x_low, x_high, 5, whole=True)
     return Panel(
         label,
         metric,
