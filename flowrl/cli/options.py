@@ -19,7 +19,7 @@ import tyro
 
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import split
-from flowrl.run.config import RunConfig, preset
+from flowrl.run.config import TRACKER, RunConfig, preset
 from flowrl.run.parts.settings import (
     TEXTS,
     fields_of,
@@ -37,6 +37,8 @@ from flowrl.run.results import holds
 
 Base = tyro.conf.Suppress[tyro.conf.Fixed[RunConfig]]
 """The settings that the options of a command start from: no option."""
+Typed = tyro.conf.Suppress[tyro.conf.Fixed[tuple[str, ...]]]
+"""The settings on the command line: no option."""
 
 
 def argument(text: str) -> Any:
@@ -210,7 +212,7 @@ LONGEST_NAME = 120
 """Characters of a run's name before its seed; settings that do not fit are left out."""
 UNNAMED = (
     *("method", "task", "model", "seed"),  # named in their own way
-    *("credit", "world", "device", "tracker", "checkpoint_every", "keep_checkpoints"),
+    *("credit", "world", "device", *TRACKER, "checkpoint_every", "keep_checkpoints"),
     *("prompt_cache", "decode_batch", "observe", "save_experience", "strict"),
 )
 """Settings left out of the name: where and how a run computes rather than what."""
@@ -236,7 +238,7 @@ def refuse_options(command: Any, mode: str, allowed: Sequence[str]) -> None:
         value = getattr(command, item.name)
         made = item.default_factory
         usual = item.default if made is dataclasses.MISSING else made()
-        if item.name not in (mode, "run", "base", *allowed):
+        if item.name not in (mode, "run", "base", "typed", *allowed):
             fits = value == usual or not value
             require(fits, item.name, value, f"left out with --{mode}, which sets it")
 

@@ -28,8 +28,8 @@ class Report:
 
     def main(self) -> int:
         """Draw and write."""
-        from flowrl.run.io import require_new_file
-        from flowrl.run.report.run_page import write_page
+        from flowrl.run.io import is_locked, require_new_file, write_bytes
+        from flowrl.run.report.run_page import run_page, run_table, write_page
         from flowrl.run.saved import run_folder
 
         require(self.runs != (), "runs", self.runs, "one or more folders of runs")
@@ -38,7 +38,9 @@ class Report:
         out = self.out or (single if len(folders) == 1 else Path("report.html"))
         require(out.suffix == ".html", "out", str(out), "a name that ends in .html")
         require_new_file(out, is_page)
-        write_page(folders, out)
+        running = [folder for folder in folders if is_locked(folder)]
+        write_page(run_page(folders, running), out)
+        write_bytes(out.with_suffix(".csv"), run_table(folders).encode())
         print(f"Wrote {out} and {out.with_suffix('.csv')}")
         return 0
 

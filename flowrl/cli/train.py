@@ -17,6 +17,7 @@ import tyro
 
 from flowrl.cli.options import (
     Base,
+    Typed,
     base_of,
     changes,
     early,
@@ -29,6 +30,7 @@ from flowrl.cli.options import (
     run_name,
     with_rules,
 )
+from flowrl.cli.origins import origins_beside, origins_of, typed_settings
 from flowrl.cli.terminal import fitted
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Count, Whole
@@ -250,6 +252,7 @@ class Train:
         default_factory=TrainOptions
     )
     base: Base = field(default_factory=RunConfig)
+    typed: Typed = ()
 
     @staticmethod
     def defaults(arguments: Sequence[str]) -> "Train":
@@ -267,7 +270,18 @@ class Train:
             base = load_config(file, trust, planned, **typed)
         else:
             base = base_of(arguments)
-        return Train(run=options_with(TrainOptions, base), base=base)
+        typed = typed_settings(arguments)
+        return Train(run=options_with(TrainOptions, base), base=base, typed=typed)
+
+    def _origins(self, config: RunConfig) -> dict[str, str]:
+        """Where the settings of a new run come from."""
+        from flowrl.run.sizes import profile_of
+
+        if self.config:
+            return origins_beside(self.config, config)
+        profile = profile_of(self.profile) if self.profile else ()
+        published = self.settings == "published"
+        return origins_of(config, self.preset, self.typed, published, profile)
 
     def configuration(self) -> RunConfig:
         """The settings of the run to repeat; or those of the run to resume, or of the preset, with
@@ -442,6 +456,8 @@ class Train:
                         changed_code=self.changed_code,
                         change=self.change,
                         trial=self.trial,
+                        page=True,
+                        origins=None if self.resume else self._origins(config),
                     )
                     runs.append(run)
                     execute = record(run.execute) if size > 1 else run.execute

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from flowrl.compare.results import Comparison
-from flowrl.run.config import RunConfig
+from flowrl.run.config import TRACKER, RunConfig
 from flowrl.run.io import write_json
 from flowrl.run.presets import tuned
 from flowrl.run.records import without_groups
@@ -31,7 +31,7 @@ WITHOUT_EFFECT = (
         "format",
         "seed",
         "device",
-        "tracker",
+        *TRACKER,
         "observe",
         "strict",
         "checkpoint_every",

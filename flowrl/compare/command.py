@@ -26,7 +26,7 @@ from flowrl.cli.options import (
 )
 from flowrl.core.errors import require
 from flowrl.core.options import Workers
-from flowrl.run.config import RunConfig
+from flowrl.run.config import TRACKER, RunConfig
 from flowrl.run.parts.trust import trust_option
 from flowrl.run.presets import method_overrides, require_method, tuned
 from flowrl.run.signals import ignore_stops, on_stop
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 PAPERS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 """The methods of a comparison for which no arm is given."""
-CompareOptions = options_class("CompareOptions", ("method", "credit", "seed", "tracker"))
+CompareOptions = options_class("CompareOptions", ("method", "credit", "seed", *TRACKER))
 
 
 def _interrupt(_: int) -> None:

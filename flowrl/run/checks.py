@@ -27,7 +27,6 @@ from flowrl.run.begin import require_start
 from flowrl.run.build import check, make_reward, policy_options, require_room
 from flowrl.run.config import RunConfig
 from flowrl.run.evaluation import make_heldout_metrics
-from flowrl.run.logging import tracker_name
 from flowrl.run.models.hub import find_source
 from flowrl.run.models.load import quantization
 from flowrl.run.models.sources import Source
@@ -38,6 +37,7 @@ from flowrl.run.parts.registry import find_maker
 from flowrl.run.parts.trust import own_parts
 from flowrl.run.results import require_no_run
 from flowrl.run.saved import find_weights
+from flowrl.run.trackers import chosen_tracker
 from flowrl.run.worlds import prompts_of
 
 SHOWN = 3
@@ -131,7 +131,7 @@ class _Checks:
     def packages(self) -> str:
         config = self.config
         make_optimizer(config.optim, [nn.Parameter(torch.zeros(1))])
-        tracker, options = tracker_name(config), policy_options(config)
+        tracker, options = chosen_tracker(config), policy_options(config)
         quantization(options)
         if config.batches.compile:
             _require_compiler(options.device)

@@ -313,6 +313,14 @@ class LoggingConfig:
     """none, tensorboard, wandb or trackio; auto is tensorboard for `model` if it is installed, and
     none otherwise.
     """
+    tracker_project: str = "flowrl"
+    """Project at W&B or trackio."""
+    tracker_entity: Text = None
+    """User or team at W&B; empty: yours."""
+    tracker_tags: tuple[str, ...] = ()
+    """Tags of the run at W&B."""
+    tracker_name: Text = None
+    """Name of the run at W&B or trackio; empty: that of its folder."""
     checkpoint_every: Count = 10
     """Iterations between checkpoints; one is always written at the end and on Ctrl-C."""
     keep_checkpoints: Count = 1
@@ -326,7 +334,11 @@ class LoggingConfig:
     folder experience/; 0 = no tables.
     """
     strict: bool = False
-    """End the run if an observer raises an exception, instead of printing a warning."""
+    """End the run if an observer or writer raises an exception, instead of printing a warning."""
+
+
+TRACKER = ("tracker", "tracker_project", "tracker_entity", "tracker_tags", "tracker_name")
+"""Settings of where a run is logged."""
 
 
 @settings_group

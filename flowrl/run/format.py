@@ -17,6 +17,10 @@ ADDED: dict[str, dict[str, Any]] = {
         "reward_timeout": 0.0,
         "lr_schedule": "linear",
         "warmup": 0,
+        "tracker_project": "flowrl",
+        "tracker_entity": "",
+        "tracker_tags": (),
+        "tracker_name": "",
     },
 }
 """By earlier format that can be read, the settings that the next one added, with the values of

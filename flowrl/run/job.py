@@ -48,6 +48,7 @@ from flowrl.run.checkpoint import (
 )
 from flowrl.run.config import SIZES, RunConfig, load_config
 from flowrl.run.distributed import Distributed
+from flowrl.run.ended import forget_error, record_error
 from flowrl.run.evaluation import (
     Evaluation,
     evaluate,
@@ -58,9 +59,9 @@ from flowrl.run.export import run_lora
 from flowrl.run.format import FORMAT
 from flowrl.run.images import IterationImages
 from flowrl.run.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
-from flowrl.run.logging import TRACKER_FILE, Journal
 from flowrl.run.monitors import limits_of, notices
 from flowrl.run.observers import Observers
+from flowrl.run.origins import given_origins, record_changed, record_origins
 from flowrl.run.parts.kinds import TRIAL
 from flowrl.run.parts.plugins import versions
 from flowrl.run.parts.prompts import prompts_digest
@@ -68,6 +69,7 @@ from flowrl.run.parts.settings import settings_text
 from flowrl.run.parts.trust import check_code, record_code
 from flowrl.run.reading import as_kind, read_bytes, read_tensors, reading
 from flowrl.run.results import (
+    BEST,
     SCORED,
     MetricsRow,
     changes_text,
@@ -88,13 +90,14 @@ from flowrl.run.started import (
     store_prompts,
     told_changes,
 )
+from flowrl.run.strips import write_extremes
+from flowrl.run.trackers import forget_record
 from flowrl.run.watch import Watch
 from flowrl.run.worlds import prompts_of
+from flowrl.run.writers import Writer, Writers
 from flowrl.trainer import Trainer
 
 Row = dict[str, Any]
-BEST = "best"
-"""Folder in a run's folder with the weights of its best iteration."""
 TOTALS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls", "seconds")
 Report = Callable[[dict[str, Any]], None]
 """Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes,
@@ -152,6 +155,11 @@ class Run:
         trial: try the user's own parts before a new run, or with `changed_code`
             (`flowrl.testing.trial`).
         parts_tried: try only the reward, because the caller has tried the other parts.
+        page: write report.html, at evaluations and at the end (`flowrl.run.writers.Page`).
+        writers: writers besides the built-in ones (`flowrl.run.writers`); give them again when the
+            run is resumed.
+        origins: where settings come from, by setting, for the page; None: those that differ from
+            the default are "given".
     """
 
     config: RunConfig
@@ -164,6 +172,9 @@ class Run:
     observers: Sequence[Observer] = ()
     trial: bool = True
     parts_tried: bool = False
+    page: bool = False
+    writers: Sequence[Writer] = ()
+    origins: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         self._metrics = self.folder / "metrics.jsonl"
@@ -173,6 +184,7 @@ class Run:
         self._kept, self._saving = set[int](), threading.Lock()
         self._changed = dict[str, list[Any]]()
         self._before: Evaluation | None = None
+        self._writers: Writers | None = None
         self._watch = Watch(
             lambda text: self._tell({"slow": text}),
             self.distributed.publish,
@@ -196,23 +208,38 @@ class Run:
             self._tell({"phase": "loading"})
             if self.distributed.in_main(lambda: self._enter(stack, resume, start)):
                 return True
-            self._open(resume, start)
-            while not self._ended:
-                with self._saved_after_failure():
-                    self._iterate()
-                    self._remember()
-                    paused = self.distributed.any(not self._ended and self.stop())
-                done = self._trainer.done
-                due = done % self.config.logging.checkpoint_every == 0 or done in self._kept
-                if paused or due or self._ended:
-                    self._tell({"phase": "saving"})
-                    self.save_last()
-                if paused:
-                    break
-            if self._ended:
-                self._finish()
-            self._journal.finish()
+            with self._finishing_writers():
+                self._open(resume, start)
+                while not self._ended:
+                    with self._saved_after_failure():
+                        self._iterate()
+                        self._remember()
+                        paused = self.distributed.any(not self._ended and self.stop())
+                    done = self._trainer.done
+                    due = done % self.config.logging.checkpoint_every == 0 or done in self._kept
+                    if paused or due or self._ended:
+                        self._tell({"phase": "saving"})
+                        self.save_last()
+                    if paused:
+                        break
+                if self._ended:
+                    self._finish()
             return self._ended
+
+    @contextmanager
+    def _finishing_writers(self) -> Iterator[None]:
+        """Finish the writers at the end, also after an error, which error.json then has."""
+        try:
+            yield
+        except BaseException as error:
+            if self._writers is not None:
+                with suppress(Exception):  # the first error counts
+                    record_error(self.folder, error)
+                with suppress(Exception):
+                    self._writers.finish()
+            raise
+        if self._writers is not None:
+            self._writers.finish()
 
     # ----- Start
 
@@ -272,11 +299,12 @@ class Run:
         # a run that an observer stopped has ended, unless it continues from a named checkpoint
         self._stopped = self._rows[-1].get("stopped", "") if self._rows and not start else ""
         self._evaluation: Evaluation | None = None
-        self._journal = Journal(self.config, self.folder, self._trainer.done, is_main)
         if self._before is not None:
             self._write_samples(self._before)
         if is_main:
             self._write_settings()
+            self._record_origins(sizes, {**changed, **self._changed} if resume else None)
+            self._make_writers()
         if not self._rows:
             self._write_untrained()
         self._limits = limits_of(self._trainer, self.config)
@@ -367,6 +395,21 @@ class Run:
         recorded = load_config(path, trust=True).flat()
         return {name: recorded[name] for name in SIZES if given[name] is None}
 
+    def _record_origins(self, sizes: Mapping[str, Any], changed: Mapping[str, Any] | None) -> None:
+        """Record where the settings come from: of a new run, or what a resume has changed."""
+        if changed is not None:
+            record_changed(self.folder, self.config, changed, self._trainer.done)
+            return
+        given = given_origins(self.config.typed()) if self.origins is None else self.origins
+        record_origins(self.folder, {**given, **dict.fromkeys(sizes, "measured")})
+
+    def _make_writers(self) -> None:
+        forget_error(self.folder)
+        given = self.config, self.folder, self._rows, self.page, self.writers
+        self._writers = Writers(
+            *given, warn=lambda k, text: self._warn([{"kind": k, "text": text}])
+        )
+
     def _write_settings(self) -> None:
         """code.json, config.json, and config.yaml for ``flowrl train --config``."""
         record_code(self.folder, self.config.flat())
@@ -418,7 +461,7 @@ class Run:
             if start or trainer.done < self.config.iterations:  # the run has not ended
                 (self.folder / "done.json").unlink(missing_ok=True)
             if start:
-                (self.folder / TRACKER_FILE).unlink(missing_ok=True)  # it cannot go back
+                forget_record(self.folder)
                 self._checkpoints.forget_after(start)
             if rows:  # a crash leaves metrics with later rows, or a line that is cut
                 lines = b"".join(map(_line, rows))
@@ -509,6 +552,8 @@ class Run:
         )
         if looks:
             row["images"] = looks
+        if self.page and self.distributed.is_main:
+            write_extremes(self.folder, row, self._best, self._worst, iteration.credit.advantages)
         last, self._evaluation = self._ended, None
         row["evaluation"] = self._evaluate().row if evaluates else None
         entries = self._observers.observe(trainer, iteration, row, rows)
@@ -595,7 +640,9 @@ class Run:
             with open(self._metrics, "ab") as file:
                 file.write(line)
             self._count(line)
-        self._journal.row(row, self._evaluation)
+        with self.distributed.shared_errors():
+            if self._writers is not None:
+                self._writers.row(row, self._evaluation)
 
     def _tell(self, state: dict[str, Any]) -> None:
         if "phase" in state:

@@ -68,6 +68,11 @@ READ_IF: dict[str, Callable[[RunConfig], bool]] = {
         ("diversity_prompts", "diversity_samples"), lambda run: bool(run.evaluation.diversity)
     ),
     "strict": lambda run: bool(run.logging.observe),
+    **dict.fromkeys(
+        ("tracker_project", "tracker_name"),
+        lambda run: run.logging.tracker in ("wandb", "trackio"),
+    ),
+    **dict.fromkeys(("tracker_entity", "tracker_tags"), lambda run: run.logging.tracker == "wandb"),
     "reward_form": lambda run: not run.environment.reward,
     "loss_scale": lambda run: run.policy.dtype == "float16",
 }
@@ -79,6 +84,8 @@ NEEDS = {
     **dict.fromkeys(("negative_prompt", "guidance_gradient"), "a guidance_scale above 1"),
     **dict.fromkeys(("diversity_prompts", "diversity_samples"), "diversity"),
     "strict": "observe",
+    **dict.fromkeys(("tracker_project", "tracker_name"), "tracker wandb or trackio"),
+    **dict.fromkeys(("tracker_entity", "tracker_tags"), "tracker wandb"),
     "reward_form": "a reward of the task",
 }
 """What a setting needs so that something reads it, in words."""

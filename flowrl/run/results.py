@@ -10,6 +10,9 @@ from typing import Any
 from flowrl.core.errors import ConfigError, require
 from flowrl.run.reading import read_bytes, read_json
 
+BEST = "best"
+"""Folder in a run's folder with the weights of its best iteration."""
+
 
 @dataclass(frozen=True)
 class _Scores:
@@ -104,6 +107,12 @@ def stopped_by(folder: Path) -> str:
     for a run that has trained to its end.
     """
     return read_json(folder / "done.json", dict[str, Any]).get("stopped", "")
+
+
+def best_apart(folder: Path) -> int:
+    """The iteration of the weights in best/ of a finished run; 0 if it has none."""
+    path = folder / "done.json"
+    return read_json(path, dict[str, Any]).get(BEST, 0) if path.is_file() else 0
 
 
 def require_no_run(folder: Path) -> None:

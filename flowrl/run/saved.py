@@ -17,7 +17,7 @@ from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.run.checkpoint import LORA_FILE, Checkpoints, load_tensors, load_weights, to_resume
 from flowrl.run.io import is_locked
 from flowrl.run.reading import PICKLED, read_json
-from flowrl.run.records import load_run, without_groups
+from flowrl.run.records import RunRecord, load_run, without_groups
 from flowrl.run.results import comparable, holds
 
 LORA_FILES = (LORA_FILE, "adapter_model.safetensors")
@@ -127,7 +127,12 @@ def best_checkpoint(run: Path) -> str:
     """The checkpoint of `run` with the highest held-out reward, among those that were evaluated and
     are kept, since the last change of what is scored. Raises `CheckpointError` if there is none.
     """
-    kept, rows = Checkpoints(run).names(), comparable(load_run(run).rows)
+    return best_of(load_run(run))
+
+
+def best_of(run: RunRecord) -> str:
+    """The `best_checkpoint` of a run that has been read."""
+    kept, rows = Checkpoints(run.folder).names(), comparable(run.rows)
     rewards = {
         f"{row['iteration']:06d}": row["evaluation"]["reward"]
         for row in rows
@@ -136,8 +141,8 @@ def best_checkpoint(run: Path) -> str:
     evaluated = [name for name in kept if name in rewards]
     if not evaluated:
         raise CheckpointError(
-            f"{run} has no checkpoint that was evaluated (checkpoints: {', '.join(kept) or 'none'};"
-            f" evaluated: {', '.join(rewards)})"
+            f"{run.folder} has no checkpoint that was evaluated (checkpoints:"
+            f" {', '.join(kept) or 'none'}; evaluated: {', '.join(rewards)})"
         )
     return max(evaluated, key=rewards.__getitem__)
 

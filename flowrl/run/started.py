@@ -15,7 +15,7 @@ from typing import Any
 from flowrl.core.errors import ConfigError, FlowrlError
 from flowrl.core.protocols import World
 from flowrl.run.checkpoint import Checkpoints, read_values
-from flowrl.run.config import SIZES, RunConfig, load_config
+from flowrl.run.config import SIZES, TRACKER, RunConfig, load_config
 from flowrl.run.io import write_bytes
 from flowrl.run.parts.prompts import prompt_lines
 from flowrl.run.parts.registry import KINDS
@@ -43,7 +43,7 @@ class Fixed:
 FREE = (
     *(*SIZES, "iterations", "chunk", "overlap_rewards", "offload", "prompt_cache"),
     *("on_reward_error", "reward_timeout"),
-    *("device", "reward_device", "attention_backend", "eval_every", "tracker"),
+    *("device", "reward_device", "attention_backend", "eval_every", *TRACKER),
     *("checkpoint_every", "keep_checkpoints", "observe", "save_experience", "strict"),
 )
 """Settings of memory, speed, length, failures and logging, which a resume may change."""

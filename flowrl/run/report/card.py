@@ -17,8 +17,6 @@ from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.config import RunConfig, load_config
 from flowrl.run.export import base_of, prompt_tokens
 from flowrl.run.io import write_bytes
-from flowrl.run.job import BEST
-from flowrl.run.logging import scalars
 from flowrl.run.models.base import BaseModel
 from flowrl.run.models.lora_formats import in_diffusers
 from flowrl.run.parts.plugins import versions
@@ -27,8 +25,9 @@ from flowrl.run.records import RunRecord, load_run
 from flowrl.run.report.figures import proxy_and_heldout
 from flowrl.run.report.pages import render
 from flowrl.run.report.style import save
-from flowrl.run.results import changes_of, decimals, untrained_of, without_folders
+from flowrl.run.results import BEST, best_apart, changes_of, decimals, untrained_of, without_folders
 from flowrl.run.saved import SavedWeights, best_checkpoint
+from flowrl.run.table import scalars
 
 BESIDE = ("config.yaml", "samples/over-time.png", "samples/prompts.txt")
 GRID = "evaluation/grid.png"
@@ -50,12 +49,6 @@ def finish_run(folder: Path) -> list[str]:
         name = f"{folder / BEST} has the weights of iteration {best}"
         lines.append(f"{name}, the best evaluation; {folder} has those of the last")
     return lines
-
-
-def best_apart(folder: Path) -> int:
-    """The iteration of the weights in best/ of a finished run; 0 if it has none."""
-    path = folder / "done.json"
-    return read_json(path, dict[str, Any]).get(BEST, 0) if path.is_file() else 0
 
 
 @dataclass(frozen=True)

@@ -1,170 +1,215 @@
-"""The page of a run, or of several side by side: curves, samples, warnings, changes of settings,
-and the commands that continue, evaluate and export it.
+"""The page of a run, or of several side by side: state, curves, images, warnings, settings with
+their origin, costs, and the commands that continue, evaluate and export it.
 """
 
-import csv
-import io
-import math
-from collections.abc import Mapping, Sequence
+import shlex
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
 from flowrl.core.errors import FlowrlError
 from flowrl.run.checkpoint import Checkpoints, to_resume
+from flowrl.run.ended import recorded_error
 from flowrl.run.io import write_bytes
-from flowrl.run.logging import scalars
-from flowrl.run.reading import read_bytes, read_text
+from flowrl.run.origins import read_origins
+from flowrl.run.parts.trust import trust_option
+from flowrl.run.reading import read_bytes
 from flowrl.run.records import RunRecord, load_run
 from flowrl.run.report.pages import render
-from flowrl.run.report.style import INK, SOFT, clean, colour, png
-from flowrl.run.results import changes_of, decimals, short
-from flowrl.run.saved import best_checkpoint
+from flowrl.run.report.run_curves import HELD_OUT, panels_of
+from flowrl.run.report.run_images import OverTime, Sample, extremes, samples_over_time
+from flowrl.run.results import BEST, best_apart, changes_of, decimals
+from flowrl.run.saved import best_of
+from flowrl.run.table import columns_of, csv_text, scalars
 
-HELD_OUT = "held-out reward"
-FIXED = {
-    "training reward": "reward_mean",
-    HELD_OUT: "evaluation/reward",
-    "KL to the base model": "kl",
-    "KL to the sampling policy": "approx_kl",
-    "clipped share": "clip_fraction",
-    "std of rewards within a group": "group_std",
-    "gradient norm": "grad_norm",
-    "seconds of an iteration": "seconds",
-}
-"""Panels by label: the metric as `flowrl.run.logging.scalars` names it."""
-COLUMNS = 3
-Curves = Mapping[str, Mapping[int, float]]
+PAGE = "report.html"
+"""The page in a run's folder."""
+REFRESH = 30
+"""Seconds after which a browser loads the page of a run in progress again."""
+Facts = list[tuple[str, str]]
 
 
-def curves_of(run: RunRecord) -> dict[str, dict[int, float]]:
-    """Every number in a run's rows by its name, then by iteration."""
-    curves: dict[str, dict[int, float]] = {}
-    for row in run.rows:
-        for name, value in scalars(row).items():
-            curves.setdefault(name, {})[row["iteration"]] = value
-    return curves
+@dataclass(frozen=True)
+class Setting:
+    """A setting of a run with its value and its origin; that of a default may be empty."""
+
+    name: str
+    value: str
+    origin: str
+
+    @property
+    def chosen(self) -> bool:
+        """Whether the setting has another origin than a default."""
+        return bool(self.origin) and not self.origin.startswith("default")
 
 
-def panels_of(curves: Sequence[Curves]) -> dict[str, str]:
-    """The metrics to draw by label: those of `FIXED` that a run has, the parts of its reward, and
-    what its evaluations measured.
+@dataclass(frozen=True)
+class RunView:
+    """What the page shows of a run, besides its curves."""
+
+    run: RunRecord
+    state: str
+    summary: Facts
+    changes: list[tuple[int, str]]
+    samples: list[OverTime]
+    strip: bytes
+    extremes_of: int
+    extremes: list[Sample]
+    warnings: list[tuple[int, str]]
+    settings: list[Setting]
+    costs: Facts
+    commands: Facts
+
+    @property
+    def running(self) -> bool:
+        """Whether the run is in progress."""
+        return self.state == RUNNING
+
+
+RUNNING = "running"
+
+
+def run_page(folders: Sequence[Path], running: Collection[Path] = ()) -> str:
+    """The HTML page of the runs in `folders`, in any state: self-contained, without scripts. A
+    browser loads it again while a run is in progress.
+
+    Args:
+        folders: the folders of the runs.
+        running: those of them in progress.
     """
-    known = dict.fromkeys(name for run in curves for name in run)
-    chosen = {label: name for label, name in FIXED.items() if name in known}
-    order = [("evaluation/heldout/", "held out: "), ("evaluation/", ""), ("parts/", "part: ")]
-    shown = {"evaluation/reward", "evaluation/seconds"}
-    for prefix, label in order:
-        for name in known:
-            if name.startswith(prefix) and name not in shown:
-                shown.add(name)
-                chosen.setdefault(label + short(name.removeprefix(prefix)), name)
-    return chosen
+    views = {
+        _label(folder, folders): _view(load_run(folder), folder in running) for folder in folders
+    }
+    return render(
+        "run.html.j2",
+        views=views,
+        panels=panels_of([view.run for view in views.values()]),
+        written=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        refresh=REFRESH * any(view.running for view in views.values()),
+        differences=_differences(views) if len(views) > 1 else {},
+    )
 
 
-def curve_figure(runs: Mapping[str, RunRecord]) -> Figure:
-    """A panel per metric with a line per run; a dotted line at each change of settings, and a star
-    at the best held-out reward.
-    """
-    curves = {name: curves_of(run) for name, run in runs.items()}
-    arms = list(runs) if len(runs) > 1 else [run.arm for run in runs.values()]
-    shades = {name: colour(arm, arms) for name, arm in zip(runs, arms, strict=True)}
-    panels = panels_of(list(curves.values()))
-    lines = -(-len(panels) // COLUMNS)
-    figure = Figure(figsize=(11, 2.5 * lines + 0.4), layout="constrained")
-    cells = figure.subplots(lines, COLUMNS, squeeze=False).flatten()
-    for axes, (label, metric) in zip(cells, panels.items(), strict=False):
-        for name, found in curves.items():
-            if metric in found:
-                _draw(axes, found[metric], shades[name], name, label == HELD_OUT)
-        for run in runs.values():
-            for iteration, _ in changes_of(run.rows):
-                axes.axvline(iteration - 0.5, color=SOFT, linestyle=":", linewidth=1)
-        axes.set_title(label, fontsize=9.5, loc="left", color=INK)
-        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        clean(axes)
-    for axes in cells[len(panels) :]:
-        axes.set_visible(False)
-    if len(runs) > 1:
-        handles = cells[0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside upper left", ncols=3, frameon=False)
-    return figure
+def _view(run: RunRecord, running: bool) -> RunView:
+    state, (extremes_of, worst) = _state(run, running), extremes(run)
+    samples, strip = samples_over_time(run), run.folder / "samples" / "over-time.png"
+    return RunView(
+        run,
+        state,
+        _summary(run, state),
+        changes_of(run.rows),
+        samples,
+        read_bytes(strip) if not samples and strip.exists() else b"",  # of an earlier version
+        extremes_of,
+        worst,
+        [(row["iteration"], w["text"]) for row in run.rows for w in row.get("warnings", ())],
+        _settings(run),
+        _costs(run),
+        _commands(run),
+    )
 
 
-def _draw(axes: Axes, values: Mapping[int, float], shade: str, name: str, star: bool) -> None:
-    finite = {x: y for x, y in values.items() if math.isfinite(y)}
-    x, y = list(finite), list(finite.values())
-    sparse = len(x) < 2 or x[-1] - x[0] > len(x) - 1
-    style = {"marker": "o", "markersize": 3.5} if sparse else {}
-    axes.plot(x, y, color=shade, linewidth=1.6, label=name, **style)
-    if star and y:
-        best = max(range(len(y)), key=y.__getitem__)
-        axes.plot(x[best], y[best], "*", color=shade, markersize=11)
+def _state(run: RunRecord, running: bool) -> str:
+    """Whether the run is in progress, or how it has ended."""
+    if running and not run.finished:
+        return RUNNING
+    if run.finished or run.rows[-1].get("stopped"):
+        return run.state
+    error = recorded_error(run.folder)
+    return f"stopped by an error: {error}" if error else "not running: paused, or killed"
 
 
-def _summary(run: RunRecord) -> list[tuple[str, str]]:
+def _summary(run: RunRecord, state: str) -> Facts:
     """What a reader wants first: state, held-out reward at the start, now and at best."""
     last, total = run.rows[-1], run.settings.get("iterations", "?")
-    kept = Checkpoints(run.folder)
-    facts = [
-        ("state", f"{run.state}, iteration {last['iteration']} of {total}"),
-        ("checkpoints", kept.listed()),
-    ]
+    facts = [("state", state), ("iteration", f"{last['iteration']} of {total}")]
     rewards = [(row["evaluation"]["reward"], row["iteration"]) for row in run.evaluations]
     if rewards:
         digits = decimals(*(value - rewards[0][0] for value, _ in rewards))
         named = {"start": rewards[0], "now": rewards[-1], "best": max(rewards)}
         text = ", ".join(f"{n} {v:.{digits}f} (iteration {i})" for n, (v, i) in named.items())
-        facts.insert(1, (HELD_OUT, text))
-    facts.append(("training", f"{last['seconds_total']:,.0f} s, {_images(run):,.0f} images"))
-    return facts
+        facts.append((HELD_OUT, text))
+    if exported := last.get("exported"):
+        facts.append(("result", f"the weights of iteration {exported}"))
+    if best := best_apart(run.folder):
+        text = f"{BEST}/ has the weights of iteration {best}, the best evaluation"
+        facts.append(("result", f"the weights of iteration {last['iteration']}; {text}"))
+    return [*facts, ("checkpoints", Checkpoints(run.folder).listed())]
 
 
-def _images(run: RunRecord) -> float:
-    return sum(row.get("trajectories", 0) for row in run.rows if row["iteration"] > 0)
+def _costs(run: RunRecord) -> Facts:
+    """What the run has computed, and the seconds of its phases."""
+    rows, last = [row for row in run.rows if row["iteration"] > 0], run.rows[-1]
+    images = sum(row.get("trajectories", 0) for row in rows)
+    calls, update = last.get("reward_calls_total", 0), last.get("train_nfe_total", 0)
+    seconds = dict[str, float]()
+    for row in rows:
+        for phase, spent in row.get("phases", {}).items():
+            seconds[phase] = seconds.get(phase, 0.0) + spent
+    total = last["seconds_total"]
+    phases = [f"{name} {s:,.1f} ({s / total:.0%})" for name, s in seconds.items() if total]
+    tried = [row["evaluation"].get("seconds", 0.0) for row in run.evaluations]
+    facts = [
+        ("images", f"{images:,.0f} for training, {calls:,.0f} scores"),
+        ("network evaluations", f"{last['nfe_total']:,.0f} of rollouts, {update:,.0f} of updates"),
+        ("seconds of training", ": ".join(filter(None, (f"{total:,.1f}", ", ".join(phases))))),
+        ("seconds of evaluations", f"{sum(tried):,.1f} ({len(tried)} evaluations)"),
+        ("device", str(run.settings.get("device", "?"))),
+    ]
+    return facts + _failures(run.rows)
 
 
-def _commands(folder: Path) -> list[tuple[str, str]]:
+def _failures(rows: Sequence[Mapping[str, Any]]) -> Facts:
+    """Calls of rewards that failed, and samples without a score, also of evaluations."""
+    failed = dict[str, int]()
+    counts = [*rows, *(row["evaluation"] for row in rows if row.get("evaluation"))]
+    for row in counts:
+        for name, count in row.get("reward_errors", {}).items():
+            failed[name] = failed.get(name, 0) + count
+    skipped = sum(row.get("skipped", 0) for row in counts)
+    invalid = sum(row.get("invalid", 0) for row in rows)
+    facts = [("failed reward calls", ", ".join(f"{name} {n:,}" for name, n in failed.items()))]
+    facts += [("skipped samples", f"{skipped:,}" if skipped else "")]
+    facts += [("invalid samples", f"{invalid:,}" if invalid else "")]
+    return [(label, text) for label, text in facts if text]
+
+
+def _settings(run: RunRecord) -> list[Setting]:
+    """All settings with their origin."""
+    values = {"seed": run.seed, **run.settings}
+    origins = read_origins(run.folder, values)
+    return [Setting(n, _text(value), origins.get(n, "")) for n, value in values.items()]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return "" if value is None else str(value)
+
+
+def _differences(views: Mapping[str, RunView]) -> dict[str, list[str]]:
+    """The settings in which the runs differ: their values in the order of the runs."""
+    settings = [{one.name: one.value for one in view.settings} for view in views.values()]
+    names = dict.fromkeys(name for values in settings for name in values)
+    rows = {name: [values.get(name, "") for values in settings] for name in names}
+    return {name: row for name, row in rows.items() if len({*row}) > 1}
+
+
+def _commands(run: RunRecord) -> Facts:
     """What can be done with a run now."""
-    commands = [("continue", to_resume(folder))]
-    try:
-        best_checkpoint(folder)
-        name = f"{folder}@best"
-    except FlowrlError:
-        name = str(folder)
-    commands += [("evaluate", f"flowrl evaluate --weights {name}")]
+    name, trust = shlex.quote(str(run.folder)), trust_option(run.settings)
+    with suppress(FlowrlError):
+        best_of(run)
+        name = shlex.quote(f"{run.folder}@best")
     return [
-        *commands,
-        ("sample", f"flowrl sample --weights {name}"),
+        ("continue", to_resume(run.folder)),
+        ("evaluate", f"flowrl evaluate --weights {name}{trust}"),
+        ("sample", f"flowrl sample --weights {name}{trust}"),
         ("export", f"flowrl export {name}"),
     ]
-
-
-def _warnings(run: RunRecord) -> list[tuple[int, str]]:
-    return [(row["iteration"], w["text"]) for row in run.rows for w in row.get("warnings", ())]
-
-
-def run_page(folders: Sequence[Path]) -> str:
-    """The HTML page of the runs in `folders`, in any state: self-contained, without scripts."""
-    runs = {_label(folder, folders): load_run(folder) for folder in folders}
-    strips = {
-        name: (read_bytes(path), _prompts(run.folder))
-        for name, run in runs.items()
-        if (path := run.folder / "samples" / "over-time.png").exists()
-    }
-    return render(
-        "run.html.j2",
-        runs=runs,
-        curves=png(curve_figure(runs), dpi=110),
-        summaries={name: _summary(run) for name, run in runs.items()},
-        changes={name: changes_of(run.rows) for name, run in runs.items()},
-        warnings={name: _warnings(run) for name, run in runs.items()},
-        commands={name: _commands(run.folder) for name, run in runs.items()},
-        strips=strips,
-    )
 
 
 def _label(folder: Path, folders: Sequence[Path]) -> str:
@@ -172,25 +217,15 @@ def _label(folder: Path, folders: Sequence[Path]) -> str:
     return str(folder) if len(same) > 1 else folder.resolve().name
 
 
-def _prompts(folder: Path) -> list[str]:
-    path = folder / "samples" / "prompts.txt"
-    return read_text(path).splitlines() if path.exists() else []
-
-
 def run_table(folders: Sequence[Path]) -> str:
     """All numbers of the runs in `folders` as CSV: a line per run and iteration."""
     runs = {_label(folder, folders): load_run(folder) for folder in folders}
     rows = [(name, scalars(row)) for name, run in runs.items() for row in run.rows]
-    columns = list(dict.fromkeys(key for _, row in rows for key in row))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["run", *columns])
-    writer.writerows([name, *(row.get(key, "") for key in columns)] for name, row in rows)
-    return text.getvalue()
+    columns = columns_of(row for _, row in rows)
+    lines = [[name, *(row.get(key, "") for key in columns)] for name, row in rows]
+    return csv_text([["run", *columns], *lines])
 
 
-def write_page(folders: Sequence[Path], out: Path) -> None:
-    """Write the page, and beside it the numbers as CSV."""
-    page: Any = run_page(folders)
+def write_page(page: str, out: Path) -> None:
+    """Write a page atomically."""
     write_bytes(out, page.encode())
-    write_bytes(out.with_suffix(".csv"), run_table(folders).encode())
