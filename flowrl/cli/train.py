@@ -395,7 +395,8 @@ class Train:
         from flowrl.run.io import disk_errors
         from flowrl.run.job import Run
         from flowrl.run.report.card import finish_run
-        from flowrl.run.results import stopped_by
+        from flowrl.run.results import short, stopped_by
+        from flowrl.run.reward_guard import failures_text
         from flowrl.run.stop_rules import exit_code
 
         targets = targets_of(self.notify)
@@ -413,6 +414,8 @@ class Train:
                 rule = f" with credit {algorithm.credit}" if algorithm.credit else ""
                 subject = config.policy.model or config.environment.subject
                 processes = f", {size} processes" if size > 1 else ""
+                if heldout := config.evaluation.heldout_rewards:
+                    processes += f", held out: {', '.join(map(short, heldout))}"
                 say(
                     f"{algorithm.method}{rule} on {subject}, seed {config.seed}{processes}"
                     f"{own_text([config.flat()])} -> {out}"
@@ -450,6 +453,9 @@ class Train:
             if finished and distributed.is_main:
                 with suppress(ConfigError):  # a probe of the user's may have no plan
                     self._say_times(run.config, out, size, say)
+                rows = [json.loads(row) for row in read_text(out / "metrics.jsonl").splitlines()]
+                if text := failures_text(rows):
+                    say(text)
                 with disk_errors(out, partial(to_resume, out)):
                     for line in finish_run(out):
                         say(line)

@@ -309,8 +309,9 @@ class Actions:
         stop: the reason to end the run now, as if this iteration were the last; empty to continue.
         keep: write a checkpoint of this iteration, and never delete it for newer ones.
         best: the iteration with the best weights so far, this or an earlier one: its checkpoint is
-            kept until the observer names another, and if the observer stops the run, the run's
-            results are those of this checkpoint; None for those of the last iteration.
+            kept until the observer names another. If the observer stops the run, the run's results
+            are those of this checkpoint; else they are written to best/, next to those of the last
+            iteration.
         warn: text of a warning.
         metrics: numbers for metrics.jsonl and the tracker, which are called OBSERVER/NAME there;
             null if not finite.

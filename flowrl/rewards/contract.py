@@ -38,10 +38,10 @@ def _declares(reward: object, mark: str) -> bool:
     """
     if (declared := getattr(reward, mark, None)) is not None:
         return bool(declared)
-    return any(_declares(part, mark) for part in _inside(reward))
+    return any(_declares(part, mark) for part in rewards_inside(reward))
 
 
-def _inside(reward: object) -> list[AnyReward]:
+def rewards_inside(reward: object) -> list[AnyReward]:
     """The rewards that a sum or a wrapper consists of."""
     inside = [getattr(reward, name, None) for name in ("reward", "model")]
     inside += dict(getattr(reward, "models", {})).values()
@@ -68,7 +68,7 @@ def refusal(reward: object, prompt: Prompt) -> str:
     """
     refuses = getattr(reward, "refuses", None)
     if refuses is None:
-        return next(filter(None, (refusal(part, prompt) for part in _inside(reward))), "")
+        return next(filter(None, (refusal(part, prompt) for part in rewards_inside(reward))), "")
     name = f"{type(reward).__name__}.refuses"
     with part_call(name):
         reason = refuses(prompt)
@@ -86,7 +86,7 @@ def require_packages(reward: object) -> None:
         if find_spec(package) is None:
             name = type(reward).__name__
             raise ConfigError(f"reward: {name} needs the package {package}: pip install {package}")
-    for part in _inside(reward):
+    for part in rewards_inside(reward):
         require_packages(part)
 
 

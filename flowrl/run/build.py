@@ -36,6 +36,7 @@ from flowrl.run.evaluation import make_heldout_metrics
 from flowrl.run.optim import make_optimizer, prepare_policy, reference_weights
 from flowrl.run.parts.registry import KINDS, build, check_spec
 from flowrl.run.parts.specs import parse_slice, parse_spec
+from flowrl.run.reward_guard import RewardGuard
 from flowrl.run.reward_pool import pooled
 from flowrl.run.saved import find_weights
 from flowrl.run.worlds import ModelWorld, check_hash, check_policy, prompts_of, world
@@ -187,6 +188,7 @@ def check(config: RunConfig) -> World:
     make_method(config)
     if spec := config.environment.reward:
         check_spec("reward", spec)
+    RewardGuard.of(config)
     make_heldout_metrics(config, world)
     for spec in config.logging.observe:
         check_spec("observer", spec)
@@ -207,11 +209,12 @@ def make_trainer(
     distributed: Distributed = Distributed(),
     world: World | None = None,
     policy: FlowPolicy | None = None,
+    guard: RewardGuard | None = None,
     **given: Any,
 ) -> Trainer:
-    """A trainer of `config`; `world` and `policy` are those of `config` if they are already made,
-    and `given` further arguments of `Trainer`. Sizes that are auto have their defaults
-    (`run.sizes.find_sizes`).
+    """A trainer of `config`; `world`, `policy` and the `guard` of its reward are those of `config`
+    if they are already made, and `given` further arguments of `Trainer`. Sizes that are auto have
+    their defaults (`run.sizes.find_sizes`).
 
     Raises `ConfigError` if a setting is not allowed, the policy or the prompts do not fit, or the
     trajectories do not fit into main memory.
@@ -222,6 +225,7 @@ def make_trainer(
     reward = make_reward(config)
     if overlaps_rewards(config, reward):
         reward = pooled(reward)
+    reward = (guard or RewardGuard.of(config)).around(reward)
     load_reward(reward)
     prompts = prompts_of(world, config.environment.task, "train")
     prompts_of(world, config.environment.task, "heldout")

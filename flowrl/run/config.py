@@ -96,6 +96,15 @@ class EnvironmentConfig:
     reward_device: Text = None
     """Device for the networks of `reward` and `heldout_rewards`, as in cuda:7; empty: the policy's.
     """
+    on_reward_error: str = "stop"
+    """If a call of `reward` fails: stop, retry(times=3, pause=2), or skip(times=1, pause=2,
+    share=0.5, in_a_row=3): after the repetitions, leave out the samples that fail. share: largest
+    share of an iteration's samples; in_a_row: largest number of calls.
+    """
+    reward_timeout: NonNegative = 0.0
+    """Seconds after which a call of `reward` counts as failed; 0 = none. The call continues in a
+    thread of its own, and its result is ignored.
+    """
     reward_noise: NonNegative = 0.0
     """Standard deviation of the noise added to every training score; not added in evaluation."""
     reward_bias: float = 0.0

@@ -188,6 +188,7 @@ def evaluate(
     solver: str = "euler",
     heldout_metrics: HeldoutMetrics = HeldoutMetrics(),
     distributed: Distributed = Distributed(),
+    wrapped: Callable[[RewardModel], RewardModel] = lambda model: model,
 ) -> Evaluation:
     """Sample images of the held-out prompts with the current weights and score them.
 
@@ -209,6 +210,7 @@ def evaluate(
         solver: name of the solver (see `rollout.solve`).
         heldout_metrics: held-out rewards and diversity.
         distributed: the processes.
+        wrapped: applied to the task's rewards and to `reward`.
 
     Returns:
         Scores and the first images.
@@ -223,6 +225,7 @@ def evaluate(
     models = {name: world.reward(name) for name in world.forms}
     if reward is not None:
         models[CUSTOM] = reward
+    models = {name: wrapped(model) for name, model in models.items()}
     has_proxy = bool(metrics.rewards) or (metrics.errors.std, metrics.errors.bias) != (0, 0)
     if has_proxy:
         models[ERRORS] = metrics.errors

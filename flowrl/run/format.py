@@ -12,7 +12,7 @@ when a setting is added, since files of a format have all of its settings.
 """
 ADDED: dict[str, dict[str, Any]] = {
     "flowrl-run-3": {"start_from": "", "original": ""},
-    "flowrl-run-4": {},
+    "flowrl-run-4": {"on_reward_error": "stop", "reward_timeout": 0.0},
 }
 """By earlier format that can be read, the settings that the next one added, with the values of
 runs at that time.

@@ -75,6 +75,7 @@ from flowrl.run.results import (
     holds,
     require_no_run,
 )
+from flowrl.run.reward_guard import RewardGuard
 from flowrl.run.sizes import find_sizes, out_of_memory
 from flowrl.run.started import (
     begins_again,
@@ -175,6 +176,7 @@ class Run:
             self.distributed.publish,
             self.distributed.calls_of_others,
         )
+        self._guard = RewardGuard.of(self.config)
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
         """Train to the end; with `resume`, from the last checkpoint or from the checkpoint `start`,
@@ -308,6 +310,7 @@ class Run:
             self.distributed,
             self._world,
             first and first.policy,
+            self._guard,
             recorded=self._observers.recorded,
             on_phase=lambda phase: self._tell({"phase": phase}),
             on_images=self._see,
@@ -328,7 +331,8 @@ class Run:
             self._inspects, reward = False, self._trainer.reward
             tried = trial().reward_trial(self.config, reward, warn=self._warn_of_trial)
             if tried is not None:
-                tried(images, prompts, scores)
+                with self._guard.without_failures():
+                    tried(images, prompts, scores)
         self._images.add(images, latents, prompts, scores)
 
     def _embed_prompts(self) -> None:
@@ -475,12 +479,14 @@ class Run:
         evaluates = trainer.done + 1 == self.config.iterations or (trainer.done + 1) % every == 0
         self._images = IterationImages(shows=evaluates)
         try:
-            iteration = trainer.iteration()
+            with self._guard.explained():
+                iteration = trainer.iteration()
         except NonFiniteError as error:
             write_json(self.folder / "failure" / "failure.json", error.values)
             place = f"Prompts, rewards and advantages are in {self.folder / 'failure'}"
             raise NonFiniteError(f"{error}. {place}", error.values) from error
         row: Row = dict(iteration)
+        row |= self._guard.taken(row["trajectories"], self.distributed, row["invalid"])
         if self._changed:
             row["changed"] = self._changed
             if self._before is not None and self._changed.keys() & {*SCORED}:
@@ -536,7 +542,7 @@ class Run:
         if environment.reward and not config.policy.model:  # the only reward of a model's world
             exact = config.replace(reward_noise=0.0, reward_bias=0.0)
             custom = evaluation_reward(make_reward(exact))
-        with self._trainer.averaged():
+        with self._trainer.averaged(), self._guard.explained():
             self._evaluation = evaluate(
                 self._trainer.policy,
                 self._world,
@@ -549,7 +555,10 @@ class Run:
                 solver=settings.eval_solver,
                 heldout_metrics=self._heldout,
                 distributed=self.distributed,
+                wrapped=self._guard.around,
             )
+        counted = settings.eval_samples, self.distributed, None, "held-out samples"
+        self._evaluation.row.update(self._guard.taken(*counted))
         return self._evaluation
 
     def _append(self, row: Row) -> None:

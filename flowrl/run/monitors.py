@@ -216,6 +216,20 @@ def collapse(rows: Sequence[Row], limits: Limits) -> str:
     return ""
 
 
+def reward_errors(rows: Sequence[Row], limits: Limits) -> str:
+    """Samples of the iteration or of its evaluation were skipped, because a call of the reward
+    failed (`flowrl.run.reward_guard`).
+    """
+    row, texts = rows[-1], []
+    if skipped := row.get("skipped"):
+        texts.append(f"{skipped} of {row['trajectories']} samples were skipped")
+    evaluation = row.get("evaluation") or {}
+    if skipped := evaluation.get("skipped"):
+        texts.append(f"{skipped} of {limits.samples} held-out samples were skipped")
+    error = row.get("reward_error") or evaluation.get("reward_error")
+    return f"{', '.join(texts)}: {error}" if texts else ""
+
+
 def sacrificed(rows: Sequence[Row], samples: int, evaluations: int = HACKED) -> str:
     """Which held-out reward falls while the trained one rises (`flowrl.run.statistics.hacked`); ""
     if none does. If the trained reward has errors (`reward_noise`, `reward_bias`), the reward
@@ -291,7 +305,7 @@ def drifted(rows: Sequence[Row]) -> str:
         )
         low, high = sorted((first, last))
         if (change and high - low > change) or (factor and high > factor * low + 1e-6):
-            found.append(f"{name} {first:.2f} -> {last:.2f}")
+            found.append(f"{name} {first:.2g} -> {last:.2g}")
     return ", ".join(found)
 
 
@@ -310,6 +324,7 @@ CHECKS: dict[str, Callable[[Sequence[Row], Limits], str]] = {
     "step-share": step_share,
     "kl": kl_runaway,
     "collapse": collapse,
+    "reward-errors": reward_errors,
     "hacking": hacking,
     "drift": drift,
 }

@@ -3,7 +3,7 @@
 import os
 import pickle
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from copy import copy
@@ -52,7 +52,19 @@ class RewardPool:
                 given, context = (files, pickle.dumps(self.rewards)), process_context(__name__)
                 self._executor = ProcessPoolExecutor(self.processes, context, _begin, given)
                 finalize(self, self._executor.shutdown, wait=False, cancel_futures=True)
-            return self._executor.submit(function, *arguments)
+            try:
+                return self._executor.submit(function, *arguments)
+            except BrokenProcessPool:  # one of its processes was killed in an earlier call
+                self._executor = None
+                return self.submit(function, *arguments)
+
+    def restart(self) -> None:
+        """Kill the processes; the next call starts new ones."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            for process in [*(executor._processes or {}).values()]:
+                process.kill()
+            executor.shutdown(wait=False, cancel_futures=True)
 
 
 class PooledReward:
@@ -82,6 +94,10 @@ class PooledReward:
         calls = [(pixels[piece], list(prompts[piece])) for piece in pieces]
         return torch.cat(self._results(_score, calls))
 
+    def restart(self) -> None:
+        """Kill the processes, one of which hangs."""
+        self._pool.restart()
+
     def _results(self, function: Any, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         futures = list[Future[bytes]]()
         try:
@@ -102,24 +118,32 @@ def pooled(reward: AnyReward) -> AnyReward:
     processes: as many as this process has cores, which the processes of the run on this machine
     share.
     """
-    return _replaced(reward, RewardPool(max(1, usable_cores() // processes_here())))
+    pool = RewardPool(max(1, usable_cores() // processes_here()))
+
+    def change(part: Any, name: str) -> Any:
+        return PooledReward(pool, part) if getattr(type(part), "on_cpu", False) else part
+
+    return replaced(reward, change)
 
 
-def _replaced(part: Any, pool: RewardPool) -> Any:
-    """A reward, or rewards by name, with those that declare `on_cpu` in the pool."""
-    if getattr(type(part), "on_cpu", False):
-        return PooledReward(pool, part)
+def replaced(part: Any, change: Callable[[Any, str], Any], name: str = "") -> Any:
+    """A reward, or rewards by name, in which every part is replaced by `change(part, name)`, if
+    that is another object; `name` is that of the component, or "".
+    """
+    if (new := change(part, name)) is not part:
+        return new
     if isinstance(part, Mapping):
-        changed = {name: _replaced(value, pool) for name, value in part.items()}
-        return changed if any(changed[name] is not part[name] for name in part) else part
+        changed = {key: replaced(value, change, str(key)) for key, value in part.items()}
+        return changed if any(changed[key] is not part[key] for key in part) else part
     if not is_dataclass(part) or not isinstance(part, AnyReward):
         return part
     given = {item.name: getattr(part, item.name) for item in fields(part)}
-    if (changed := _replaced(given, pool)) is given:
+    changed = {key: replaced(value, change, name) for key, value in given.items()}
+    if all(changed[key] is given[key] for key in given):
         return part
     whole = copy(part)  # the checks of its options were made
-    for name in given:
-        object.__setattr__(whole, name, changed[name])
+    for key in given:
+        object.__setattr__(whole, key, changed[key])
     return whole
 
 

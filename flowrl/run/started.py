@@ -42,10 +42,11 @@ class Fixed:
 
 FREE = (
     *(*SIZES, "iterations", "chunk", "overlap_rewards", "offload", "prompt_cache"),
+    *("on_reward_error", "reward_timeout"),
     *("device", "reward_device", "attention_backend", "eval_every", "tracker"),
     *("checkpoint_every", "keep_checkpoints", "observe", "save_experience", "strict"),
 )
-"""Settings of memory, speed, length and logging, which a resume may change."""
+"""Settings of memory, speed, length, failures and logging, which a resume may change."""
 BEGUN = "a run reads it only before its first iteration"
 OF_LORA = "the trained weights are the matrices of this LoRA"
 OF_METHOD = "it belongs to the method, whose memory and metrics are in the checkpoint"
