@@ -19,6 +19,7 @@ from rich.console import Console
 from small_run import MIXTURE, error_of, flowrl_, write_rows
 from tqdm import tqdm
 
+import flowrl.cli.log
 from flowrl.cli.log import library_log
 from flowrl.cli.notify import Notifier
 from flowrl.cli.panel import RunPanel, sparkline
@@ -321,8 +322,7 @@ def test_messages_of_libraries_go_to_the_log(tmp_path, capfd):
 def test_warnings_of_flowrl_are_printed(tmp_path, capfd):
     with library_log() as log:
         log({"folder": str(tmp_path)})
-        module = sys.modules["flowrl.cli.log"].__file__
-        warnings.showwarning("the prompts", UserWarning, module, 1)
+        warnings.showwarning("the prompts", UserWarning, flowrl.cli.log.__file__, 1)
     assert capfd.readouterr().err == "Warning: the prompts\n" and not log.count
 
 
@@ -341,7 +341,7 @@ def server():
             self.send_response(404 if "missing" in self.path else 200)
             self.end_headers()
 
-        def log_message(self, *_):
+        def log_message(self, format, *args):
             pass
 
     web = HTTPServer(("127.0.0.1", 0), Handler)
