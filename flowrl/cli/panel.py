@@ -257,9 +257,9 @@ class RunPanel:
             texts["clipped"] = f"{row['clip_fraction']:.0%}"
         if "ratio_noise" in row:
             clip = "" if math.isnan(self.clip) else f" of clip {self.clip:.2g}"
-            texts["noise"] = f"{row['ratio_noise']:.1g}{clip}"
+            texts["ratio noise"] = f"{row['ratio_noise']:.1g}{clip}"
         noisy = row.get("ratio_noise", 0.0) > self.clip
-        lines = [facts(texts, {"noise": "red"} if noisy else {})] if texts else []
+        lines = [facts(texts, {"ratio noise": "red"} if noisy else {})] if texts else []
         if looks := row.get("images"):
             labels = {"brightness": "brightness", "contrast": "contrast"}
             labels["diversity"] = "diversity in groups"

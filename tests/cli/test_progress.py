@@ -192,7 +192,7 @@ def test_the_panel_has_everything_on_80_columns_and_24_lines(tmp_path):
         "Red 0.000 → 0.667",
         "KL of update 0.001",
         "clipped 20%",
-        "noise 1e-06 of clip 0.0001",
+        "ratio noise 1e-06 of clip 0.0001",
         "reward     0.60 s 30%",
         "evaluation 10.0 s",
         "images       4/s",
