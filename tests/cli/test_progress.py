@@ -22,7 +22,7 @@ from tqdm import tqdm
 import flowrl.cli.log
 from flowrl.cli.log import library_log
 from flowrl.cli.notify import Notifier
-from flowrl.cli.panel import RunPanel, sparkline
+from flowrl.cli.panel import RunPanel, fits_terminal, sparkline
 from flowrl.cli.progress import Progress, Series, train_line
 from flowrl.run.config import RunConfig
 from flowrl.run.results import reward_text
@@ -226,6 +226,30 @@ def test_trends(iterations, values, width, text):
     assert sparkline(Series(iterations, values), 1, 4, width) == text
 
 
+@pytest.mark.parametrize(
+    ("variables", "panel"),
+    [
+        ({}, True),
+        ({"TERM": "dumb"}, False),
+        ({"LINES": "23"}, False),
+        ({"COLUMNS": "69"}, False),
+        ({"CI": "true"}, False),
+        ({"JPY_PARENT_PID": "1"}, False),
+    ],
+)
+def test_where_the_panel_is_drawn(variables, panel, monkeypatch):
+    for name in ("CI", "JPY_PARENT_PID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"TERM": "xterm", "LINES": "24", "COLUMNS": "70"} | variables).items():
+        monkeypatch.setenv(name, value)
+    assert not fits_terminal()  # a pipe
+    main, terminal = pty.openpty()
+    with open(terminal, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert fits_terminal() == panel
+    os.close(main)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "code", "end"),
@@ -249,6 +273,7 @@ def test_a_run_on_a_terminal_leaves_it_clean(keys, code, end, tmp_path):
     words = f"train {MIXTURE} --reward part.py:Mine --no-trial --out run"
     words += f" --iterations {(4, 400, 4)[keys]} --eval-every 1000"
     main, terminal = pty.openpty()
+    inherited = {k: v for k, v in os.environ.items() if k not in ("CI", "JPY_PARENT_PID")}
     size = {"LINES": "30", "COLUMNS": "80", "TERM": "xterm"}
     process = subprocess.Popen(
         [sys.executable, "-m", "flowrl", *words.split()],
@@ -256,7 +281,7 @@ def test_a_run_on_a_terminal_leaves_it_clean(keys, code, end, tmp_path):
         stdout=terminal,
         stderr=terminal,
         cwd=tmp_path,
-        env={**os.environ, **size},
+        env=inherited | size,
         start_new_session=True,
     )
     os.close(terminal)
