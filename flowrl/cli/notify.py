@@ -47,8 +47,9 @@ def shown(target: str) -> str:
 
 def hide(targets: Sequence[str]) -> None:
     """Remove `targets` from the recorded command line, which trackers and bug reports contain."""
-    for target in filter(None, targets):
-        sys.argv[:] = [word.replace(target, "...") for word in sys.argv]
+    hidden = {target: "..." for target in targets}
+    hidden |= {f"--notify={target}": "--notify=..." for target in targets}
+    sys.argv[:] = [hidden.get(word, word) for word in sys.argv]
 
 
 class Notifier:

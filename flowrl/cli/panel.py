@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 LEAST = (70, 24)
 """Columns and lines that the panel needs."""
+LONGEST = 40
+"""Characters of a model's name with its folders."""
 NO_BREAK = "\u00a0"
 BARS = "▁▂▃▄▅▆▇█"
 SHORT = {"rollout": "sampling", "decode": "decoding"}
@@ -39,8 +41,10 @@ SHORT = {"rollout": "sampling", "decode": "decoding"}
 
 def fits_terminal() -> bool:
     """Whether standard output is a terminal on which the panel can be drawn."""
-    out = sys.stdout
-    if not out.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+    out, variables = sys.stdout, os.environ
+    if not out.isatty() or variables.get("TERM", "dumb") in ("dumb", "unknown"):
+        return False
+    if any(map(variables.get, ("CI", "JPY_PARENT_PID"))):  # a cell of a notebook is none
         return False
     size = Console().size
     return (out.encoding or "").lower().startswith("utf") and (
@@ -114,7 +118,9 @@ def shown_run(
     if not fits_terminal() or launch_rank() > 0:
         yield train_line(out, config, every)
         return
-    subject = Path(config.policy.model).name if config.policy.model else config.environment.subject
+    subject = config.policy.model or config.environment.subject
+    if len(subject) > LONGEST:
+        subject = subject.rstrip("/").rpartition("/")[2]
     clip = float(method_parts(config).get("clip_range", "nan"))
     title = f"{config.algorithm.method} on {subject}, seed {config.seed}"
     panels.append(RunPanel(Progress(out, config), title, clip))
@@ -257,9 +263,9 @@ class RunPanel:
             texts["clipped"] = f"{row['clip_fraction']:.0%}"
         if "ratio_noise" in row:
             clip = "" if math.isnan(self.clip) else f" of clip {self.clip:.2g}"
-            texts["noise"] = f"{row['ratio_noise']:.1g}{clip}"
+            texts["ratio noise"] = f"{row['ratio_noise']:.1g}{clip}"
         noisy = row.get("ratio_noise", 0.0) > self.clip
-        lines = [facts(texts, {"noise": "red"} if noisy else {})] if texts else []
+        lines = [facts(texts, {"ratio noise": "red"} if noisy else {})] if texts else []
         if looks := row.get("images"):
             labels = {"brightness": "brightness", "contrast": "contrast"}
             labels["diversity"] = "diversity in groups"

@@ -15,6 +15,7 @@ from flowrl.cli.progress import clock, warning_text
 from flowrl.core.errors import FlowrlError
 from flowrl.run.parts.registry import shadowed
 from flowrl.run.parts.trust import own_text
+from flowrl.run.results import reward_text
 
 if TYPE_CHECKING:
     from flowrl.compare.comparison import CompareConfig
@@ -156,7 +157,8 @@ class Display:
         texts += [f"{kinds[k]} {k}" for k in ("paused", "failed", "fell back") if kinds[k]]
         for key, label in (("reward", "reward"), ("heldout", "held out")):
             values = [state[key] for state in states if key in state]
-            texts += [f"{label} {statistics.fmean(values):.3f}"] if values else []
+            if values:
+                texts.append(f"{label} {reward_text(statistics.fmean(values), values)}")
         return ", ".join([*texts, f"rollout NFE {sum(s.get('nfe_total', 0) for s in states):,}"])
 
     def _overall(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from flowrl.core.experience import needs_of
 from flowrl.core.protocols import GroupReward, Stateful
 from flowrl.run.config import RunConfig
-from flowrl.run.results import decimals
+from flowrl.run.results import reward_text
 from flowrl.run.statistics import COLLAPSE, HACKED, collapsed, evaluation_noise, hacked
 from flowrl.trainer import Trainer
 
@@ -184,9 +184,9 @@ def fallen(values: Sequence[float], noise: float, share: float = COLLAPSE) -> st
     """
     if not values or not collapsed(values, noise, share):
         return ""
-    first, best, last = values[0], max(values), values[-1]
-    digits = decimals(best - last)
-    return f"{last:.{digits}f} from its best, {best:.{digits}f} (it began at {first:.{digits}f})"
+    named = values[0], max(values), values[-1]
+    first, best, last = (reward_text(value, named) for value in named)
+    return f"{last} from its best, {best} (it began at {first})"
 
 
 def collapse(rows: Sequence[Row], limits: Limits) -> str:
@@ -252,11 +252,12 @@ def sacrificed(rows: Sequence[Row], samples: int, evaluations: int = HACKED) -> 
         if not hacked(trained, values, *noises, evaluations=evaluations):
             continue
         best = values.index(max(values))
-        digits = decimals(values[best] - values[-1], trained[-1] - trained[best])
+        high, low = (reward_text(values[i], values) for i in (best, -1))
+        early, late = (reward_text(trained[i], trained) for i in (best, -1))
         what = "the reward without its errors" if name == "reward" else f"held-out {name}"
         return (
-            f"{what} fell from {values[best]:.{digits}f} to {values[-1]:.{digits}f}, while the"
-            f" trained reward rose from {trained[best]:.{digits}f} to {trained[-1]:.{digits}f}"
+            f"{what} fell from {high} to {low}, while the trained reward rose from {early} to"
+            f" {late}"
         )
     return ""
 

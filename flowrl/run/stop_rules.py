@@ -10,7 +10,7 @@ from flowrl.core.experience import Actions, Record
 from flowrl.core.options import Count, Fraction, NonNegative, Whole, checked_options
 from flowrl.run.costs import Prices
 from flowrl.run.monitors import drifted, fallen, heldout_value, sacrificed
-from flowrl.run.results import comparable, decimals
+from flowrl.run.results import comparable, reward_text
 from flowrl.run.statistics import COLLAPSE, HACKED, evaluation_noise, flat
 
 
@@ -99,12 +99,11 @@ class StopOnPlateau:
         rewards = [row["evaluation"]["reward"] for row in rows if row["evaluation"]]
         stop = ""
         if flat(rewards, self.evaluations, self.least):
-            before = max(rewards[: -self.evaluations])
-            late = max(rewards[-self.evaluations :])
-            digits = decimals(late - before, before - rewards[0])
+            bests = max(rewards[: -self.evaluations]), max(rewards[-self.evaluations :])
+            before, late = (reward_text(value, (*bests, rewards[0])) for value in bests)
             stop = (
                 f"the best held-out reward of the last {self.evaluations} evaluations is"
-                f" {late:.{digits}f}, and {before:.{digits}f} before them"
+                f" {late}, and {before} before them"
             )
         return Actions(stop, best=_best(rows, "reward"))
 
