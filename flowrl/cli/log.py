@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from flowrl.run.io import append_bytes
+
 FILE = "log.txt"
 OWN = "flowrl"
 PRINT = ("transformers", "diffusers", "huggingface_hub", "datasets", "torch")
@@ -49,8 +51,7 @@ class LibraryLog(logging.Handler):
             self._early.append(text)
             return
         try:
-            with self.path.open("a", encoding="utf-8", errors="replace") as file:
-                file.write(f"{text}\n")
+            append_bytes(self.path, f"{text}\n".encode(errors="replace"))
         except OSError:  # a full disk stops the run elsewhere
             self.count = 0
 

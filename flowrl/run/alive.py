@@ -61,7 +61,7 @@ class Movement:
         start: of the tensors before the iteration.
         live: of the changes by the iteration.
         average: of the changes of the averaged tensors; NaN if they were not equal before.
-        gradient: of the last gradients.
+        gradient: of AdamW's running averages of the gradients; of the last gradients without them.
     """
 
     start: Tensor
@@ -158,7 +158,8 @@ class FirstIteration:
         pairs = zip(trainer.parameters.values(), trainer.average, strict=True)
         for start, (parameter, average) in zip(self._start, pairs, strict=False):
             live, before = _own(parameter), start.to(parameter.device)
-            gradient = parameter.grad
+            # the last gradient alone is 0 if every ratio of the last step is clipped
+            gradient = trainer.optimizer.state[parameter].get("exp_avg", parameter.grad)
             tensors = [before, live - before, _own(average).to(live.device) - before]
             tensors.append(live.new_zeros(1) if gradient is None else _own(gradient))
             rows.append(torch.stack([_square(tensor) for tensor in tensors]))
@@ -181,7 +182,7 @@ def _square(tensor: Tensor) -> Tensor:
 
 
 def gradient_line(names: Sequence[str], moved: Movement, steps: int) -> Line:
-    """Which trained tensors have a gradient after the last of `steps` optimizer steps. The matrix A
+    """Which trained tensors have had a gradient in one of `steps` optimizer steps. The matrix A
     of a LoRA has none in the first step if its B is 0.
     """
     missing = [i for i in range(len(names)) if not moved.gradient[i] > 0]

@@ -92,6 +92,12 @@ def write_file(path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
+def append_bytes(path: Path, data: bytes) -> None:
+    """Write at the end of a file, which need not exist; the system writes it to the disk later."""
+    with open(path, "ab") as file:
+        file.write(data)
+
+
 def flush_folder(folder: Path) -> None:
     """Make renames in `folder` survive a power cut, if the system can open a folder."""
     if os.name != "posix":

@@ -58,7 +58,14 @@ from flowrl.run.evaluation import (
 from flowrl.run.export import run_lora
 from flowrl.run.format import FORMAT
 from flowrl.run.images import IterationImages
-from flowrl.run.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
+from flowrl.run.io import (
+    append_bytes,
+    disk_errors,
+    folder_lock,
+    new_folder,
+    write_bytes,
+    write_json,
+)
 from flowrl.run.monitors import limits_of, notices
 from flowrl.run.observers import Observers
 from flowrl.run.origins import given_origins, record_changed, record_origins
@@ -637,8 +644,7 @@ class Run:
         self._rows.append(row)
         if self.distributed.is_main:
             line = _line(row)
-            with open(self._metrics, "ab") as file:
-                file.write(line)
+            append_bytes(self._metrics, line)
             self._count(line)
         with self.distributed.shared_errors():
             if self._writers is not None:

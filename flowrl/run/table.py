@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.run.evaluation import Evaluation
-from flowrl.run.io import write_bytes
+from flowrl.run.io import append_bytes, write_bytes
 
 FILE = "metrics.csv"
 """The table in a run's folder."""
@@ -71,5 +71,4 @@ class Table:
         if lines and lines[0] == [*self._columns]:
             write_bytes(self.path, data)
         else:
-            with open(self.path, "ab") as file:
-                file.write(data)
+            append_bytes(self.path, data)

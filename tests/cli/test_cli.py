@@ -160,7 +160,7 @@ def test_lists_fit_the_terminal_and_a_part_is_described(capsys, monkeypatch):
 )
 def test_the_help_shows_the_defaults_of_the_chosen_world(start, default, capsys):
     text = " ".join(shown(f"train {start} --help", capsys).replace("│", " ").split())
-    assert f"--learning-rate FLOAT Initial learning rate. (default: {default})" in text
+    assert f"--learning-rate FLOAT Learning rate after the warm-up. (default: {default})" in text
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_a_run_that_an_observer_stopped_says_how_it_continues(tmp_path, capsys):
     out = tmp_path / "run"
     assert flowrl_(f"train {OPTIONS} --iterations 4 --observe 'budget(nfe=1)' --out {out}") == 13
     capsys.readouterr()
-    assert flowrl_(f"train --resume {out}") == 0
+    assert flowrl_(f"train --resume {out}") == 13
     assert "ended after iteration 1 (it was stopped by budget" in capsys.readouterr().out
     edit(out, iterations=6)
     assert "--from: 000001" in error_of(f"train --resume {out}", capsys)
