@@ -132,7 +132,7 @@ def test_the_numbers_are_the_same_and_the_norms_those_of_the_tensors(change):
     assert plain(row) == plain(plainly.iteration())
     tables = zip(start, trainer.parameters.values(), trainer.average, strict=True)
     for i, (before, live, average) in enumerate(tables):
-        moment = (1 - config.optim.betas[0]) * live.grad  # of a single step
+        moment = trainer.optimizer.state[live]["exp_avg"]
         expected = [before, live - before, average - before, moment]
         for name, tensor in zip(("start", "live", "average", "gradient"), expected, strict=True):
             square = float(tensor.detach().double().square().sum())
