@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
-from pydantic import PlainValidator, model_validator
+from pydantic import PlainValidator, ValidationInfo, field_validator, model_validator
 
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Count, NonNegative, Positive, Seed, Share, Text, Unset, Whole
@@ -258,12 +258,14 @@ class OptimConfig:
     weights, averages and optimizer state this run begins with; `adapter` takes the weights alone.
     """
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "OptimConfig":
-        given, need = self.final_learning_rate, "auto, or with lr_schedule linear or cosine"
-        fits = given is None or self.lr_schedule != "constant"
-        require(fits, "final_learning_rate", given, need)
-        return self
+    @field_validator("final_learning_rate")
+    @staticmethod
+    def _fits(given: float | None, others: ValidationInfo) -> float | None:
+        """1 of a constant rate, as settings before `lr_schedule` have it, is the same as auto."""
+        constant = others.data.get("lr_schedule") == "constant"
+        allowed = "auto, or with lr_schedule linear or cosine"
+        require(given in (None, 1) or not constant, "final_learning_rate", given, allowed)
+        return None if constant else given
 
     @property
     def final_share(self) -> float:

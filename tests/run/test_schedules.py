@@ -74,7 +74,6 @@ def test_the_preset_long_decays_as_before():
     ("settings", "message"),
     [
         ({"final_learning_rate": 0.2}, "final_learning_rate = 0.2 .* lr_schedule linear or cosine"),
-        ({"final_learning_rate": 1.0}, "allowed: auto"),
         ({"lr_schedule": "polynomial"}, "constant, linear, cosine"),
         ({"warmup": 12, "iterations": 12}, r"warmup = 12 .* below iterations \(12\)"),
     ],
