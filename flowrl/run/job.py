@@ -277,8 +277,9 @@ class Run:
         new.
         """
         changed = self._tell_changes() if resume else {}
-        self._observers = Observers(self.config, self.folder, self.observers, self.distributed)
         self._world = make_world(self.config, self.distributed)
+        given = self.config, self.folder, self.observers, self.distributed, self._world.forms
+        self._observers = Observers(*given)
         if resume:
             self._compare_prompts()
         self._heldout = make_heldout_metrics(self.config, self._world)

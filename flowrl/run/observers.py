@@ -17,7 +17,6 @@ from torch import Tensor
 from flowrl.core.errors import PartError, is_disk_error, part_call, require
 from flowrl.core.experience import FIELDS, LARGER, Actions, Record
 from flowrl.core.protocols import Observer, Stateful
-from flowrl.run.build import make_world
 from flowrl.run.checkpoint import prefixed, without_prefix
 from flowrl.run.config import RunConfig
 from flowrl.run.costs import prices_of
@@ -129,10 +128,22 @@ class Observers:
     """The observers of a run: those of its `config`, and `others`. They exist in the main process
     only; all processes receive their decisions. Raises `ConfigError` if an observer cannot be built
     or declares an unknown field.
+
+    Args:
+        config: the run.
+        folder: its folder.
+        others: observers beside those of `config`.
+        distributed: the processes.
+        forms: names of the rewards that its world evaluates.
     """
 
     def __init__(
-        self, config: RunConfig, folder: Path, others: Sequence[Observer], distributed: Distributed
+        self,
+        config: RunConfig,
+        folder: Path,
+        others: Sequence[Observer],
+        distributed: Distributed,
+        forms: Sequence[str],
     ) -> None:
         self.config, self.folder, self.distributed = config.logging, folder, distributed
         self.named: dict[str, Observer] = {}
@@ -140,7 +151,7 @@ class Observers:
         known = {
             "eval_samples": config.evaluation.eval_samples,
             "heldout": config.evaluation.heldout_rewards,
-            "scores": ("reward", *make_world(config).forms, *config.evaluation.heldout_rewards),
+            "scores": ("reward", *forms, *config.evaluation.heldout_rewards),
             "prices": prices_of(config.as_dict()),
         }
         with distributed.shared_errors():
