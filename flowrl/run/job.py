@@ -79,6 +79,7 @@ from flowrl.run.results import (
     BEST,
     SCORED,
     MetricsRow,
+    best_named,
     changes_text,
     comparable,
     has_progress,
@@ -803,14 +804,6 @@ def _kept(rows: Sequence[Row]) -> set[int]:
     """The iterations whose checkpoints an observer keeps."""
     kept = {row["iteration"] for row in rows if "kept" in row}
     return kept | {*best_named(rows).values()}
-
-
-def best_named(rows: Sequence[Row]) -> dict[str, int]:
-    """By observer, the best iteration that it named last."""
-    best: dict[str, int] = {}
-    for row in rows:
-        best |= row.get("best", {})
-    return best
 
 
 def _line(row: Row) -> bytes:

@@ -115,6 +115,14 @@ def best_apart(folder: Path) -> int:
     return read_json(path, dict[str, Any]).get(BEST, 0) if path.is_file() else 0
 
 
+def best_named(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """By observer, the best iteration that it named last."""
+    best: dict[str, int] = {}
+    for row in rows:
+        best |= row.get("best", {})
+    return best
+
+
 def require_no_run(folder: Path) -> None:
     """Raise `ConfigError` if `folder` has a run that a new one would overwrite."""
     need = "a folder without a run; to continue a run, use --resume"

@@ -18,7 +18,7 @@ from flowrl.run.checkpoint import LORA_FILE, Checkpoints, load_tensors, load_wei
 from flowrl.run.io import is_locked
 from flowrl.run.reading import PICKLED, read_json
 from flowrl.run.records import RunRecord, load_run, without_groups
-from flowrl.run.results import comparable, holds
+from flowrl.run.results import best_named, comparable, holds
 
 LORA_FILES = (LORA_FILE, "adapter_model.safetensors")
 """Names of LoRA files in a folder: diffusers' and PEFT's. Any other name must be the only one."""
@@ -124,8 +124,9 @@ def run_folder(text: str, option: str = "runs") -> Path:
 
 
 def best_checkpoint(run: Path) -> str:
-    """The checkpoint of `run` with the highest held-out reward, among those that were evaluated and
-    are kept, since the last change of what is scored. Raises `CheckpointError` if there is none.
+    """The checkpoint of `run` that the first of its observers with a best one names; without such
+    an observer that with the highest held-out reward, among those that were evaluated and are kept,
+    since the last change of what is scored. Raises `CheckpointError` if there is none.
     """
     return best_of(load_run(run))
 
@@ -133,6 +134,9 @@ def best_checkpoint(run: Path) -> str:
 def best_of(run: RunRecord) -> str:
     """The `best_checkpoint` of a run that has been read."""
     kept, rows = Checkpoints(run.folder).names(), comparable(run.rows)
+    named = f"{next(iter(best_named(run.rows).values()), 0):06d}"
+    if named in kept:
+        return named
     rewards = {
         f"{row['iteration']:06d}": row["evaluation"]["reward"]
         for row in rows

@@ -13,6 +13,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Record
 from flowrl.run.checkpoint import LORA_FILE, load_tensors, load_weights
 from flowrl.run.monitors import Limits, hacking, sacrificed
+from flowrl.run.saved import find_weights
 from flowrl.run.statistics import evaluation_noise, flat, hacked
 from flowrl.run.stop_rules import (
     EXIT_CODES,
@@ -169,6 +170,7 @@ def test_the_best_weights_are_next_to_the_last(tmp_path, capsys):
 
     assert equal(out / "best" / "weights.safetensors", best)
     assert equal(out / "weights.safetensors", 3)
+    assert find_weights(f"{out}@best").checkpoint == f"{best:06d}"
     assert flowrl_(f"train --resume {out} --iterations 4") == 0
     assert equal(out / "best" / "weights.safetensors", best)
     assert flowrl_(f"train --resume {out} --iterations 6 --stop-on budget(nfe=1)") == 13
@@ -201,6 +203,7 @@ def test_a_biased_reward_is_found(tmp_path):
     rows = rows_of(out)
     exported = json.loads((out / "done.json").read_text())["exported"]
     density = [r["evaluation"]["heldout"]["density"] for r in rows if r["evaluation"]]
+    assert find_weights(f"{out}@best").checkpoint == f"{exported:06d}"
     kept = rows[exported]["evaluation"]["heldout"]["density"]
     assert kept == max(density[1:]) and density[-1] < kept - 1
     assert rows[-1]["evaluation"]["proxy"] > rows[exported]["evaluation"]["proxy"] + 1

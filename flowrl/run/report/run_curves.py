@@ -31,8 +31,12 @@ GROUPS = {
 """Panels by group, then by label: the metric as `flowrl.run.table.scalars` names it; of a metric
 that ends in "/", all that begin with it, whose names follow the label.
 """
-HIDDEN = ("evaluation/seconds", "evaluation/skipped", "evaluation/reward_errors/")
-"""Of evaluations, what is among the costs: names, and beginnings of names."""
+HIDDEN = (
+    *("evaluation/seconds", "evaluation/skipped", "evaluation/reward_errors/"),
+    "evaluation/spread/",
+)
+"""Of evaluations, what is among the costs, and standard deviations: names, and beginnings of names.
+"""
 MOST_POINTS = 300
 """Largest number of points of a line; of more iterations, each point is a mean."""
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 330, 150, 50, 10, 10, 20
