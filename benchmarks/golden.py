@@ -47,7 +47,8 @@ VARIANTS = {
     "clipped-kl": "--kl-weight 0.05 --micro-batch 3",
     "released-clipped": "--loss clipped(kl=without_delta,log_prob=released_cps) --kl-weight 0.1",
     "grpo-guard": "--loss grpo-guard --kl-weight 0.02",
-    "flow-dppo": "--loss flow-dppo(bound=1e-5) --micro-batch 1 --final-learning-rate 0.1",
+    "flow-dppo": "--loss flow-dppo(bound=1e-5) --micro-batch 1 --lr-schedule linear"
+    " --final-learning-rate 0.1",
     "gspo": "--loss gspo --micro-batch 2",
     "policy-gradient": "--loss policy-gradient --minibatches 1 --max-grad-norm 0.01",
     "random-steps": "--sampler dance-sde --noise-level 0.3 --trained-steps random(fraction=0.6)",

@@ -182,20 +182,22 @@ def _square(tensor: Tensor) -> Tensor:
 
 
 def gradient_line(names: Sequence[str], moved: Movement, steps: int) -> Line:
-    """Which trained tensors have had a gradient in one of `steps` optimizer steps. The matrix A
-    of a LoRA has none in the first step if its B is 0.
+    """Which trained tensors have had a gradient in one of `steps` optimizer steps. In the first
+    step those have none that reach the image through weights of 0 only, as the matrix A of a LoRA
+    through its B.
     """
     missing = [i for i in range(len(names)) if not moved.gradient[i] > 0]
-    size = dict(zip(names, moved.start.tolist(), strict=True))
-    expected = [
-        i
-        for i in missing
-        if "lora_A" in names[i] and steps == 1 and size.get(_partner(names[i])) == 0
-    ]
+    zeros = {names[i] for i in range(len(names)) if moved.start[i] == 0 and moved.gradient[i] > 0}
+    others = {name for name in zeros if "lora_B" not in name}
+
+    def follows(name: str) -> bool:
+        return bool(others) if "lora_A" not in name else name.replace("lora_A", "lora_B") in zeros
+
+    expected = [i for i in missing if steps == 1 and follows(names[i])]
     lost = [names[i] for i in missing if i not in expected]
     text = f"{len(names) - len(missing):,} of {len(names):,} trained tensors"
     if expected:
-        text += f"; {len(expected):,} matrices A of LoRAs follow when their B is not 0"
+        text += f"; {len(expected):,} follow when the weights after them are not 0"
     if not lost:
         return Line("gradient", text)
     more = f" and {len(lost) - SHOWN:,} more" if len(lost) > SHOWN else ""
@@ -203,10 +205,6 @@ def gradient_line(names: Sequence[str], moved: Movement, steps: int) -> Line:
     if len(missing) == len(names):
         advice = ". Nothing trains: look at zero_spread_groups and abs_advantage in metrics.jsonl"
     return Line("gradient", f"{text}; none in {', '.join(lost[:SHOWN])}{more}", advice)
-
-
-def _partner(name: str) -> str:
-    return name.replace("lora_A", "lora_B")
 
 
 def update_line(moved: Movement) -> Line:

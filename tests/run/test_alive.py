@@ -36,12 +36,27 @@ def moved(start=(1, 0, 1, 0), live=(0, 1, 0, 1), average=(0, 0.01, 0, 0.01), gra
 @pytest.mark.parametrize(
     ("names", "movement", "steps", "text", "advice"),
     [
-        (LORA, moved(), 1, "2 of 4 trained tensors; 2 matrices A of LoRAs follow when", False),
+        (LORA, moved(), 1, "2 of 4 trained tensors; 2 follow when the weights after them", False),
         (LORA, moved(gradient=(1, 1, 1, 1)), 4, "4 of 4 trained tensors", False),
         (LORA, moved(), 4, "2 of 4 trained tensors; none in p.lora_A.weight, q.lora_A", True),
+        # a last layer of zeros
+        (
+            ["a", "b"],
+            moved((1, 0), (0, 1), (0, 1), (0, 1)),
+            1,
+            "1 of 2 trained tensors; 1 f",
+            False,
+        ),
+        (["a", "b"], moved((1, 0), (0, 1), (0, 1), (0, 1)), 2, "none in a", True),
         # it began from another LoRA, so B is not 0
         (LORA, moved(start=(1, 1, 1, 1)), 1, "none in p.lora_A.weight, q.lora_A.weight", True),
-        (LORA, moved(gradient=(0, float("nan"), 0, 0)), 1, "none in p.lora_B.weight, q", True),
+        (
+            LORA,
+            moved(gradient=(0, float("nan"), 0, 0)),
+            1,
+            "0 of 4 trained tensors; none in p.lora_A",
+            True,
+        ),
         (
             [f"layer{i}" for i in range(30)],
             moved((1,) * 30, (1,) * 30, (1,) * 30, (1,) * 28 + (0,) * 2),
@@ -179,7 +194,7 @@ def test_a_model_with_long_prompts_and_unread_fields(tmp_path, capsys):
     options = words(**files, **sizes, minibatches=1, out=tmp_path / "out", tracker="none")
     assert flowrl_(" ".join(["train", *options])) == 0
     shown = capsys.readouterr().out
-    start = "  after the first iteration:\n    gradient  14 of 30 trained tensors; 15 matrices A"
+    start = "  after the first iteration:\n    gradient  14 of 30 trained tensors; 14 follow"
     assert start in shown
     assert "! tokens" in shown and "1 of 3 prompts are cut at 40 tokens" in shown
     assert "cut at 24 tokens (max_sequence_length)" in shown
