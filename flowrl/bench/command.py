@@ -194,7 +194,7 @@ class Verdict:
     images: Path = Path("benchmarks/results/verdict-images.jsonl")
     """Results in the image world; skipped if the file does not exist."""
     out: Path = Path("runs/verdict")
-    """Folder for questions.csv, arms.csv and leads.png."""
+    """Folder for questions.csv, arms.csv, costs-points.png, costs-images.png and leads.png."""
     workers: Workers = 0
     """Number of processes, 0 = one per core, or a Dask cluster (docs/guides/cluster.md). The
     numbers do not depend on it.
@@ -203,9 +203,16 @@ class Verdict:
     def main(self) -> int:
         """Run, judge and write."""
         from flowrl.bench.verdict import Verdicts
-        from flowrl.bench.verdict_page import arm_rows, leads_figure, question_rows, summary
+        from flowrl.bench.verdict_page import (
+            arm_rows,
+            costs_figure,
+            leads_figure,
+            question_rows,
+            summary,
+        )
         from flowrl.bench.verdict_runs import CAMPAIGNS, Study
         from flowrl.compare.paper import csv_text
+        from flowrl.run.costs import STATED_NAME
         from flowrl.run.report.style import png
 
         files = {"points": self.points, "images": self.images}
@@ -237,6 +244,9 @@ class Verdict:
             "arms.csv": csv_text(list(arm_rows(worlds))).encode(),
             "leads.png": png(leads_figure(judged)),
         }
+        for name, verdicts in judged.items():
+            title = f"Cost until Flow-GRPO's result, as a multiple of Flow-GRPO's ({STATED_NAME})"
+            written[f"costs-{name}.png"] = png(costs_figure(verdicts, title))
         for file, data in written.items():
             write_bytes(self.out / file, data)
         print(f"{summary(judged)}\nWrote {', '.join(str(self.out / file) for file in written)}")

@@ -11,6 +11,7 @@ from flowrl.bench.digest import config_id
 from flowrl.bench.measurements import CURVE
 from flowrl.bench.statistics import Curve, mean_until
 from flowrl.compare.results import differing
+from flowrl.compare.target import Curves
 from flowrl.core.errors import ConfigError
 from flowrl.run.config import RunConfig
 from flowrl.run.costs import STATED, prices_of
@@ -77,6 +78,12 @@ def evaluation_rows(
 def curve(line: Line, axis: str = "updates", rewards: str = "soft") -> Curve:
     """The learning curve over a budget; `rewards` names a column."""
     return Curve(spent(line, axis), column(line, rewards))
+
+
+def curves(lines: Sequence[Line], axis: str, rewards: str = "soft") -> Curves:
+    """The learning curves of an arm's runs over a budget, in the order of the seeds."""
+    budgets = [spent(line, axis) for line in lines]
+    return Curves(np.array(budgets), np.array([column(line, rewards) for line in lines]))
 
 
 def mean_reward(line: Line, rewards: str = "soft") -> float:

@@ -1,11 +1,15 @@
-"""The main comparison: questions that were fixed before the runs, and their verdicts.
+"""The main comparison: what an arm pays to reach Flow-GRPO's result, and questions that were fixed
+before the runs, with their verdicts.
 
-An outcome is the difference of two arms in mean held-out reward over training, up to the budget
-that both have spent, as a fraction of what can be gained in the task. It is averaged over the tasks
-of a world within each seed; the seed is the unit. What can be gained is the highest mean final
-reward of an arm minus the mean reward before training. The smallest difference that matters is
-`SMALLEST` of it, in both directions. Holm's correction covers both p-values of all `QUESTIONS` of a
-world (`flowrl.bench.judging`); all other outcomes are secondary.
+The result of Flow-GRPO in a task is its mean final reward. The cost of an arm until it is a
+multiple of Flow-GRPO's own, over several tasks the geometric mean (`flowrl.compare.target`).
+
+An outcome of a question is the difference of two arms in mean held-out reward over training, up to
+the budget that both have spent, as a fraction of what can be gained in the task. It is averaged
+over the tasks of a world within each seed; the seed is the unit. What can be gained is the highest
+mean final reward of an arm minus the mean reward before training. The smallest difference that
+matters is `SMALLEST` of it, in both directions. Holm's correction covers both p-values of all
+`QUESTIONS` of a world (`flowrl.bench.judging`); all other outcomes are secondary.
 
 In the 2-D world every arm is tuned in every task, with 24 runs of 20 iterations. On images every
 arm is tuned in the task compositional, with 12 runs of 12 iterations, and has these numbers in all
@@ -18,11 +22,12 @@ from statistics import fmean
 
 import numpy as np
 
-from flowrl.bench.evidence import column, fell, mean_reward, reward_at_equal, spent
+from flowrl.bench.evidence import column, curves, fell, mean_reward, reward_at_equal, spent
 from flowrl.bench.judging import Comparison, judge_family
 from flowrl.bench.results_file import Lines
 from flowrl.bench.statistics import SMALLEST
 from flowrl.bench.verdict_runs import FORM, ORACLE, UNIFORM
+from flowrl.compare.target import CostRatio, Curves, cost_ratio
 from flowrl.run.statistics import Estimate, Values, mean
 
 PER_UPDATE, PER_EVALUATION, PER_SECOND = BUDGETS = ("updates", "forwards", "stated seconds")
@@ -94,14 +99,16 @@ RSM.
 @dataclass(frozen=True)
 class Summary:
     """An arm in one task or averaged over tasks: its mean held-out reward over training and its
-    final one, the collapsed runs, its lead over uniform credit by budget, as fractions of what can
-    be gained, and the cost of an update by budget as a multiple of that of uniform credit.
+    final one, the collapsed runs, its cost until the result of uniform credit by budget, its lead
+    over it, as fractions of what can be gained, and the cost of an update as a multiple of that of
+    uniform credit.
     """
 
     mean: float
     final: float
     collapses: int
     runs: int
+    ratios: Mapping[str, CostRatio]
     leads: Mapping[str, Estimate]
     costs: Mapping[str, float]
 
@@ -116,6 +123,7 @@ class Verdicts:
         first = next(iter(self.pairs.values()))
         self.seeds = min(len(lines) for lines in self.pairs.values())
         self.arms = list(first[0])
+        self._known: dict[tuple[str, ...], Curves] = {}
         self.gains = {task: self._gain(lines) for task, lines in self.pairs.items()}
 
     def _gain(self, pairs: Sequence[Lines]) -> float:
@@ -132,6 +140,25 @@ class Verdicts:
             if not tasks or task in tasks
         ]
         return np.array([row[: self.seeds] for row in rows]).mean(0)
+
+    def ratio(self, arm: str, budget: str, tasks: Sequence[str] = ()) -> CostRatio:
+        """The cost of an arm until the result of uniform credit, divided by that of uniform
+        credit; over several tasks the geometric mean.
+        """
+        return cost_ratio(
+            [
+                (self._curves(task, arm, budget), self._curves(task, UNIFORM, budget))
+                for task in self.pairs
+                if not tasks or task in tasks
+            ]
+        )
+
+    def _curves(self, *key: str) -> Curves:
+        task, arm, budget = key
+        if key not in self._known:
+            lines = [pair[arm] for pair in self.pairs[task][: self.seeds]]
+            self._known[key] = curves(lines, budget, FORM)
+        return self._known[key]
 
     def lead(self, arm: str, than: str, budget: str, tasks: Sequence[str] = ()) -> Estimate:
         """The mean of `differences` with its interval."""
@@ -168,6 +195,7 @@ class Verdicts:
             final=fmean(fmean(run[-1] for run in runs) for runs in curves),
             collapses=sum(fell(run) for runs in curves for run in runs),
             runs=sum(map(len, curves)),
+            ratios={budget: self.ratio(name, budget, tasks) for budget in BUDGETS},
             leads={budget: self.lead(name, UNIFORM, budget, tasks) for budget in BUDGETS},
             costs={budget: cost(budget) for budget in (PER_EVALUATION, PER_SECOND)},
         )

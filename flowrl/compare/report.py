@@ -46,9 +46,20 @@ MOST_DRAWN = 24
 Cells = dict[str, Callable[[ArmSummary], str]]
 
 
-def _reached(name: str, digits: str, summary: ArmSummary) -> str:
-    value = getattr(summary, f"to_baseline_{name}")
-    return "not reached" if value is None else f"{value:{digits}}"
+def _ratio(axis: str, summary: ArmSummary) -> str:
+    """The cost until the baseline's result as a multiple of the baseline's own; 1 for itself."""
+    ratio = summary.to_baseline[axis].ratio if axis in summary.to_baseline else None
+    if ratio is None:
+        return "-"
+    return "1" if ratio.value == ratio.low == ratio.high == 1 else ratio.text()
+
+
+def _cost(axis: str, digits: str, summary: ArmSummary) -> str:
+    """The same cost, and the ratio in parentheses."""
+    if axis not in summary.to_baseline:
+        return "-"
+    cost = summary.to_baseline[axis].cost
+    return f"{'not reached' if cost is None else f'{cost:{digits}}'} ({_ratio(axis, summary)})"
 
 
 def _heldout(name: str, summary: ArmSummary) -> str:
@@ -63,6 +74,7 @@ BLOCKS: dict[str, Cells] = {
     "Rewards": {
         "final reward": lambda s: s.final.text(),
         "minus the baseline": lambda s: _lead(s.lead),
+        "cost until equal": partial(_ratio, "forwards"),
         "collapsed seeds": lambda s: f"{s.collapsed} of {s.seeds}",
         "lowest of a seed": lambda s: f"{s.worst:.3f}",
         "final strict success": lambda s: s.final_strict.text(),
@@ -70,11 +82,11 @@ BLOCKS: dict[str, Cells] = {
         "seeds": lambda s: str(s.seeds),
     },
     "Proxy and held-out metrics": {},  # those of the comparison
-    "Cost until the baseline is reached": {
-        "iterations to baseline": partial(_reached, "iterations", ".1f"),
-        "NFE to baseline": partial(_reached, "nfe", ",.0f"),
-        "seconds to baseline": partial(_reached, "seconds", ".1f"),
-        f"{STATED_NAME} seconds to baseline": partial(_reached, "stated", ",.0f"),
+    "Cost until the baseline's result": {
+        "updates": partial(_cost, "iteration", ".1f"),
+        "forward equivalents": partial(_cost, "forwards", ",.0f"),
+        "seconds": partial(_cost, "seconds_total", ".1f"),
+        f"{STATED_NAME} seconds": partial(_cost, "stated_seconds", ",.0f"),
     },
     "Cost of a trajectory in forward equivalents": {
         "in all": lambda s: f"{s.cost.total:.1f}",
@@ -90,8 +102,12 @@ BLOCKS: dict[str, Cells] = {
     },
 }
 """Columns of the results tables: the label, and the cell of an arm."""
-PRINTED = ("final reward", "minus the baseline", "collapsed seeds", "NFE to baseline")
+PRINTED = ("final reward", "minus the baseline", "cost until equal", "collapsed seeds")
 """Columns that are printed; the last one only if the terminal is wide enough."""
+RATIO = (
+    "cost until equal: forward equivalents until the arm's mean curve reaches the baseline's final"
+    " reward, divided by the baseline's own"
+)
 INTERVALS = "±: half of the 95% interval over seeds (Student's t)"
 
 
@@ -155,7 +171,7 @@ def _print(
     text = str([cells for _, cells in columns])
     legend = "; ".join(f"{symbol} {words}" for symbol, words in VERDICTS.items() if symbol in text)
     settings = [f"{s.arm}: {s.difference}" for s in summaries if s.difference]
-    for line in filter(None, [legend, *settings]):
+    for line in filter(None, [legend, RATIO, *settings]):
         console.print(line, highlight=False, markup=False)
 
 

@@ -9,8 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from annotated_types import Len
 
+from flowrl.compare.target import CostRatio, Curves, cost_ratio
 from flowrl.run.costs import (
     WORLDS,
     Parts,
@@ -24,10 +26,9 @@ from flowrl.run.records import (
     finite,
     folder_config,
     load_run,
-    mean_curve,
 )
 from flowrl.run.results import scoring_seconds, short
-from flowrl.run.statistics import collapsed, evaluation_noise, first_reached, mean
+from flowrl.run.statistics import collapsed, evaluation_noise, mean
 
 REWARDS = ("reward", "reward_form")
 """Settings of the training reward: where they differ, so does what an evaluation calls the reward.
@@ -179,6 +180,16 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Reached:
+    """Where an arm reaches the baseline's result, its final mean reward: the `cost` (None: not
+    within the run), and the `ratio` of it to the baseline's own cost (None without common seeds).
+    """
+
+    cost: float | None = None
+    ratio: CostRatio | None = None
+
+
+@dataclass(frozen=True)
 class ArmSummary:
     """One row of the results table: evaluation rewards (held-out prompts, ODE sampler, averaged
     weights) and costs.
@@ -192,10 +203,8 @@ class ArmSummary:
         worst: lowest final reward of a seed.
         collapsed: number of collapsed seeds (`flowrl.run.statistics.collapsed`).
         final_strict: success rate by the strict score.
-        to_baseline_iterations: where the mean curve over seeds first reaches the baseline's final
-            mean reward; None: not reached.
-        to_baseline_nfe: the same point in forward equivalents.
-        to_baseline_seconds: the same point in seconds.
+        to_baseline: by budget of `AXES`, where the arm reaches the baseline's result; without the
+            stated model's seconds outside the built-in worlds.
         nfe_per_trajectory: network evaluations of the rollout per trajectory.
         calls_per_iteration: sequential network calls per iteration.
         rewards_per_trajectory: scored images per trajectory.
@@ -205,8 +214,6 @@ class ArmSummary:
         seconds_update: seconds of an iteration's update.
         heldout: changes of the proxy, the held-out rewards and the diversity by label.
         settings: the settings in which arms differ.
-        to_baseline_stated: where the baseline's reward is reached, in seconds of the stated model;
-            None outside the built-in worlds.
         cost: forward equivalents per trajectory.
         priced: where the prices of decodes and reward calls come from.
     """
@@ -219,9 +226,7 @@ class ArmSummary:
     worst: float
     collapsed: int
     final_strict: Mean
-    to_baseline_iterations: float | None
-    to_baseline_nfe: float | None
-    to_baseline_seconds: float | None
+    to_baseline: dict[str, Reached]
     nfe_per_trajectory: float
     calls_per_iteration: float
     rewards_per_trajectory: float
@@ -231,7 +236,6 @@ class ArmSummary:
     seconds_update: float
     heldout: dict[str, Change] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    to_baseline_stated: float | None = None
     cost: Parts = Parts(0, 0, 0, 0, 0)
     priced: str = ""
 
@@ -256,23 +260,16 @@ def difference(arm: str, settings: Mapping[str, Any]) -> str:
 def summarise(comparison: Comparison) -> list[ArmSummary]:
     """One summary per evaluated arm."""
     path, runs = comparison.metric, comparison.of(comparison.baseline)
-    baseline = mean_curve(runs, "iteration", *path)[1]
     finals = {run.seed: run.curve("iteration", *path)[1][-1] for run in runs}
-    # no target without a gain
-    target = baseline[-1] if baseline and baseline[-1] > baseline[0] else math.inf
-    return [_summary(comparison, arm, finals, target) for arm in comparison.arms]
+    return [_summary(comparison, arm, finals) for arm in comparison.arms]
 
 
-def _summary(
-    comparison: Comparison, arm: str, baseline: Mapping[int, float], target: float
-) -> ArmSummary:
-    """The summary of an arm, given the baseline's final rewards by seed and the level to reach."""
+def _summary(comparison: Comparison, arm: str, baseline: Mapping[int, float]) -> ArmSummary:
+    """The summary of an arm, given the baseline's final rewards by seed."""
     path, runs = comparison.metric, comparison.of(arm)
     rewards = [run.curve("iteration", *path)[1] for run in runs]
     finals = {run.seed: curve[-1] for run, curve in zip(runs, rewards, strict=True)}
-    reached = [float(first_reached(*mean_curve(runs, x, *path), target)) for x in AXES]
-    if runs[0].settings.get("world", "mixture") not in WORLDS:
-        reached[-1] = math.inf
+    axes = AXES if runs[0].settings.get("world", "mixture") in WORLDS else AXES[:-1]
 
     def over_seeds(*path: str) -> float:
         return statistics.fmean(run.mean(*path) for run in runs)
@@ -287,10 +284,7 @@ def _summary(
         worst=min(finals.values()),
         collapsed=sum(map(_collapsed, runs, rewards)),
         final_strict=_change(runs, "strict").after,
-        **{
-            f"to_baseline_{name}": point if math.isfinite(point) else None
-            for name, point in zip(("iterations", "nfe", "seconds", "stated"), reached, strict=True)
-        },
+        to_baseline={axis: _reached(comparison, runs, axis) for axis in axes},
         cost=_cost(runs),
         priced=(runs[0].prices or prices_of(runs[0].config)).source,
         nfe_per_trajectory=over_seeds("nfe") / trajectories,
@@ -303,6 +297,37 @@ def _summary(
         heldout=_heldout(runs),
         settings=comparison.differences[arm],
     )
+
+
+def _reached(comparison: Comparison, runs: Sequence[RunRecord], axis: str) -> Reached:
+    """Where an arm's `runs` reach the baseline's result, over the seeds that both have."""
+    others = comparison.of(comparison.baseline)
+    seeds = sorted({run.seed for run in runs} & {run.seed for run in others})
+    arm, baseline = (
+        _curves([run for run in known if run.seed in seeds], axis, comparison.metric)
+        for known in (runs, others)
+    )
+    if arm is None or baseline is None:
+        return Reached()
+    every = np.arange(len(seeds))
+    cost = arm.cost(baseline.result(every), every)
+    ratio = cost_ratio([(arm, baseline)])
+    return Reached(cost if math.isfinite(cost) else None, ratio)
+
+
+def _curves(runs: Sequence[RunRecord], axis: str, path: Sequence[str]) -> Curves | None:
+    """The curves of `runs` over a budget, at the iterations that all of them have evaluated; None
+    without any.
+    """
+    points = list[dict[float, tuple[float, float]]]()
+    for run in runs:
+        iterations, (costs, rewards) = run.curve("iteration", *path)[0], run.curve(axis, *path)
+        points.append(dict(zip(iterations, zip(costs, rewards, strict=True), strict=True)))
+    shared = sorted(set.intersection(*map(set, points))) if points else []
+    if not shared:
+        return None
+    table = np.array([[curve[iteration] for iteration in shared] for curve in points])
+    return Curves(table[..., 0], table[..., 1])
 
 
 def _scoring(run: RunRecord) -> float:

@@ -20,7 +20,7 @@ ERRORS = 3.0
 HACKED = 3
 """Successive evaluations in which a held-out reward of a hacked run is below its best."""
 Values = NDArray[np.float64]
-"""One value per seed, or per target."""
+"""One value per seed."""
 
 
 @dataclass(frozen=True)
@@ -181,26 +181,28 @@ def evaluation_noise(std: float, samples: int) -> float:
     return max(0.2, ERRORS * math.sqrt(2 / samples)) * std
 
 
-def first_reached(xs: Sequence[float], ys: Sequence[float], target: ArrayLike) -> Values:
+def first_reached(xs: ArrayLike, ys: ArrayLike, target: float) -> float:
     """The x at which the curve through (xs, ys), linear between points, first reaches `target`.
+
+    A point above the target counts if the next one is not below it, or if it is the last: of a
+    noisy curve the first point above a level is mostly too early.
 
     Args:
         xs: positions [point], ascending.
         ys: values [point].
-        target: one target, or an array of targets.
+        target: the value to reach.
 
     Returns:
-        Positions of the shape of `target`; infinite if the curve, which may have no points, does
-        not reach the target.
+        The position; infinite if the curve, which may have no points, does not reach the target.
     """
-    x, y, goal = np.asarray(xs, float), np.asarray(ys, float), np.asarray(target, float)
-    if not len(y):
-        return np.full(goal.shape, math.inf)
-    # the running maximum is sorted, and first reaches each level where the curve does
-    first = np.searchsorted(np.maximum.accumulate(y), goal - 1e-12)
-    after = np.clip(first, 1, len(y) - 1)
-    rise = y[after] - y[after - 1]
-    fraction = (goal - y[after - 1]) / np.where(rise > 0, rise, 1.0)
-    with np.errstate(invalid="ignore"):  # an infinite target is never reached
-        between = x[after - 1] + fraction * (x[after] - x[after - 1])
-    return np.where(first == len(y), math.inf, np.where(first == 0, x[0], between))
+    x, y = np.asarray(xs, float), np.asarray(ys, float)
+    above = y >= target - 1e-12  # not by rounding
+    above[:-1] &= above[1:]
+    if not above.any():
+        return math.inf
+    after = int(above.argmax())
+    if after == 0:
+        return float(x[0])
+    before = after - 1
+    fraction = min(1.0, (target - y[before]) / (y[after] - y[before]))
+    return float(x[before] + fraction * (x[after] - x[before]))

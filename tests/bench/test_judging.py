@@ -7,8 +7,6 @@ import math
 import numpy as np
 import pytest
 from bench_lines import FAST, SLOW, fake_evidence, small_run
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flowrl.bench.evidence import spent
 from flowrl.bench.judging import (
@@ -29,7 +27,7 @@ from flowrl.bench.statistics import (
 from flowrl.core.errors import ConfigError
 from flowrl.run.costs import CLIP_H, RATE
 from flowrl.run.costs import SD35_MEDIUM as SD35
-from flowrl.run.statistics import first_reached, mean
+from flowrl.run.statistics import mean
 
 LEAD = Compare("fast", "slow")
 
@@ -105,26 +103,3 @@ def test_mean_until_by_hand():
     curve = Curve([0.0, 2.0, 4.0], [0.0, 1.0, 1.0])
     for until, expected in ((4.0, 0.75), (1.0, 0.25), (3.0, 2 / 3)):
         assert mean_until(curve, until) == pytest.approx(expected)
-
-
-def crossing(xs, ys, target):
-    """The definition, point by point."""
-    for i, y in enumerate(ys):
-        if y >= target - 1e-12:
-            return (
-                xs[0]
-                if i == 0
-                else xs[i - 1] + (target - ys[i - 1]) / (y - ys[i - 1]) * (xs[i] - xs[i - 1])
-            )
-    return math.inf
-
-
-@given(
-    st.lists(st.tuples(st.floats(0.1, 5), st.floats(0, 1)), min_size=1, max_size=8),
-    st.lists(st.floats(0, 1.2), max_size=4),
-)
-def test_the_first_crossing(points, targets):
-    xs, ys = np.cumsum([step for step, _ in points]).tolist(), [y for _, y in points]
-    expected = [crossing(xs, ys, target) for target in [*targets, math.inf]]
-    assert first_reached(xs, ys, [*targets, math.inf]).tolist() == pytest.approx(expected, abs=1e-9)
-    assert first_reached(xs, ys, ys[-1]) == pytest.approx(crossing(xs, ys, ys[-1]))

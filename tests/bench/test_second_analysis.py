@@ -21,6 +21,7 @@ from flowrl.bench.verdict_runs import CAMPAIGNS, Study
 from flowrl.run.statistics import collapsed, mean
 
 RESULTS, PAGE = ROOT / "benchmarks/results", ROOT / "docs/verdict.md"
+ENDS = ("", " low", " high")
 FORWARD, GRADIENT = 2_442_642_604_032, 5_259_447_582_720
 DECODE, SCORE = 2_514_971_787_264, 381_679_304_704
 """FLOPs of SD3.5-Medium at 512 pixels, its decoder and PickScore (results/flops.json)."""
@@ -109,6 +110,68 @@ def test_leads_and_rewards_of_all_arms(world):
     assert checked > 250
 
 
+def arrival(x, y, goal):
+    """The first point at or above the goal whose next one is, too; between points a line."""
+    for i in range(len(y)):
+        if y[i] > goal - 1e-12 and (i + 1 == len(y) or y[i + 1] > goal - 1e-12):
+            return np.interp(goal, y[i - 1 : i + 1], x[i - 1 : i + 1]) if i else x[0]
+    return np.inf
+
+
+def costs_until_equal(runs, arm, budget, seeds):
+    """By task, where the arm and Flow-GRPO reach the latter's last reward, and the arm's end."""
+    rows = []
+    for arms in runs.values():
+        mean = {
+            name: [
+                np.mean(part, 0)
+                for part in zip(
+                    *((arms[name][s][1][budget], arms[name][s][0]) for s in seeds), strict=True
+                )
+            ]
+            for name in (arm, "Flow-GRPO")
+        }
+        goal = mean["Flow-GRPO"][1][-1]
+        rows.append(
+            [arrival(*mean[arm], goal), arrival(*mean["Flow-GRPO"], goal), mean[arm][0][-1]]
+        )
+    return np.array(rows).T
+
+
+def test_the_cost_until_flow_grpos_result(world):
+    """Ratio and interval: the jackknife's, or resamples if an arm does not always arrive."""
+    name, runs = world
+    checked = open_ends = 0
+    for row in (row for row in rows("arms") if row["world"] == name):
+        chosen = runs if row["task"] == "all" else {row["task"]: runs[row["task"]]}
+        seeds = sorted(next(iter(chosen.values()))[row["arm"]])
+        for budget in ("update", "second of SD3.5-Medium"):
+            column = f"until equal per {budget}"
+            first, second, end = costs_until_equal(chosen, row["arm"], budget, seeds)
+            if np.isinf(first).any():
+                more = np.exp(np.mean(np.log(np.minimum(first, end) / second)))
+                assert row[column] == f"> {more:.3f}"
+                continue
+
+            middle = np.mean(np.log(first / second))
+            fewer = ([s for s in seeds if s != out] for out in seeds)
+            parts = [costs_until_equal(chosen, row["arm"], budget, some)[:2] for some in fewer]
+            without = np.array([np.mean(np.log(one) - np.log(two)) for one, two in parts])
+            assert float(row[column]) == pytest.approx(np.exp(middle), abs=6e-4)
+            if np.isinf(without).any():
+                open_ends += 1
+                continue
+            n = len(seeds)
+            error = np.sqrt((n - 1) / n * ((without - without.mean()) ** 2).sum())
+            reach = stats.t.ppf(0.975, n - 1) * error
+            ends = [float(row[f"{column} {end}"]) for end in ("low", "high")]
+            assert ends == pytest.approx(
+                np.exp([middle - reach, middle + reach]), rel=2e-3, abs=6e-4
+            )
+            checked += 1
+    assert checked > 60 and open_ends < 20
+
+
 def test_verdicts_after_holms_correction(world):
     name, runs = world
     asked = [row for row in rows("questions") if row["world"] == name]
@@ -142,6 +205,13 @@ def test_the_page_has_the_numbers_of_the_tables():
             known.add(tuple(float(row[f"{name}{end}"]) for end in ("", " low", " high")))
     known = np.array(sorted(known))
     assert len(shown) > 40
+    ratios = re.findall(r"(\d+\.\d\d) \[(\d+\.\d\d), (\d+\.\d\d)\]", PAGE.read_text())
+    column = "until equal per second of SD3.5-Medium"
+    listed = [[row[f"{column}{end}"] for end in ENDS] for row in rows("arms")]
+    listed = np.array([row for row in listed if "> " not in row[0]], float)
+    assert len(ratios) > 10
+    for ratio in np.array(ratios, float):
+        assert np.abs(listed - ratio).max(1).min() <= 0.0056, ratio
     for lead in shown:
         assert np.abs(known - [float(number) for number in lead]).max(1).min() <= 0.0501, lead
 

@@ -16,7 +16,7 @@ from flowrl.bench.verdict import (
     QUESTIONS,
     Verdicts,
 )
-from flowrl.bench.verdict_page import leads_figure
+from flowrl.bench.verdict_page import costs_figure, leads_figure
 from flowrl.bench.verdict_runs import CAMPAIGNS, SAMPLED, UNIFORM, Campaign, Study
 from flowrl.cli.main import main
 from flowrl.compare.bounds import CREDIT
@@ -58,6 +58,9 @@ def test_outcomes_at_equal_budgets_in_closed_form():
         assert verdicts.lead(UNIFORM, "dear", budget).value == pytest.approx(0.25)
     arm = verdicts.arm("dear")
     assert arm.costs == pytest.approx({PER_EVALUATION: 2.0, PER_SECOND: 2.0})
+    assert arm.ratios[PER_UPDATE].value == pytest.approx(1.0)
+    for budget in (PER_EVALUATION, PER_SECOND):
+        assert arm.ratios[budget].value == pytest.approx(2.0)
     assert (arm.runs, arm.collapses) == (12, 0)
     assert arm.final == pytest.approx(0.375)
 
@@ -77,7 +80,8 @@ def test_verdicts_need_seeds_and_are_drawn():
     }
     few = made(arms, FEWEST - 1).answers()
     assert {answer.verdict for _, answer in few} == {UNDECIDED}
-    assert leads_figure({"points": verdicts}).axes
+    assert leads_figure({"points": verdicts}).axes and costs_figure(verdicts, "").axes
+    assert verdicts.ratio("tempflow-grpo", PER_UPDATE).text() == "> 1.00"
     assert len(QUESTIONS) <= 20
 
 

@@ -13,7 +13,8 @@ from flowrl.compare.arms import method_arms
 from flowrl.compare.comparison import CompareConfig
 from flowrl.compare.progress import Display
 from flowrl.compare.report import print_table
-from flowrl.compare.results import ArmSummary, Change, Mean
+from flowrl.compare.results import ArmSummary, Change, Mean, Reached
+from flowrl.compare.target import CostRatio
 from flowrl.run.io import write_json
 
 ARMS = method_arms(("flow-grpo", "tp-grpo"))
@@ -116,7 +117,8 @@ def test_a_resumed_comparison_shows_what_finished_runs_recorded(tmp_path):
 def summary(arm):
     mean = Mean(0.512, 0.123)
     heldout = {"held out: ocr": Change(mean, mean)}
-    costs = (4.0, 1e7, None, 45.4, 14, 10, 5, 0.1, 0.2, 0.3)
+    reached = {"forwards": Reached(1e7, CostRatio(1.24, 0.76, 2.02))}
+    costs = (reached, 45.4, 14, 10, 5, 0.1, 0.2, 0.3)
     return ArmSummary(arm, 3, mean, mean, mean, 0.4, 1, mean, *costs, heldout)
 
 
@@ -127,7 +129,7 @@ def test_the_results_fit_the_terminal_and_rewards_are_never_cut(width, count):
     print_table([summary(f"{name}{i}") for i in range(count)], Console(file=file, width=width))
     text = file.getvalue()
     assert max(map(len, text.splitlines())) <= width and "…" not in text
-    for cell in (" 0.512 ± 0.123", "+0.512 ± 0.123 ▲", "1 of 3"):
+    for cell in (" 0.512 ± 0.123", "+0.512 ± 0.123 ▲", "1.24 [0.76, 2.02]"):
         assert text.count(cell) == count, cell
-    assert text.count("10,000,000") == count * (width > 90)
+    assert text.count("1 of 3") == count * (width > 90)
     assert text.count("▲ above the baseline") == 1 and "▼" not in text and "○" not in text

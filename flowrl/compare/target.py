@@ -1,0 +1,166 @@
+"""The cost at which an arm first reaches a reward, and the ratio of the costs of two arms with its
+interval. The unit is the seed.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowrl.core.errors import require
+from flowrl.run.statistics import LEVEL, Estimate, Values, first_reached, t_interval
+
+RESAMPLES = 2000
+"""Resamples of seeds, if the jackknife is undefined."""
+WIDER = 1.22
+"""Factor of their logarithmic half-widths: the percentile interval of 10 seeds is too narrow."""
+Seeds = NDArray[np.intp]
+"""Places of seeds, in which one may occur more than once."""
+OUTSIDE = (1 - LEVEL) / 2
+"""Share of resamples outside of each end. If the arm does not reach the target in more of them, the
+interval is open.
+"""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The learning curves of an arm with the same seeds as those of the other arm.
+
+    Args:
+        costs: cost at each evaluation [seed, evaluation], ascending from 0.
+        rewards: held-out rewards [seed, evaluation].
+    """
+
+    costs: Values
+    rewards: Values
+
+    def __post_init__(self) -> None:
+        shapes = np.shape(self.costs), np.shape(self.rewards)
+        fits = shapes[0] == shapes[1] and len(shapes[0]) == 2 and 0 not in shapes[0]
+        require(fits, "curves", shapes, "costs and rewards [seed, evaluation], one or more of each")
+
+    def cost(self, target: float, seeds: Seeds) -> float:
+        """Where the mean of the chosen curves first reaches `target`; infinite if it does not."""
+        costs, rewards = self.costs[seeds].mean(0), self.rewards[seeds].mean(0)
+        return first_reached(costs, rewards, target)
+
+    def result(self, seeds: Seeds) -> float:
+        """The mean of the chosen curves at their last evaluation; infinite if it is not above the
+        first one, as there is then nothing to reach.
+        """
+        start, *_, end = self.rewards[seeds].mean(0)[[0, -1]]
+        return float(end) if end > start else math.inf
+
+
+@dataclass(frozen=True)
+class CostRatio(Estimate):
+    """The cost of an arm until a target divided by that of another one.
+
+    Args:
+        value: the ratio; infinite if only the other arm reaches the target, 0 if only this one
+            does, NaN if neither does.
+        low: lower end of the 95% interval; 0 if the data do not bound it, as for a single seed or
+            an arm that does not reach the target.
+        high: upper end; infinite if the data do not bound it.
+        more: if the arm does not reach the target, what the ratio is more than, because the arm's
+            curves end there.
+    """
+
+    more: float = math.nan
+
+    def text(self, digits: int = 2, sign: bool = False) -> str:
+        """'0.62 [0.51, 0.75]', '0.92 [0.70, -]' with an open end, '> 0.39' without a crossing, or
+        '-' if the other arm has none.
+        """
+        if math.isinf(self.value):
+            return f"> {self.more:.{digits}f}"
+        if not self.value > 0:
+            return "-"
+        if not self.low and math.isinf(self.high):  # one seed
+            return f"{self.value:.{digits}f}"
+        high = f"{self.high:.{digits}f}" if math.isfinite(self.high) else "-"
+        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {high}]"
+
+
+Pair = tuple[Curves, Curves]
+
+
+def cost_ratio(pairs: Sequence[Pair], targets: Sequence[float] | None = None) -> CostRatio:
+    """The cost of an arm until a target divided by that of another arm; over several tasks the
+    geometric mean.
+
+    theta = mean over tasks of log(C_first / C_second), in which C is the cost at which an arm's
+    mean curve over seeds first reaches the task's target. The interval is Student's on theta, with
+    the jackknife's standard error: seed i is left out of both arms and all tasks,
+
+    s^2 = (n - 1)/n sum_i (theta_(-i) - mean theta_(-.))^2,    n - 1 degrees of freedom.
+
+    If an arm does not reach a target without one of the seeds, it is the interval of 2.5% and 97.5%
+    of resamples of the seeds, with `WIDER` half-widths of the logarithm. In a resample the ratio is
+    infinite if the first arm does not reach its target, 0 if the second one does not, and 1 if
+    neither does.
+
+    Args:
+        pairs: by task, the curves of both arms with the same seeds.
+        targets: by task, the reward to reach; None: the mean final reward of the second arm, of the
+            same seeds.
+
+    Returns:
+        Ratio and interval; the interval is open for a single seed.
+    """
+    seeds = len(pairs[0][0].rewards)
+    same = {len(curves.rewards) for pair in pairs for curves in pair} == {seeds}
+    require(same, "pairs", [len(c.rewards) for p in pairs for c in p], "curves with the same seeds")
+
+    def logarithm(chosen: Seeds) -> float:
+        return _mean_logarithm(pairs, targets, chosen)
+
+    every = np.arange(seeds)
+    theta = logarithm(every)
+    more = _exp(_mean_logarithm(pairs, targets, every, censored=True))
+    if not math.isfinite(theta) or seeds < 2:
+        return CostRatio(_exp(theta), 0.0, math.inf, more)
+    without = [logarithm(np.delete(every, i)) for i in range(seeds)]
+    if np.isfinite(without).all():
+        error = math.sqrt((seeds - 1) * float(np.var(without)))
+        interval = t_interval(theta, theta, error, seeds - 1, 0.0)
+        return CostRatio(_exp(theta), _exp(interval.low), _exp(interval.high), more)
+    low, high = _resampled(theta, logarithm, seeds)
+    return CostRatio(_exp(theta), _exp(low), _exp(high), more)
+
+
+def _mean_logarithm(
+    pairs: Sequence[Pair],
+    targets: Sequence[float] | None,
+    seeds: Seeds,
+    censored: bool = False,
+) -> float:
+    """theta of the chosen seeds: inf if the first arm does not reach a target, or with `censored`
+    as if it did at its end; -inf if the second does not; NaN if both.
+    """
+    logarithms = list[float]()
+    for task, (first, second) in enumerate(pairs):
+        target = second.result(seeds) if targets is None else targets[task]
+        ends = [first.cost(target, seeds), second.cost(target, seeds)]
+        if censored and math.isinf(ends[0]):
+            ends[0] = float(first.costs[seeds, -1].mean())
+        with np.errstate(invalid="ignore", divide="ignore"):
+            logarithms.append(float(np.log(ends[0]) - np.log(ends[1])))
+    return float(np.mean(logarithms))
+
+
+def _resampled(
+    theta: float, logarithm: Callable[[Seeds], float], seeds: int
+) -> tuple[float, float]:
+    """The ends of the interval of theta from resamples of the seeds."""
+    drawn = np.random.default_rng(0).integers(seeds, size=(RESAMPLES, seeds))
+    found = np.array([logarithm(chosen) for chosen in drawn])
+    values = np.sort(np.where(np.isnan(found), 0.0, found))
+    low, high = values[int(OUTSIDE * RESAMPLES)], values[-1 - int(OUTSIDE * RESAMPLES)]
+    return theta - WIDER * (theta - float(low)), theta + WIDER * (float(high) - theta)
+
+
+def _exp(value: float) -> float:
+    return math.inf if value == math.inf else math.exp(value)
