@@ -34,7 +34,7 @@ SENTENCE = re.compile(
 SETTINGS = re.compile(r"^# two dimensions.*$", re.MULTILINE)
 """The comment above the command."""
 ROW = re.compile(r"^\| (?P<method>[\w-]+) \| \d.*\|$", re.MULTILINE)
-FIRST_RESULT = ("final reward", "minus the baseline", "collapsed seeds", "cost until equal")
+FIRST_RESULT = ("final reward", "minus the baseline", "cost until equal", "collapsed seeds")
 """Columns of the table in docs/start/first-result.md."""
 
 

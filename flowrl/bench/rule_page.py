@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from flowrl.bench.arms import WORLDS, is_tuned, world_label
-from flowrl.bench.evidence import Evidence, Line, spent
+from flowrl.bench.evidence import Evidence, Line, curves, spent
 from flowrl.bench.judging import (
     ALIKE,
     ALPHA,
@@ -33,6 +33,7 @@ from flowrl.bench.tune import BUDGET, Tried, level
 from flowrl.bench.tune import BUDGETS as SEARCHES
 from flowrl.compare.bounds import Bound
 from flowrl.compare.conclusion import joined
+from flowrl.compare.target import CostRatio, cost_ratio
 from flowrl.run.costs import STATED_NAME
 from flowrl.run.statistics import mean
 
@@ -46,6 +47,8 @@ BUDGETS = {
 """The measure at equal budgets; evaluations are forward equivalents, stated seconds those of the
 stated model for the same work.
 """
+AXES = {"updates": "updates", "evaluations": "forwards", "stated seconds": "stated seconds"}
+"""The same budgets in `flowrl.bench.evidence.spent`."""
 SHORT_WORDS = {
     ALIKE: "no difference",
     UNDECIDED: "undecided",
@@ -101,6 +104,14 @@ class World:
         runs = {arm: lines for arm, lines in self.evidence.runs.items() if arm != rule}
         return headroom(Evidence(runs, self.evidence.seeds), SMALLEST * self.gain, self.bound)
 
+    def ratio(self, rule: str, baseline: str, budget: str) -> CostRatio:
+        """The cost of the rule until a baseline's result, its mean final reward, divided by the
+        baseline's own.
+        """
+        runs = self.evidence.runs
+        both = (curves(runs[arm], AXES[budget]) for arm in (rule, baseline))
+        return cost_ratio([(next(both), next(both))])
+
     def tells(self, rule: str) -> str:
         """Whether a rule can be judged here, in a sentence."""
         has_exact = self.part.world in ORACLE.worlds
@@ -142,8 +153,8 @@ def judged(rule: str, worlds: Sequence[World]) -> list[World]:
 
 
 def sentence(rule: str, world: World) -> str:
-    """The findings in a world; how many seeds of the rule collapsed; and, if a comparison is
-    undecided, how small a difference would have been found.
+    """The findings in a world; the cost until the first baseline's result; how many seeds of the
+    rule collapsed; and, if a comparison is undecided, how small a difference would have been found.
     """
     patterns: dict[str, list[str]] = {}
     for baseline in dict.fromkeys(finding.baseline for finding in world.findings):
@@ -161,7 +172,10 @@ def sentence(rule: str, world: World) -> str:
     )
     lost = world.evidence.values(rule, "collapse")
     collapse = f" {rule} collapsed in {lost.sum():.0f} of {lost.size} seeds." if lost.sum() else ""
-    return f"{world.title}. {rule} {answer}.{collapse}{_power(world)}"
+    first = world.part.baselines[0]
+    ratio = world.ratio(rule, first, "evaluations").text().replace(">", "more than")
+    cost = f" Its evaluations until {first}'s final reward are {ratio} times those of {first}."
+    return f"{world.title}. {rule} {answer}.{cost}{collapse}{_power(world)}"
 
 
 def _power(world: World) -> str:
@@ -197,6 +211,9 @@ def terminal(rule: str, worlds: Sequence[World]) -> str:
             words = [SHORT_WORDS.get(c.verdict, c.verdict) for c in cells]
             texts = [f"{c.estimate.value:+.3f} {w}" for c, w in zip(cells, words, strict=True)]
             lines += [f"{baseline:<17}" + "".join(f"{cell:<21}" for cell in texts).rstrip()]
+        lines += [f"cost of {rule[:30]} until a baseline's final reward, over the baseline's"]
+        for baseline, cells in _ratio_rows(world, rule):
+            lines += [f"{baseline:<17}" + "".join(f"{cell:<21}" for cell in cells).rstrip()]
         lines += [f"{'arm':<27}{'mean reward [95%]':<27}{'worst seed':<12}collapsed"]
         for arm in world.evidence.runs:
             name = arm if len(arm) < 27 else f"{arm[:23]}..."
@@ -204,6 +221,14 @@ def terminal(rule: str, worlds: Sequence[World]) -> str:
             lines += [f"{name:<27}{area:<27}{worst:<12}{lost}"]
         lines += [""]
     return "\n".join(lines[:-1])
+
+
+def _ratio_rows(world: World, rule: str) -> list[tuple[str, list[str]]]:
+    """By baseline, the ratios of costs at every budget as texts."""
+    return [
+        (baseline, [world.ratio(rule, baseline, budget).text() for budget in BUDGETS])
+        for baseline in world.part.baselines
+    ]
 
 
 def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Document:
@@ -319,6 +344,12 @@ def _section(page: Document, rule: str, world: World) -> None:
         "without correction",
     )
     page.blocks.append(Table(head, [_finding_row(finding) for finding in world.findings]))
+    page.text(
+        "The cost of the rule until a baseline's result, its mean final reward, divided by the"
+        " baseline's own cost (> 0.39: not reached when the runs end):"
+    )
+    rows = [(baseline, *cells) for baseline, cells in _ratio_rows(world, rule)]
+    page.blocks.append(Table(("until the result of", *BUDGETS), rows))
     caption = (
         f"Learning curves at equal updates, network evaluations and seconds of {STATED_NAME},"
         f" {world.name}"
