@@ -245,7 +245,7 @@ class Verdict:
             "leads.png": png(leads_figure(judged)),
         }
         for name, verdicts in judged.items():
-            title = f"Cost until Flow-GRPO's result, as a multiple of Flow-GRPO's ({STATED_NAME})"
+            title = f"Cost until Flow-GRPO's result over Flow-GRPO's, at prices of {STATED_NAME}"
             written[f"costs-{name}.png"] = png(costs_figure(verdicts, title))
         for file, data in written.items():
             write_bytes(self.out / file, data)

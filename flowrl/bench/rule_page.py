@@ -173,8 +173,8 @@ def sentence(rule: str, world: World) -> str:
     lost = world.evidence.values(rule, "collapse")
     collapse = f" {rule} collapsed in {lost.sum():.0f} of {lost.size} seeds." if lost.sum() else ""
     first = world.part.baselines[0]
-    ratio = world.ratio(rule, first, "evaluations").text().replace(">", "more than")
-    cost = f" Its evaluations until {first}'s final reward are {ratio} times those of {first}."
+    ratio = world.ratio(rule, first, "evaluations").text()
+    cost = f" Evaluations until {first}'s final reward, over those of {first} until then: {ratio}."
     return f"{world.title}. {rule} {answer}.{cost}{collapse}{_power(world)}"
 
 
@@ -346,7 +346,7 @@ def _section(page: Document, rule: str, world: World) -> None:
     page.blocks.append(Table(head, [_finding_row(finding) for finding in world.findings]))
     page.text(
         "The cost of the rule until a baseline's result, its mean final reward, divided by the"
-        " baseline's own cost (> 0.39: not reached when the runs end):"
+        " baseline's own cost (not by 0.39: not reached when the runs end, at 0.39):"
     )
     rows = [(baseline, *cells) for baseline, cells in _ratio_rows(world, rule)]
     page.blocks.append(Table(("until the result of", *BUDGETS), rows))

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowrl.core.errors import CreditError, require
@@ -159,19 +159,98 @@ def random_steps(values: ValueTable, selected: Steps, seed: int, mask: Mask) -> 
     return ranks < selected.sum(dim=-1, keepdim=True)
 
 
+def luck(values: ValueTable) -> CreditTable:
+    """F_k = R - V_{k+1}: what follows a decision, by which a mark changes its credit. Its mean
+    given the state after the decision is 0 for exact values.
+    """
+    return values[..., -1:] - values[..., 1:]
+
+
+def early_turns(values: ValueTable) -> Steps:
+    """Marks that do not look at what follows: d_{k-1} T < 0 < d_k T with T = V_{k+1} - V_0, never
+    at decision 0. With exact values they leave the mean gradient of gains unchanged, since the luck
+    after a decision has the mean 0 whatever is marked.
+    """
+    increments = gains(values)
+    trend = values[..., 1:] - values[..., :1]
+    turns = torch.zeros_like(increments, dtype=torch.bool)
+    before, now = increments[..., :-1] * trend[..., 1:], increments[..., 1:] * trend[..., 1:]
+    turns[..., 1:] = (before < 0) & (now > 0)
+    return turns
+
+
+def _generator(seed: int, values: Float[Tensor, "*member column"]) -> torch.Generator:
+    """Draws that depend on the order of the values within trajectories, but neither on the order of
+    members nor on the unit of the rewards.
+    """
+    orders = values.argsort(dim=-1, stable=True).flatten(0, -2).tolist()
+    text = repr((seed, sorted(map(tuple, orders))))
+    digest = hashlib.sha256(text.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def shifted(values: ValueTable, marks: Steps, seed: int, mask: Mask) -> Steps:
+    """Every member has the marks of another one of its prompt.
+
+    mark'[p, i, k] = mark[p, (i + s_p) mod G, k], in which s_p is drawn from 1, ..., G - 1 for each
+    prompt and the valid members are counted in the order of their final rewards. Marks per prompt
+    and decision and the pattern within a trajectory remain; the mark of a member knows nothing of
+    what follows its own decision.
+    """
+    moved = torch.zeros_like(marks)
+    for prompt, table in enumerate(values):
+        members = mask[prompt].any(-1).nonzero().flatten()
+        if len(members) < 2:
+            continue
+        members = members[table[members, -1].argsort(stable=True)]
+        generator = _generator(seed, table[members])
+        offset = int(torch.randint(1, len(members), (1,), generator=generator))
+        moved[prompt, members] = marks[prompt, members.roll(-offset)]
+    return moved & mask
+
+
+def exchanged(values: ValueTable, marks: Steps, seed: int, mask: Mask) -> Steps:
+    """Marks in random order among the entries of the `mask` at the same decision whose |F_k| is in
+    the same third of the table: as many marks, and almost the same dose, the root mean square of
+    F_k at marks.
+    """
+    size, result = luck(values).abs(), torch.zeros_like(marks)
+    generator = _generator(seed, values)
+    for decision in range(marks.shape[-1]):
+        entries = mask[..., decision].nonzero()
+        sizes = size[..., decision][mask[..., decision]]
+        order = entries[sizes.argsort(stable=True)]
+        for third in order.tensor_split(3):
+            places = (*third.T, torch.full((len(third),), decision))
+            result[places] = marks[places][torch.randperm(len(third), generator=generator)]
+    return result
+
+
 @checked_options
 @dataclass(frozen=True)
 class TurningPointVariant(RuleAround):
     """Turning points by stricter criteria, or a control that gives other decisions the long-term
     reward.
 
-    With 0 for all thresholds and where = "turning" it is `rule`.
+    With 0 for all thresholds and where = "turning" it is `rule`. A mark changes the credit of a
+    decision by its luck F_k = R - V_{k+1}, and changes nothing at the last one. TP-GRPO's marks
+    look at F_k, so the mean credit of a marked decision is biased in the direction of its gain.
 
     Args:
-        where: the long-term reward at turning points, at as many random decisions per trajectory,
-            or nowhere ("none"). "random" is a control for the position of a turning point, which
-            changes the credit less: some of its marks are at the last decision, where R - V_k is
-            the gain, and consistent turning points never are.
+        where: which decisions have the long-term reward.
+
+            - "turning": the turning points.
+            - "shift": the turning points of another member of the prompt (`shifted`).
+            - "dose": as many decisions with F_k of the same size (`exchanged`).
+            - "sign": the same among decisions whose gain and luck have the same sign, as those of
+              consistent turning points, whether they turn or not.
+            - "early": `early_turns`, which do not look at what follows.
+            - "bonus": none; the gain becomes d_k + kappa_k sign d_k, with kappa_k the mean over the
+              table of |F_k| at turning points, 0 elsewhere: the mean effect of turning points
+              without their noise.
+            - "random": as many random decisions per trajectory. Some are the last one, and F_k is
+              smaller than at turning points, so the credit changes less.
+            - "none": no decision.
         min_size: smallest |R - V_k| of a turning point, in units of the reward.
         confidence: threshold of `clear_swings`.
         permutation: seed of the random decisions.
@@ -181,7 +260,9 @@ class TurningPointVariant(RuleAround):
         ConfigError: a field is out of range.
     """
 
-    where: Literal["turning", "random", "none"] = "turning"
+    where: Literal["turning", "shift", "dose", "sign", "early", "bonus", "random", "none"] = (
+        "turning"
+    )
     min_size: NonNegative = 0.0
     confidence: NonNegative = 0.0
     permutation: Seed = 0
@@ -189,13 +270,13 @@ class TurningPointVariant(RuleAround):
 
     @property
     def needs(self) -> Needs:
-        """The columns of gains if `where` is "none", all if it is "random", else those of
-        `rule`.
+        """The columns of gains if `where` is "none", those of `rule` if it is "turning", else
+        all.
         """
         needs = needs_of(self.rule)
         if self.where == "turning":
             return needs
-        return replace(needs, columns=None if self.where == "random" else gain_columns)
+        return replace(needs, columns=gain_columns if self.where == "none" else None)
 
     def selected(self, values: ValueTable, mask: Mask | None = None) -> Steps:
         """Mask of the decisions that get their long-term reward.
@@ -203,21 +284,48 @@ class TurningPointVariant(RuleAround):
         `mask`: the entries that count; None for all.
         """
         mask = torch.ones_like(gains(values), dtype=torch.bool) if mask is None else mask
-        if self.where == "none":
+        if self.where in ("none", "bonus"):
             return torch.zeros_like(mask)
-        turns = turning_points(values, self.rule.consistent, self.rule.first_step) & mask
+        turns = self._turns(values, mask)
+        if self.where == "shift":
+            return shifted(values, turns, self.permutation, mask)
+        if self.where in ("dose", "sign"):
+            agree = gains(values) * luck(values) > 0
+            fits = mask & agree if self.where == "sign" else mask
+            return exchanged(values, turns & fits, self.permutation, fits)
+        if self.where == "random":
+            return random_steps(values, turns, self.permutation, mask)
+        return turns
+
+    def _turns(self, values: ValueTable, mask: Mask) -> Steps:
+        """The turning points after the thresholds and balancing."""
+        rule = self.rule
+        early = self.where == "early"
+        turns = mask & (
+            early_turns(values)
+            if early
+            else turning_points(values, rule.consistent, rule.first_step)
+        )
         turns = turns & clear_swings(values, self.confidence, mask)
         turns = turns & (reward_to_go(values).abs() >= self.min_size)
-        if self.rule.balance is not None:
-            turns = balanced(values, turns, self.rule.balance, self.rule.balance_scope)
-        if self.where == "turning":
+        if rule.balance is None:
             return turns
-        return random_steps(values, turns, self.permutation, mask)
+        return balanced(values, turns, rule.balance, rule.balance_scope)
 
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
         """Advantages [prompt, member, decision]."""
         require_columns(values, decisions, self)
+        if self.where == "bonus":
+            values = self._with_bonus(values, decisions.mask)
         return self.rule.scores(values, decisions, self.selected(values, decisions.mask))
+
+    def _with_bonus(self, values: ValueTable, mask: Mask) -> ValueTable:
+        """Values whose gains are d_k + kappa_k sign d_k."""
+        increments = gains(values)
+        marked = self._turns(values, mask) * luck(values).abs()
+        kappa = marked.flatten(0, 1).sum(0) / mask.flatten(0, 1).sum(0).clamp(min=1)
+        changed = increments + kappa * increments.sign()
+        return torch.cat([values[..., :1], values[..., :1] + changed.cumsum(-1)], -1)
 
 
 # Pruned trees

@@ -106,7 +106,7 @@ PRINTED = ("final reward", "minus the baseline", "cost until equal", "collapsed 
 """Columns that are printed; the last one only if the terminal is wide enough."""
 RATIO = (
     "cost until equal: forward equivalents until the arm's mean curve reaches the baseline's final"
-    " reward, divided by the baseline's own"
+    " reward, divided by the baseline's own until then; not by 2.00: not reached at its end"
 )
 INTERVALS = "±: half of the 95% interval over seeds (Student's t)"
 

@@ -309,8 +309,7 @@ def _reached(comparison: Comparison, runs: Sequence[RunRecord], axis: str) -> Re
     )
     if arm is None or baseline is None:
         return Reached()
-    every = np.arange(len(seeds))
-    cost = arm.cost(baseline.result(every), every)
+    cost = arm.cost(float(baseline.mean(np.arange(len(seeds))).results))
     ratio = cost_ratio([(arm, baseline)])
     return Reached(cost if math.isfinite(cost) else None, ratio)
 

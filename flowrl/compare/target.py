@@ -3,7 +3,7 @@ interval. The unit is the seed.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ RESAMPLES = 2000
 WIDER = 1.22
 """Factor of their logarithmic half-widths: the percentile interval of 10 seeds is too narrow."""
 Seeds = NDArray[np.intp]
-"""Places of seeds, in which one may occur more than once."""
+"""Places of seeds [*draw, seed], in which one may occur more than once."""
 OUTSIDE = (1 - LEVEL) / 2
 """Share of resamples outside of each end. If the arm does not reach the target in more of them, the
 interval is open.
@@ -38,20 +38,24 @@ class Curves:
 
     def __post_init__(self) -> None:
         shapes = np.shape(self.costs), np.shape(self.rewards)
-        fits = shapes[0] == shapes[1] and len(shapes[0]) == 2 and 0 not in shapes[0]
+        fits = shapes[0] == shapes[1] and len(shapes[0]) > 0 and 0 not in shapes[0]
         require(fits, "curves", shapes, "costs and rewards [seed, evaluation], one or more of each")
 
-    def cost(self, target: float, seeds: Seeds) -> float:
-        """Where the mean of the chosen curves first reaches `target`; infinite if it does not."""
-        costs, rewards = self.costs[seeds].mean(0), self.rewards[seeds].mean(0)
-        return first_reached(costs, rewards, target)
+    def mean(self, seeds: Seeds) -> "Curves":
+        """The means of the chosen curves [*draw, evaluation], of each row of `seeds`."""
+        return Curves(self.costs[seeds].mean(-2), self.rewards[seeds].mean(-2))
 
-    def result(self, seeds: Seeds) -> float:
-        """The mean of the chosen curves at their last evaluation; infinite if it is not above the
-        first one, as there is then nothing to reach.
+    def cost(self, target: float) -> float:
+        """Where the mean curve first reaches `target`; infinite if it does not."""
+        return float(first_reached(self.costs.mean(0), self.rewards.mean(0), target))
+
+    @property
+    def results(self) -> Values:
+        """The rewards at the last evaluation; infinite where they are not above the first one, as
+        there is then nothing to reach.
         """
-        start, *_, end = self.rewards[seeds].mean(0)[[0, -1]]
-        return float(end) if end > start else math.inf
+        start, end = self.rewards[..., 0], self.rewards[..., -1]
+        return np.where(end > start, end, math.inf)
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,7 @@ class CostRatio(Estimate):
     Args:
         value: the ratio; infinite if only the other arm reaches the target, 0 if only this one
             does, NaN if neither does.
-        low: lower end of the 95% interval; 0 if the data do not bound it, as for a single seed or
-            an arm that does not reach the target.
+        low: lower end of the 95% interval; 0 if the data do not bound it.
         high: upper end; infinite if the data do not bound it.
         more: if the arm does not reach the target, what the ratio is more than, because the arm's
             curves end there.
@@ -71,11 +74,14 @@ class CostRatio(Estimate):
     more: float = math.nan
 
     def text(self, digits: int = 2, sign: bool = False) -> str:
-        """'0.62 [0.51, 0.75]', '0.92 [0.70, -]' with an open end, '> 0.39' without a crossing, or
-        '-' if the other arm has none.
+        """'0.62 [0.51, 0.75]', '0.92 [0.70, -]' with an open end, 'not by 0.39' or 'not by 0.39
+        [0.21, -]' if the arm's curves end there without a crossing, or '-' if the other arm has
+        none.
         """
         if math.isinf(self.value):
-            return f"> {self.more:.{digits}f}"
+            some = self.low < self.more
+            low = f" [{self.low:.{digits}f}, -]" if some else ""
+            return f"not by {self.more:.{digits}f}{low}"
         if not self.value > 0:
             return "-"
         if not self.low and math.isinf(self.high):  # one seed
@@ -114,52 +120,42 @@ def cost_ratio(pairs: Sequence[Pair], targets: Sequence[float] | None = None) ->
     same = {len(curves.rewards) for pair in pairs for curves in pair} == {seeds}
     require(same, "pairs", [len(c.rewards) for p in pairs for c in p], "curves with the same seeds")
 
-    def logarithm(chosen: Seeds) -> float:
-        return _mean_logarithm(pairs, targets, chosen)
-
     every = np.arange(seeds)
-    theta = logarithm(every)
-    more = _exp(_mean_logarithm(pairs, targets, every, censored=True))
-    if not math.isfinite(theta) or seeds < 2:
-        return CostRatio(_exp(theta), 0.0, math.inf, more)
-    without = [logarithm(np.delete(every, i)) for i in range(seeds)]
-    if np.isfinite(without).all():
+    theta, more = (float(t[0]) for t in _thetas(pairs, targets, every[None]))
+    if math.isnan(theta) or seeds < 2:
+        return CostRatio(_exp(theta), 0.0, math.inf, _exp(more))
+    without = _thetas(pairs, targets, np.array([np.delete(every, i) for i in every]))[0]
+    if np.isfinite(without).all() and math.isfinite(theta):
         error = math.sqrt((seeds - 1) * float(np.var(without)))
         interval = t_interval(theta, theta, error, seeds - 1, 0.0)
-        return CostRatio(_exp(theta), _exp(interval.low), _exp(interval.high), more)
-    low, high = _resampled(theta, logarithm, seeds)
-    return CostRatio(_exp(theta), _exp(low), _exp(high), more)
+        low, high = interval.low, interval.high
+    else:
+        drawn = np.random.default_rng(0).integers(seeds, size=(RESAMPLES, seeds))
+        found = _thetas(pairs, targets, drawn)[0]
+        values = np.sort(np.where(np.isnan(found), 0.0, found))
+        outside = int(OUTSIDE * RESAMPLES)
+        low, high = float(values[outside]), float(values[-1 - outside])
+        if math.isfinite(theta):
+            low, high = theta - WIDER * (theta - low), theta + WIDER * (high - theta)
+    return CostRatio(_exp(theta), _exp(low), _exp(high), _exp(more))
 
 
-def _mean_logarithm(
-    pairs: Sequence[Pair],
-    targets: Sequence[float] | None,
-    seeds: Seeds,
-    censored: bool = False,
-) -> float:
-    """theta of the chosen seeds: inf if the first arm does not reach a target, or with `censored`
-    as if it did at its end; -inf if the second does not; NaN if both.
+def _thetas(
+    pairs: Sequence[Pair], targets: Sequence[float] | None, seeds: Seeds
+) -> tuple[Values, Values]:
+    """theta for each row of `seeds`: inf if the first arm does not reach a target, -inf if the
+    second does not, NaN if both; and what it is if the first arm arrives at its end at the latest.
     """
-    logarithms = list[float]()
-    for task, (first, second) in enumerate(pairs):
-        target = second.result(seeds) if targets is None else targets[task]
-        ends = [first.cost(target, seeds), second.cost(target, seeds)]
-        if censored and math.isinf(ends[0]):
-            ends[0] = float(first.costs[seeds, -1].mean())
+    thetas, least = list[Values](), list[Values]()
+    for task, pair in enumerate(pairs):
+        first, second = (curves.mean(seeds) for curves in pair)
+        goals = second.results if targets is None else np.full(len(seeds), targets[task])
+        costs = [first_reached(mean.costs, mean.rewards, goals) for mean in (first, second)]
         with np.errstate(invalid="ignore", divide="ignore"):
-            logarithms.append(float(np.log(ends[0]) - np.log(ends[1])))
-    return float(np.mean(logarithms))
-
-
-def _resampled(
-    theta: float, logarithm: Callable[[Seeds], float], seeds: int
-) -> tuple[float, float]:
-    """The ends of the interval of theta from resamples of the seeds."""
-    drawn = np.random.default_rng(0).integers(seeds, size=(RESAMPLES, seeds))
-    found = np.array([logarithm(chosen) for chosen in drawn])
-    values = np.sort(np.where(np.isnan(found), 0.0, found))
-    low, high = values[int(OUTSIDE * RESAMPLES)], values[-1 - int(OUTSIDE * RESAMPLES)]
-    return theta - WIDER * (theta - float(low)), theta + WIDER * (float(high) - theta)
+            own, other = np.log(costs)
+            thetas.append(own - other)
+            least.append(np.minimum(own, np.log(first.costs[:, -1])) - other)
+    return np.mean(thetas, 0), np.mean(least, 0)
 
 
 def _exp(value: float) -> float:

@@ -181,28 +181,34 @@ def evaluation_noise(std: float, samples: int) -> float:
     return max(0.2, ERRORS * math.sqrt(2 / samples)) * std
 
 
-def first_reached(xs: ArrayLike, ys: ArrayLike, target: float) -> float:
-    """The x at which the curve through (xs, ys), linear between points, first reaches `target`.
+def first_reached(xs: ArrayLike, ys: ArrayLike, target: ArrayLike) -> Values:
+    """The x at which each curve through (xs, ys), linear between points, first reaches its target.
 
     A point above the target counts if the next one is not below it, or if it is the last: of a
     noisy curve the first point above a level is mostly too early.
 
     Args:
-        xs: positions [point], ascending.
-        ys: values [point].
-        target: the value to reach.
+        xs: positions [*curve, point], ascending.
+        ys: values [*curve, point].
+        target: the values to reach [*curve].
 
     Returns:
-        The position; infinite if the curve, which may have no points, does not reach the target.
+        The positions [*curve]; infinite for a curve that does not reach its target, and without
+        points.
     """
     x, y = np.asarray(xs, float), np.asarray(ys, float)
-    above = y >= target - 1e-12  # not by rounding
-    above[:-1] &= above[1:]
-    if not above.any():
-        return math.inf
-    after = int(above.argmax())
-    if after == 0:
-        return float(x[0])
-    before = after - 1
-    fraction = min(1.0, (target - y[before]) / (y[after] - y[before]))
-    return float(x[before] + fraction * (x[after] - x[before]))
+    goal = np.asarray(target, float)[..., None]
+    if not y.shape[-1]:
+        return np.full(goal.shape[:-1], math.inf)
+    above = y >= goal - 1e-12  # not by rounding
+    above[..., :-1] &= above[..., 1:]
+    after = above.argmax(-1, keepdims=True)
+    before = np.maximum(after - 1, 0)
+    (x0, x1), (y0, y1) = (
+        [np.take_along_axis(values, places, -1) for places in (before, after)] for values in (x, y)
+    )
+    rise = np.where(after > 0, y1 - y0, 1.0)
+    with np.errstate(invalid="ignore"):  # an infinite target is never reached
+        share = np.where(after > 0, np.minimum(1.0, (goal - y0) / rise), 0.0)
+        between = x0 + share * (x1 - x0)
+    return np.where(above.any(-1, keepdims=True), between, math.inf)[..., 0]

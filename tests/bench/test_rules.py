@@ -18,7 +18,9 @@ from flowrl.bench.rules import (
     RandomCredit,
     TurningPointVariant,
     clear_swings,
+    luck,
     random_steps,
+    shifted,
 )
 from flowrl.core.experience import Decisions
 from flowrl.core.protocols import Stateful
@@ -29,6 +31,7 @@ from flowrl.credit import (
     calibrated_gains,
     credit_of,
     example,
+    process_rewards,
     turning_points,
 )
 from flowrl.probes import Branch
@@ -38,6 +41,8 @@ from flowrl.testing import credit_contract
 PER_PROMPT = TurningPoint(balance_scope="prompt")
 test_variants = [
     credit_contract(TurningPointVariant(min_size=0.1, confidence=0.5, rule=PER_PROMPT)),
+    credit_contract(TurningPointVariant(where="shift", rule=PER_PROMPT)),
+    credit_contract(TurningPointVariant(where="early", rule=PER_PROMPT)),
 ]
 test_moving_depths_contract = credit_contract(
     Pruned(DepthRelative("tree", "sample"), width="extremes", steps=(2,), every=1, stop=1),
@@ -136,6 +141,74 @@ def test_the_verdict_has_the_weakness_of_the_random_control_as_the_lesson_prints
     assert turning and control and turning[1] == "0%"
     shown = f"{control[1]} of its marks are at the last step.* {control[2]} instead of {turning[2]}"
     assert re.search(shown, (ROOT / "docs/verdict.md").read_text())
+
+
+ALL = TurningPoint(balance=None)
+CONTROLS = ("shift", "dose", "sign")
+
+
+def walk(prompts=6000, members=8, decisions=5):
+    """Exact values of a random walk, R = x_K, with equal steps; V_k = x_k."""
+    steps = randn(prompts, members, decisions, seed=1, dtype=torch.float64)
+    return torch.nn.functional.pad(steps.cumsum(-1), (1, 0))
+
+
+def effect(values, where):
+    """E[eps_k credit_k] by decision; that of the gains is 1."""
+    variant = TurningPointVariant(where=where, rule=ALL)
+    mask = torch.ones_like(values[..., 1:], dtype=torch.bool)
+    table = variant._with_bonus(values, mask) if where == "bonus" else values
+    credit = process_rewards(table, variant.selected(table, mask))
+    return (values.diff(dim=-1) * credit).mean((0, 1))
+
+
+def test_turning_points_are_biased_and_marks_that_look_at_nothing_are_not():
+    """Consistent turning points of a walk of five equal steps: 1 + tau_k/(pi sigma) at decision 0,
+    tau_k the deviation of what follows; 1.637 1.267 1.207 1.133 1 in all. Five standard errors.
+    """
+    values = walk()
+    expected = torch.tensor([1.637, 1.267, 1.207, 1.133, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(effect(values, "turning"), expected, atol=0.05, rtol=0)
+    ones = torch.ones(5, dtype=torch.float64)
+    for where in ("early", "shift", "dose", "none"):
+        torch.testing.assert_close(effect(values, where), ones, atol=0.05, rtol=0)
+    sign = effect(values, "sign")
+    assert (sign[:-1] > 1.08).all() and abs(sign[-1] - 1) < 0.05  # without any turning
+    # 1 + kappa E|eps|
+    variant, mask = (
+        TurningPointVariant(rule=ALL),
+        torch.ones_like(values[..., 1:], dtype=torch.bool),
+    )
+    kappa = (variant.selected(values, mask) * luck(values).abs()).mean((0, 1))
+    torch.testing.assert_close(effect(values, "bonus"), 1 + kappa * 0.798, atol=0.05, rtol=0)
+
+
+def test_the_controls_have_the_dose_of_turning_points():
+    values = walk(600)
+    mask = torch.ones_like(values[..., 1:], dtype=torch.bool)
+    own = TurningPointVariant(rule=ALL).selected(values, mask)
+    marks = {w: TurningPointVariant(where=w, rule=ALL).selected(values, mask) for w in CONTROLS}
+    assert torch.equal(marks["shift"].sum(1), own.sum(1))  # by prompt and decision
+    for where, chosen in marks.items():
+        assert torch.equal(chosen.sum((0, 1)), own.sum((0, 1))), where
+        assert not chosen[..., -1].any() and not torch.equal(chosen, own)
+        dose = [(m * luck(values) ** 2).mean((0, 1))[:-1].sqrt() for m in (chosen, own)]
+        least = 0.8 if where == "shift" else 0.9
+        assert ((dose[0] / dose[1] > least) & (dose[0] / dose[1] < 1.1)).all(), where
+    agree = (values.diff(dim=-1) * luck(values)) > 0
+    assert not (marks["sign"] & ~agree).any()
+
+
+def test_a_shifted_mark_is_another_members():
+    values, mask = table(3, 1, 6, 5), torch.ones(1, 6, 4, dtype=torch.bool)
+    for member in range(6):
+        marks = torch.zeros_like(mask)
+        marks[0, member, 2] = True
+        moved = shifted(values, marks, 0, mask)
+        assert moved.sum() == 1 and moved[0, :, 2].any() and not moved[0, member].any()
+    assert not shifted(values[:, :1], mask[:, :1], 0, mask[:, :1]).any()  # nobody else
+    everybody = shifted(values, mask, 0, mask)
+    assert torch.equal(everybody, mask)
 
 
 def test_filters_by_hand():
