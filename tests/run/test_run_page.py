@@ -107,6 +107,8 @@ def test_every_reward_and_every_part_has_a_panel(images):
     expected |= {f"evaluation/heldout/{name}" for name in HELD_OUT}
     expected |= {f"parts/{name}" for name in rows[-1]["parts"]}
     assert expected <= page.panels.keys() and len(rows[-1]["parts"]) == 2
+    assert rows[0]["evaluation"]["spread"]  # standard deviations are no rewards
+    assert not any("spread" in name for name in page.panels)
     assert page.panels["reward_mean"] == [3] and page.panels["evaluation/reward"] == [4]
     assert page.refresh is None and page.facts["state"] == "finished"
     assert page.facts["iteration"] == "3 of 3" and page.facts["device"] == "cpu"
