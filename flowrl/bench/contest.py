@@ -18,7 +18,6 @@ class Contest:
     """The fixed part of one world.
 
     Args:
-        label: the world in words.
         tasks: the verdict's tasks by name.
         targets: by task, the held-out reward to reach: the mean final reward of the verdict's
             Flow-GRPO (`benchmarks/results/verdict-arms.csv`).
@@ -27,7 +26,6 @@ class Contest:
         evaluations: evaluations of a run that spends the budget.
     """
 
-    label: str
     tasks: Mapping[str, Task]
     targets: Mapping[str, float]
     settings: Mapping[str, Any]
@@ -91,7 +89,6 @@ def iteration_seconds(config: RunConfig) -> float:
 
 CONTESTS = {
     "images": Contest(
-        "image world",
         IMAGES,
         {"compositional": 0.8483, "text": 0.8630, "preference": 0.9297},
         {

@@ -83,6 +83,16 @@ def named(arm: str) -> str:
     return NAMES.get(arm, arm)
 
 
+def _rows(axes: Axes, arms: Sequence[str], title: str) -> None:
+    """A panel with a row per arm."""
+    axes.set_yticks(range(len(arms)), [named(arm) for arm in arms])
+    axes.set_ylim(len(arms) - 0.4, -0.6)
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#e4e6ea", linewidth=0.8)
+
+
 def _ratio(axes: Axes, ratio: CostRatio, place: int, shade: str) -> None:
     """A ratio with its interval; of an arm that does not arrive, what it is more than."""
     if math.isfinite(ratio.value):
@@ -114,12 +124,7 @@ def costs_figure(verdicts: Verdicts, title: str) -> Figure:
         axes.set_xlim(*RANGE)
         axes.set_xticks([0.25, 0.5, 1, 2], ["¼", "½", "1", "2"])
         axes.minorticks_off()
-        axes.set_yticks(range(len(arms)), [named(arm) for arm in arms])
-        axes.set_ylim(len(arms) - 0.4, -0.6)
-        axes.set_title(label, loc="left", fontsize=10)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-        axes.grid(axis="x", color="#e4e6ea", linewidth=0.8)
+        _rows(axes, arms, label)
     figure.suptitle(title, fontsize=12)
     marks = [
         Line2D([], [], color=COLOURS["tp-grpo"], marker="o", linewidth=2, label="cheaper"),
@@ -158,12 +163,7 @@ def _draw(axes: Axes, verdicts: Verdicts, arms: Sequence[str], title: str) -> No
         axes.plot([100 * lead.low, 100 * lead.high], [place, place], color=shade, linewidth=2)
         marker = "D" if arm == ORACLE else "o"
         axes.plot(100 * lead.value, place, marker, color=shade, markerfacecolor=face)
-    axes.set_yticks(range(len(arms)), [named(arm) for arm in arms])
-    axes.set_ylim(len(arms) - 0.4, -0.6)
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="#e4e6ea", linewidth=0.8)
+    _rows(axes, arms, title)
 
 
 def leads_figure(worlds: Mapping[str, Verdicts]) -> Figure:

@@ -26,6 +26,7 @@ from flowrl.run.records import (
     finite,
     folder_config,
     load_run,
+    shared_curves,
 )
 from flowrl.run.results import scoring_seconds, short
 from flowrl.run.statistics import collapsed, evaluation_noise, mean
@@ -304,29 +305,15 @@ def _reached(comparison: Comparison, runs: Sequence[RunRecord], axis: str) -> Re
     others = comparison.of(comparison.baseline)
     seeds = sorted({run.seed for run in runs} & {run.seed for run in others})
     arm, baseline = (
-        _curves([run for run in known if run.seed in seeds], axis, comparison.metric)
+        shared_curves([run for run in known if run.seed in seeds], axis, *comparison.metric)
         for known in (runs, others)
     )
-    if arm is None or baseline is None:
+    if not (seeds and arm[0][0] and baseline[0][0]):
         return Reached()
+    arm, baseline = (Curves(*map(np.array, table)) for table in (arm, baseline))
     cost = arm.cost(float(baseline.mean(np.arange(len(seeds))).results))
     ratio = cost_ratio([(arm, baseline)])
     return Reached(cost if math.isfinite(cost) else None, ratio)
-
-
-def _curves(runs: Sequence[RunRecord], axis: str, path: Sequence[str]) -> Curves | None:
-    """The curves of `runs` over a budget, at the iterations that all of them have evaluated; None
-    without any.
-    """
-    points = list[dict[float, tuple[float, float]]]()
-    for run in runs:
-        iterations, (costs, rewards) = run.curve("iteration", *path)[0], run.curve(axis, *path)
-        points.append(dict(zip(iterations, zip(costs, rewards, strict=True), strict=True)))
-    shared = sorted(set.intersection(*map(set, points))) if points else []
-    if not shared:
-        return None
-    table = np.array([[curve[iteration] for iteration in shared] for curve in points])
-    return Curves(table[..., 0], table[..., 1])
 
 
 def _scoring(run: RunRecord) -> float:

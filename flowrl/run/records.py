@@ -150,26 +150,28 @@ def folder_config(folder: Path, what: str, kind: Any) -> tuple[dict[str, Any], A
         raise ConfigError(f"{folder} is not the folder of a {what}: {error}") from error
 
 
-def mean_curve(runs: Sequence[RunRecord], x: str, *path: str) -> tuple[list[float], list[float]]:
-    """`RunRecord.curve` of `x` and `path` averaged over seeds, at the iterations that all `runs`
-    have evaluated.
+def shared_curves(
+    runs: Sequence[RunRecord], x: str, *path: str
+) -> tuple[list[list[float]], list[list[float]]]:
+    """`RunRecord.curve` of `x` and `path` of every run, at the iterations that all `runs` have
+    evaluated: `x` and the metric [run, evaluation].
     """
-    points = [
-        dict(
-            zip(
-                run.curve("iteration", *path)[0],
-                zip(*run.curve(x, *path), strict=True),
-                strict=True,
-            )
-        )
-        for run in runs
-    ]
+    points = list[dict[float, tuple[float, float]]]()
+    for run in runs:
+        iterations, pairs = run.curve("iteration", *path)[0], zip(*run.curve(x, *path), strict=True)
+        points.append(dict(zip(iterations, pairs, strict=True)))
     shared = sorted(set.intersection(*map(set, points))) if points else []
-    means = [
-        [statistics.fmean(curve[iteration][axis] for curve in points) for iteration in shared]
-        for axis in (0, 1)
-    ]
-    return means[0], means[1]
+    first, second = ([[curve[i][axis] for i in shared] for curve in points] for axis in (0, 1))
+    return first, second
+
+
+def mean_curve(runs: Sequence[RunRecord], x: str, *path: str) -> tuple[list[float], list[float]]:
+    """The means of `shared_curves` over the runs."""
+    first, second = (
+        [statistics.fmean(column) for column in zip(*table, strict=True)]
+        for table in shared_curves(runs, x, *path)
+    )
+    return first, second
 
 
 def finite(values: Any) -> Any:
