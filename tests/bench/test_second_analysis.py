@@ -11,13 +11,14 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+import ratio_coverage
 import verdict_controls
 from loading import ROOT
 from scipy import stats
 
-from flowrl.bench.evidence import column
+from flowrl.bench.evidence import column, curves
 from flowrl.bench.verdict_page import named
-from flowrl.bench.verdict_runs import CAMPAIGNS, Study
+from flowrl.bench.verdict_runs import CAMPAIGNS, UNIFORM, Study
 from flowrl.run.statistics import collapsed, mean
 
 RESULTS, PAGE = ROOT / "benchmarks/results", ROOT / "docs/verdict.md"
@@ -261,3 +262,16 @@ def test_collapse_on_the_curves_of_the_verdict():
         any(collapsed(curve[:seen], noise) for seen in range(2, len(curve) + 1)) for curve in kept
     ]
     assert sum(stopped) == 3
+
+
+def test_the_interval_of_a_ratio_covers_the_ratio_of_all_seeds():
+    """Ten seeds drawn again from one case of the committed runs, as benchmarks/ratio_coverage.py
+    does with all: about 92% of 200 draws, and not all.
+    """
+    pairs = Study(CAMPAIGNS["images"], ratio_coverage.RESULTS).pairs(any_code=True)["text"]
+    first, second = (
+        curves([pair[arm] for pair in pairs], "stated seconds", "reward")
+        for arm in ("calibrated values", UNIFORM)
+    )
+    share, plain = ratio_coverage.coverage(first, second, False, 200, np.random.default_rng(1))
+    assert 0.86 <= share <= 0.985 and 0.86 <= plain <= 0.985
