@@ -60,7 +60,7 @@ RUNGS = (
     Rung(32, 1 / 4, (9001, 9002)),
     Rung(10, 1 / 2, (9003, 9004, 9005, 9006)),
 )
-CHOICE = Rung(3, 1.0, tuple(range(9020, 9030)))
+CHOICE = Rung(3, 1.0, tuple(range(9020, 9024)))
 """The points that are compared by cost, and the fresh seeds."""
 
 

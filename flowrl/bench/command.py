@@ -1,4 +1,4 @@
-"""`flowrl bench tune`, `rule`, `verdict` and `redo`."""
+"""`flowrl bench tune`, `rule`, `record`, `verdict` and `redo`."""
 
 import os
 import shlex
@@ -178,6 +178,75 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Record:
+    """Enter an arm into the contest for the least cost until Flow-GRPO's result: run it and the
+    standing record on fresh seeds, print one line, and write the try's file.
+
+    Examples: flowrl bench record my_arms.yaml --quick
+
+    flowrl bench record my_arm.yaml --why "a better baseline"
+    """
+
+    arms: tyro.conf.Positional[Path]
+    """A YAML file: below "arms:", "NAME: {setting: value}"; one arm, or several with `quick`. Its
+    files must be committed: the seeds are a function of the commit and their content.
+    """
+    world: Literal["images", "points"] = "images"
+    """images (three tasks), or points (four tasks of the 2-D world)."""
+    quick: bool = False
+    """Rank the arms and the standing record on two tasks and four seeds with half of the budget;
+    nothing is entered.
+    """
+    why: str = ""
+    """One line on why the arm is cheap, for the table."""
+    search_runs: Annotated[int, Ge(0)] = 0
+    """Runs that your search for the arm's settings took."""
+    trust: bool = False
+    """Run code that the arms' file or the standing record names."""
+    records: Path = Path("benchmarks/records")
+    """The folder of all tries; the file is RECORDS/WORLD/NAME.json."""
+    out: Path = Path("runs/record")
+    """Folder of the single runs. Existing runs are not repeated."""
+    workers: Workers = 0
+    """Number of parallel runs, 0 = one per core, or a Dask cluster (docs/guides/cluster.md)."""
+
+    def main(self) -> int:
+        """Run, judge, write."""
+        from flowrl.bench.record import Runner, attempt, ranked
+        from flowrl.compare.arms import load_arms
+
+        arms = load_arms(self.arms, self.trust)
+        runner = Runner(
+            self.world, self.out, shlex.join(["flowrl", *sys.argv[1:]]), self.workers, _say
+        )
+        if self.quick:
+            rows = ranked(arms, self.records, runner)
+            if rows is None:
+                return _paused()
+            for name, ratio, tasks, fallen in rows:
+                each = ", ".join(task.text() for task in tasks)
+                print(f"{ratio.text():<22} {each}; {fallen} collapsed  {name}")
+            return 0
+        require(len(arms) == 1, "arms", ", ".join(arms), "one arm, or several with --quick")
+        require(bool(self.why), "why", self.why, "one line on why the arm is cheap")
+        ((name, settings),) = arms.items()
+        done = attempt(
+            name,
+            settings,
+            self.arms,
+            self.records,
+            runner,
+            self.why,
+            self.search_runs,
+            self.trust,
+        )
+        if done is None:
+            return _paused()
+        print(f"{done.line}\nWrote {self.records / self.world / name}.json")
+        return 0
+
+
+@dataclass(frozen=True)
 class Verdict:
     """Judge the comparison of all methods from its finished runs, and write its tables and chart.
     With `run` the missing searches and runs of a world are made first.
@@ -294,15 +363,19 @@ class Redo:
 
 @dataclass(frozen=True)
 class Bench:
-    """Benchmarks: compare your own rule with tuned baselines, search settings, judge the comparison
-    of all methods, and repeat a run of a results file.
+    """Benchmarks: compare your own rule with tuned baselines, search settings, enter the contest
+    for the least cost, judge the comparison of all methods, and repeat a run of a results file.
     """
 
-    which: tyro.conf.OmitSubcommandPrefixes[Tune | Rule | Verdict | Redo]
+    which: tyro.conf.OmitSubcommandPrefixes[Tune | Rule | Record | Verdict | Redo]
 
     def main(self) -> int:
         """Run the chosen one."""
         return self.which.main()
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _paused() -> int:

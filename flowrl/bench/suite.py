@@ -226,13 +226,17 @@ def redo(key: str, file: ResultsFile) -> Repeat:
     repeated = json.loads(json.dumps(measure(file.settings(lines[key]))))
     old, new = _named({name: lines[key].get(name, ...) for name in repeated}), _named(repeated)
     differences = dict(_differences(old, new))
-    pairs = zip(column(lines[key], "soft"), column(repeated, "soft"), strict=False)
-    gaps = [abs(old - new) for old, new in pairs] or [math.inf]
-    early = max(gaps[: max(1, round(EARLY * len(gaps)))])
+    early, final = gaps(column(lines[key], "soft"), column(repeated, "soft"))
     counts = not any(name.rpartition(".")[2] in COUNTED for name in differences)
-    return Repeat(
-        tuple(differences), max(differences.values(), default=0.0), early, gaps[-1], counts
-    )
+    return Repeat(tuple(differences), max(differences.values(), default=0.0), early, final, counts)
+
+
+def gaps(old: Sequence[float], new: Sequence[float]) -> tuple[float, float]:
+    """The largest difference of two curves of rewards in the first quarter of the evaluations, and
+    that of the last one.
+    """
+    each = [abs(a - b) for a, b in zip(old, new, strict=False)] or [math.inf]
+    return max(each[: max(1, round(EARLY * len(each)))]), each[-1]
 
 
 def _named(run: dict[str, Any]) -> dict[str, Any]:

@@ -18,10 +18,6 @@ WIDER = 1.22
 """Factor of their logarithmic half-widths: the percentile interval of 10 seeds is too narrow."""
 Seeds = NDArray[np.intp]
 """Places of seeds [*draw, seed], in which one may occur more than once."""
-OUTSIDE = (1 - LEVEL) / 2
-"""Share of resamples outside of each end. If the arm does not reach the target in more of them, the
-interval is open.
-"""
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,9 @@ class CostRatio(Estimate):
 Pair = tuple[Curves, Curves]
 
 
-def cost_ratio(pairs: Sequence[Pair], targets: Sequence[float] | None = None) -> CostRatio:
+def cost_ratio(
+    pairs: Sequence[Pair], targets: Sequence[float] | None = None, level: float = LEVEL
+) -> CostRatio:
     """The cost of an arm until a target divided by that of another arm; over several tasks the
     geometric mean.
 
@@ -106,12 +104,13 @@ def cost_ratio(pairs: Sequence[Pair], targets: Sequence[float] | None = None) ->
     If an arm does not reach a target without one of the seeds, it is the interval of 2.5% and 97.5%
     of resamples of the seeds, with `WIDER` half-widths of the logarithm. In a resample the ratio is
     infinite if the first arm does not reach its target, 0 if the second one does not, and 1 if
-    neither does.
+    neither does. If the first one does not in more than 2.5% of them, the interval is open.
 
     Args:
         pairs: by task, the curves of both arms with the same seeds.
         targets: by task, the reward to reach; None: the mean final reward of the second arm, of the
             same seeds.
+        level: coverage of the interval, 0.95 above.
 
     Returns:
         Ratio and interval; the interval is open for a single seed.
@@ -127,13 +126,13 @@ def cost_ratio(pairs: Sequence[Pair], targets: Sequence[float] | None = None) ->
     without = _thetas(pairs, targets, np.array([np.delete(every, i) for i in every]))[0]
     if np.isfinite(without).all() and math.isfinite(theta):
         error = math.sqrt((seeds - 1) * float(np.var(without)))
-        interval = t_interval(theta, theta, error, seeds - 1, 0.0)
+        interval = t_interval(theta, theta, error, seeds - 1, 0.0, level)
         low, high = interval.low, interval.high
     else:
         drawn = np.random.default_rng(0).integers(seeds, size=(RESAMPLES, seeds))
         found = _thetas(pairs, targets, drawn)[0]
         values = np.sort(np.where(np.isnan(found), 0.0, found))
-        outside = int(OUTSIDE * RESAMPLES)
+        outside = int((1 - level) / 2 * RESAMPLES)
         low, high = float(values[outside]), float(values[-1 - outside])
         if math.isfinite(theta):
             low, high = theta - WIDER * (theta - low), theta + WIDER * (high - theta)

@@ -63,14 +63,17 @@ class Weighted(RuleAround):
     Args:
         weights: one finite number per decision; or a function of the decisions' times [decision]
             that returns the weights [decision]; or "noise": w_k proportional to the transition's
-            std (sigma sqrt(Delta)), with mean 1 over the trained decisions.
+            std (sigma sqrt(Delta)), with mean 1 over the trained decisions; or "velocity":
+            proportional to std / Delta, likewise, so that the gradients in v have the same spread
+            (Flow-SDE has |d mean / d v| = (1 + a^2/2) Delta at t < 1). On an even grid the two are
+            the same.
         rule: the rule for A', without memory.
 
     Raises:
         ConfigError: a field is out of range, or `rule` is not allowed.
     """
 
-    weights: tuple[float, ...] | Callable[[Tensor], Tensor] | Literal["noise"] = "noise"
+    weights: tuple[float, ...] | Callable[[Tensor], Tensor] | Literal["noise", "velocity"] = "noise"
     rule: CreditAssigner = field(default_factory=Uniform)
 
     def __post_init__(self) -> None:
@@ -92,7 +95,10 @@ class Weighted(RuleAround):
         elif callable(self.weights):
             weights = self.weights(decisions.time)
         else:
-            weights = decisions.std / decisions.std[decisions.trained].mean()
+            spread = decisions.std
+            if self.weights == "velocity":
+                spread = spread / decisions.delta.clamp(min=1e-6)  # 0: the initial noise
+            weights = spread / spread[decisions.trained].mean()
         if weights.shape != (len(decisions),):
             given, count = tuple(weights.shape), len(decisions)
             raise CreditError(f"Weighted has weights {given}, but the table has {count} decisions")

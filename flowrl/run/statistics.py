@@ -81,7 +81,9 @@ def mean(values: ArrayLike, null: float = 0.0) -> Inference:
     return t_interval(value, value, error, count - 1, null)
 
 
-def t_interval(value: float, centre: float, error: float, freedom: float, null: float) -> Inference:
+def t_interval(
+    value: float, centre: float, error: float, freedom: float, null: float, level: float = LEVEL
+) -> Inference:
     """An estimate with Student's interval, centre ± t error.
 
     Args:
@@ -90,13 +92,14 @@ def t_interval(value: float, centre: float, error: float, freedom: float, null: 
         error: the standard error.
         freedom: degrees of freedom of t.
         null: the value whose two-sided p-value is computed.
+        level: coverage of the interval.
 
     Returns:
-        The estimate, its 95% interval and its p-value.
+        The estimate, its interval and its p-value.
     """
     from scipy import special  # scipy.stats takes a second to import
 
-    reach = float(special.stdtrit(freedom, (1 + LEVEL) / 2)) * error
+    reach = float(special.stdtrit(freedom, (1 + level) / 2)) * error
     distance = abs(centre - null)
     # equal values leave no error to divide by: the hypothesis is then true or false
     p = 2 * special.stdtr(freedom, -distance / error) if error > 1e-15 else distance <= 1e-12

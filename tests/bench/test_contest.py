@@ -16,13 +16,16 @@ IMAGES = CONTESTS["images"]
 RESULTS = ROOT / "benchmarks/results"
 
 
-def test_targets_and_settings_are_those_of_the_verdicts_flow_grpo():
+@pytest.mark.parametrize("world", CONTESTS)
+def test_targets_and_settings_are_those_of_the_verdicts_flow_grpo(world):
+    contest = CONTESTS[world]
     with (RESULTS / "verdict-arms.csv").open(newline="") as file:
         rows = {row["task"]: row for row in csv.DictReader(file) if row["arm"] == "Flow-GRPO"}
-    for task, target in IMAGES.targets.items():
+    assert contest.tasks.keys() == contest.targets.keys() == contest.settings.keys()
+    for task, target in contest.targets.items():
         assert float(rows[task]["final"]) == target
         known = dict(pair.split("=") for pair in rows[task]["settings"].split(", "))
-        assert {name: IMAGES.settings[name] for name in known} == {
+        assert {name: contest.settings[task][name] for name in known} == {
             name: float(value) for name, value in known.items()
         }
 
@@ -49,7 +52,9 @@ def test_every_entry_spends_the_budget(settings, share):
     assert IMAGES.run("text", {}, 1).iterations == 24
 
 
-@pytest.mark.parametrize("settings", [{"eval_steps": 5}, {"task": "text"}, {"iterations": 9}])
+@pytest.mark.parametrize(
+    "settings", [{"eval_steps": 5}, {"task": "text"}, {"iterations": 9}, {"start_from": "run"}]
+)
 def test_what_the_contest_fixes(settings):
     with pytest.raises(ConfigError, match="allowed: those that the contest does not fix"):
         IMAGES.run("text", settings, 1)

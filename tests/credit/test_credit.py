@@ -16,6 +16,7 @@ from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, CreditError
 from flowrl.core.experience import Credit, Decisions, Needs
+from flowrl.core.types import Schedule
 from flowrl.credit import (
     GDPO,
     BackedUp,
@@ -38,6 +39,7 @@ from flowrl.credit import (
 )
 from flowrl.probes import Completion, Tweedie
 from flowrl.run.parts.registry import check_part
+from flowrl.samplers import FlowSDE
 
 GOLDEN = ROOT / "tests" / "golden"
 COUNT = 4
@@ -218,6 +220,19 @@ def test_weights_multiply_the_advantages():
             Weighted(weights=weights)
     with pytest.raises(CreditError, match=r"weights \(1,\), but the table has 4 decisions"):
         credit(Weighted(weights=(1.0,)), values)
+
+
+def test_weights_by_velocity_give_all_gradients_in_v_the_same_spread():
+    """Flow-SDE on an uneven grid: weight x |d mean / d v| / std is the same at t < 1."""
+    schedule, values = Schedule(torch.tensor([1.0, 0.94, 0.86, 0.75, 0.6, 0.0])), table(0)
+    step, zeros = torch.arange(1, 5), torch.zeros(4, 1)
+    unit = FlowSDE(0.7).transition(zeros, torch.ones(4, 1), schedule, step)
+    known = Decisions.like(values, unit.std.tolist(), schedule.times[1:5].tolist())
+    credited = Weighted(weights="velocity").assign(values, known).advantages
+    weights = (credited / credit(Uniform(), values))[0, 0].float()
+    gradients = weights * unit.mean[:, 0].abs() / unit.std
+    assert_close(gradients, gradients[:1].expand(4))
+    assert float(weights.mean()) == pytest.approx(1.0)
 
 
 def test_gdpo_by_hand():

@@ -1,0 +1,116 @@
+"""The tables of docs/records.md, and a repeated run of a record.
+
+    python benchmarks/records.py                   # write the tables
+    python benchmarks/records.py --redo COMMIT     # repeat one run of one record
+
+The tables come from the files of the tries (`flowrl bench record`), in records/WORLD. `--redo`
+chooses record, task and seed by the hash of a commit, trains again, and fails if the rewards differ
+by more than another processor's rounding explains.
+"""
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from flowrl.bench.contest import CONTESTS
+from flowrl.bench.evidence import column
+from flowrl.bench.measurements import measure
+from flowrl.bench.record import Try, read_tries
+from flowrl.bench.suite import ROUNDING, TOLERANCE, gaps
+from flowrl.core.errors import FlowrlError
+from flowrl.run.io import write_bytes
+from flowrl.run.reading import read_text
+
+ROOT = Path(__file__).parents[1]
+RECORDS, PAGE = ROOT / "benchmarks" / "records", ROOT / "docs" / "records.md"
+
+
+def rows(tries: Sequence[Try], is_record: bool) -> Iterator[str]:
+    """The lines of a table, newest first."""
+    chosen = [known for known in reversed(tries) if known.accepted is is_record]
+    tasks = list(chosen[0].runs) if chosen else []
+    if not chosen:
+        yield "None so far."
+        return
+    yield (
+        f"| arm | cost over Flow-GRPO's | {' | '.join(tasks)} | over the record before |"
+        " collapsed (record before) | search runs | date |"
+    )
+    yield f"|{'---|' * (6 + len(tasks))}"
+    for known in chosen:
+        each = " | ".join(known.ratio([task]).text() for task in tasks)
+        own, other = known.collapsed
+        before = f"{known.against_ratio.text()}, {known.against}"
+        yield (
+            f"| **{known.name}**: {known.why} | **{known.ratio().text()}** | {each} | {before} |"
+            f" {own} ({other}) of {sum(len(r.rewards) for r in known.runs.values())} |"
+            f" {known.search_runs:,} | {known.date} |"
+        )
+
+
+def tables(world: str) -> str:
+    """The tables of a world."""
+    tries = read_tries(RECORDS, world)
+    records, others = "\n".join(rows(tries, True)), "\n".join(rows(tries, False))
+    return f"{records}\n\nTries that are no record:\n\n{others}"
+
+
+def page() -> str:
+    """The page with the tables of today's files."""
+    text = read_text(PAGE)
+    for world in CONTESTS:
+        begin, end = f"<!-- records {world} -->\n", f"\n<!-- end of {world} -->"
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = f"{before}{begin}\n{tables(world)}\n{end}{after}"
+    return text
+
+
+def redo(commit: str) -> int:
+    """Repeat the run that a commit's hash chooses; the exit status."""
+    runs = [
+        (known, task, place)
+        for world in CONTESTS
+        for known in read_tries(RECORDS, world)
+        if known.accepted
+        for task in known.runs
+        for place in range(len(known.seeds))
+    ]
+    number = int.from_bytes(hashlib.sha256(commit.encode()).digest()[:8])
+    known, task, place = runs[number % len(runs)]
+    config = known.contest.run(task, known.settings, known.seeds[place])
+    print(f"{known.name}, {known.world}, {task}, seed {known.seeds[place]}", flush=True)
+    measured = measure(config, lenient=True)
+    assert measured is not None
+    new = column(measured, "reward")
+    early, final = gaps(known.runs[task].rewards[place], new)
+    same = len(new) == len(known.runs[task].rewards[place])
+    close = same and early <= ROUNDING and final <= TOLERANCE
+    print(
+        f"{early:.2g} apart in the first quarter of the evaluations, {final:.2g} in the last one;"
+        f" allowed: {ROUNDING:g}, {TOLERANCE:g}"
+    )
+    return 0 if close else 1
+
+
+def main() -> int:
+    """Write the tables, or repeat a run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--redo", metavar="COMMIT", default="", help="repeat a run of a record")
+    options = parser.parse_args()
+    if options.redo:
+        return redo(options.redo)
+    write_bytes(PAGE, page().encode())
+    print(f"Wrote {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except FlowrlError as error:
+        sys.exit(f"error: {error}")
