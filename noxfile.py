@@ -67,6 +67,13 @@ def satellites(session: nox.Session) -> None:
 
 
 @nox.session
+def records(session: nox.Session) -> None:
+    """Repeat one run of one record, which the commit's hash chooses."""
+    commit = session.run("git", "rev-parse", "HEAD", silent=True, external=True)
+    session.run("python", "benchmarks/records.py", "--redo", str(commit).strip())
+
+
+@nox.session
 def slow(session: nox.Session) -> None:
     """Run the slow tests."""
     session.run("python", "-m", "pytest", "-n", "2", "-m", "slow", *session.posargs)
