@@ -1,14 +1,14 @@
-"""Flow-GRPO's cheapest settings on images, in all three tasks together, by successive halving.
+"""Flow-GRPO's cheapest settings in a world, in all its tasks together, by successive halving.
 
-    python benchmarks/search_baseline.py                # make the missing runs, then the table
-    python benchmarks/search_baseline.py --show         # the table of the runs so far
+    python benchmarks/search_baseline.py images         # make the missing runs, then the table
+    python benchmarks/search_baseline.py points --show  # the table of the runs so far
 
-The first point is the verdict's Flow-GRPO; the others are drawn at random from `SPACE`. Each rung
+The first point is the verdict's Flow-GRPO; the others are drawn at random from `SPACES`. Each rung
 (`RUNGS`) gives its points a share of the contest's budget (`flowrl.bench.contest`) in every task
 and keeps the best: a score is the share of the way to the target at the end of the run, mean over
 tasks and seeds. The last points and the verdict's are run with the whole budget on fresh seeds, and
-compared by the cost until the targets. The runs are in results/baseline-images.jsonl; Ctrl-C
-pauses, and the same command continues.
+compared by the cost until the targets. The runs are in results/baseline-WORLD.jsonl; Ctrl-C pauses,
+and the same command continues.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.bench.contest import CONTESTS, iteration_seconds
+from flowrl.bench.contest import CONTESTS, Contest, iteration_seconds
 from flowrl.bench.digest import config_id
 from flowrl.bench.evidence import Line, column, curves
 from flowrl.bench.results_file import ResultsFile
@@ -29,8 +29,7 @@ from flowrl.compare.target import Curves, cost_ratio
 from flowrl.core.errors import ConfigError, FlowrlError
 from flowrl.run.config import RunConfig
 
-CONTEST = CONTESTS["images"]
-RESULTS = Path(__file__).parent / "results" / "baseline-images.jsonl"
+RESULTS = Path(__file__).parent / "results"
 SPACE: dict[str, tuple[Any, ...]] = {
     "noise_level": (0.35, 0.5, 0.7, 0.98, 1.37),
     "clip_range": (5e-4, 1e-3, 2e-3, 6e-3, 2e-2),
@@ -43,6 +42,15 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "ema_decay": (0.0, 0.5, 0.8, 0.9),
 }
 """Settings and their values. A learning rate that falls ends at a tenth of its first value."""
+SPACES = {
+    "images": SPACE,
+    "points": {
+        **SPACE,
+        "clip_range": (6e-3, 2e-2, 6e-2, 0.18, 0.5),
+        "learning_rate": (5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
+    },
+}
+"""By world; the order of the settings decides which points are drawn."""
 Point = Mapping[str, Any]
 
 
@@ -64,44 +72,46 @@ CHOICE = Rung(3, 1.0, tuple(range(9020, 9024)))
 """The points that are compared by cost, and the fresh seeds."""
 
 
-def points(count: int) -> list[Point]:
+def points(world: str, count: int) -> list[Point]:
     """The verdict's settings, then distinct random ones that can be run."""
     random, drawn = np.random.default_rng(0), list[Point]([{}])
     while len(drawn) < count:
-        point = {name: values[random.integers(len(values))] for name, values in SPACE.items()}
+        point = {
+            name: values[random.integers(len(values))] for name, values in SPACES[world].items()
+        }
         if point["lr_schedule"] != "constant":
             point["final_learning_rate"] = 0.1
-        if point not in drawn and allowed(point):
+        if point not in drawn and allowed(CONTESTS[world], point):
             drawn.append(point)
     return drawn
 
 
-def allowed(point: Point) -> bool:
+def allowed(contest: Contest, point: Point) -> bool:
     """Whether the settings can be run and an iteration costs at most an eighth of the budget."""
     try:
-        run = CONTEST.run(next(iter(CONTEST.tasks)), point, 0)
-        return iteration_seconds(run) <= CONTEST.budget * RUNGS[0].share
+        run = contest.run(next(iter(contest.tasks)), point, 0)
+        return iteration_seconds(run) <= contest.budget * RUNGS[0].share
     except ConfigError:
         return False
 
 
-def runs_of(point: Point, rung: Rung) -> dict[tuple[str, int], RunConfig]:
+def runs_of(contest: Contest, point: Point, rung: Rung) -> dict[tuple[str, int], RunConfig]:
     """A point's runs by task and seed; those of a rung are evaluated at their end alone."""
     found = dict[tuple[str, int], RunConfig]()
-    for task in CONTEST.tasks:
+    for task in contest.tasks:
         for seed in rung.seeds:
-            run = CONTEST.run(task, point, seed, rung.share)
+            run = contest.run(task, point, seed, rung.share)
             once = {} if rung is CHOICE else {"eval_every": run.iterations}
             found[task, seed] = run.replace(**once)
     return found
 
 
-def progress_to_target(lines: Mapping[tuple[str, int], Line]) -> float:
+def progress_to_target(contest: Contest, lines: Mapping[tuple[str, int], Line]) -> float:
     """The share of the way from the first reward to the target, mean over tasks and seeds."""
     shares = list[float]()
     for (task, _), line in lines.items():
         first, *_, last = column(line, "reward")
-        shares.append((last - first) / (CONTEST.targets[task] - first))
+        shares.append((last - first) / (contest.targets[task] - first))
     return float(np.mean(shares))
 
 
@@ -111,10 +121,15 @@ def best(scores: Sequence[float], count: int) -> list[int]:
 
 
 def made(
-    chosen: Sequence[Point], rung: Rung, file: ResultsFile, workers: int, show: bool
+    world: str,
+    chosen: Sequence[Point],
+    rung: Rung,
+    file: ResultsFile,
+    workers: int,
+    show: bool,
 ) -> list[dict[tuple[str, int], Line]] | None:
     """The lines of a rung's runs by point; None if some are missing."""
-    runs = [runs_of(point, rung) for point in chosen]
+    runs = [runs_of(CONTESTS[world], point, rung) for point in chosen]
     by_id = {config_id(run): run for part in runs for run in part.values()}
     done = file.read(any_code=show)
     missing = [key for key in by_id if key not in done]
@@ -126,7 +141,7 @@ def made(
             print(f"{label}: {count}/{all_runs} runs; {pace.finished()}", flush=True)
 
         allow = {**dict.fromkeys(done), **by_id}
-        command = "python benchmarks/search_baseline.py"
+        command = f"python benchmarks/search_baseline.py {world}"
         if not Suite(by_id, file, allow, command).execute(workers, finished):
             return None
         done = file.read()
@@ -151,16 +166,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("world", choices=list(SPACES), help="images or points")
     parser.add_argument("--show", action="store_true", help="make no runs")
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
     options = parser.parse_args()
-    file = ResultsFile(RESULTS)
-    survivors = points(RUNGS[0].points)
+    world, contest = options.world, CONTESTS[options.world]
+    file = ResultsFile(RESULTS / f"baseline-{world}.jsonl")
+    survivors = points(world, RUNGS[0].points)
     for rung, keep in zip(RUNGS, (*(r.points for r in RUNGS[1:]), CHOICE.points), strict=True):
-        lines = made(survivors, rung, file, options.workers, options.show)
+        lines = made(world, survivors, rung, file, options.workers, options.show)
         if lines is None:
             return 1
-        scores = [progress_to_target(part) for part in lines]
+        scores = [progress_to_target(contest, part) for part in lines]
         kept = best(scores, keep)
         print(f"\n{rung.share:g} of the budget, {len(rung.seeds)} seeds: share of the way")
         for place in kept:
@@ -168,13 +185,13 @@ def main() -> int:
         print(f"  {scores[0]:.3f}  the first of these points: {text(survivors[0])}")
         survivors = [survivors[place] for place in kept]
     finalists = [{}, *(point for point in survivors if point)]
-    lines = made(finalists, CHOICE, file, options.workers, options.show)
+    lines = made(world, finalists, CHOICE, file, options.workers, options.show)
     if lines is None:
         return 1
     print("\nCost until the targets, over that of the verdict's settings (SD3.5-Medium):")
-    goals = [CONTEST.targets[task] for task in CONTEST.tasks]
+    goals = [contest.targets[task] for task in contest.tasks]
     for point, part in zip(finalists, lines, strict=True):
-        pairs = [(arm_curves(part, task), arm_curves(lines[0], task)) for task in CONTEST.tasks]
+        pairs = [(arm_curves(part, task), arm_curves(lines[0], task)) for task in contest.tasks]
         each = [cost_ratio([pair], [goal]).text() for pair, goal in zip(pairs, goals, strict=True)]
         print(f"  {cost_ratio(pairs, goals).text():<20} {'; '.join(each)}  {text(point)}")
     return 0

@@ -77,9 +77,11 @@ def test_planned_seconds_are_those_that_runs_count():
 
 
 def test_points_of_the_search_are_distinct_and_begin_with_the_verdicts():
-    drawn = search_baseline.points(12)
+    drawn = search_baseline.points("images", 12)
     assert drawn[0] == {} and len({str(point) for point in drawn}) == 12
-    assert search_baseline.points(5) == drawn[:5]  # more points do not change the first ones
+    assert (
+        search_baseline.points("images", 5) == drawn[:5]
+    )  # more points do not change the first ones
     for point in drawn[1:]:
         for name, values in search_baseline.SPACE.items():
             assert point[name] in values
@@ -91,5 +93,5 @@ def test_scores_and_the_best():
         for task, gain in (("compositional", 0.3483), ("text", 0.1815), ("preference", 0.0))
         for seed in (1, 2)
     }
-    assert search_baseline.progress_to_target(lines) == pytest.approx((1 + 0.5 + 0) / 3)
+    assert search_baseline.progress_to_target(IMAGES, lines) == pytest.approx((1 + 0.5 + 0) / 3)
     assert search_baseline.best([0.1, 0.3, 0.3, 0.2], 3) == [1, 2, 3]
