@@ -9,10 +9,14 @@ by more than another processor's rounding explains.
 """
 
 import argparse
+import csv
 import hashlib
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from scipy import special
 
 from flowrl.bench.contest import CONTESTS
 from flowrl.bench.evidence import column
@@ -22,8 +26,10 @@ from flowrl.bench.suite import ROUNDING, TOLERANCE, gaps
 from flowrl.core.errors import FlowrlError
 from flowrl.run.io import write_bytes
 from flowrl.run.reading import read_text
+from flowrl.run.statistics import Estimate
 
 ROOT = Path(__file__).parents[1]
+ARMS, COST = ROOT / "benchmarks/results/verdict-arms.csv", "until equal per second of SD3.5-Medium"
 RECORDS, PAGE = ROOT / "benchmarks" / "records", ROOT / "docs" / "records.md"
 
 
@@ -57,14 +63,45 @@ def tables(world: str) -> str:
     return f"{records}\n\nTries that are no record:\n\n{others}"
 
 
+def verdict_rows() -> Iterator[str]:
+    """The arms of the verdict that reach Flow-GRPO's result on images at less than its cost, beside
+    the first record. The interval of the quotient of two independent estimates is Student's on the
+    logarithm, with the sum of their squared errors and as many degrees of freedom as both have.
+    """
+    first = next(iter(known for known in read_tries(RECORDS, "images") if known.accepted), None)
+    if first is None:
+        return
+    yield f"| arm of the verdict | cost over Flow-GRPO's | over that of {first.name} |"
+    yield "|---|---|---|"
+    own, freedom = first.ratio(), len(first.seeds) - 1
+    once, both = (float(special.stdtrit(df, 0.975)) for df in (freedom, 2 * freedom))
+    with ARMS.open(newline="") as file:
+        found = [row for row in csv.DictReader(file) if row["world"] == "images"]
+    ratios = {
+        row["arm"]: [row[f"{COST}{end}"] for end in ("", " low", " high")]
+        for row in found
+        if row["task"] == "all" and not row[COST].startswith("not")
+    }
+    for arm, texts in sorted(ratios.items(), key=lambda pair: float(pair[1][0])):
+        value, low, high = map(float, texts)
+        if value >= 1:
+            continue
+        errors = [math.log(e.high / e.low) / 2 / once for e in (own, Estimate(value, low, high))]
+        reach = math.exp(both * math.hypot(*errors))
+        quotient = value / own.value
+        other = Estimate(quotient, quotient / reach, quotient * reach)
+        yield f"| {arm} | {Estimate(value, low, high).text(2)} | {other.text(2)} |"
+
+
 def page() -> str:
     """The page with the tables of today's files."""
     text = read_text(PAGE)
-    for world in CONTESTS:
-        begin, end = f"<!-- records {world} -->\n", f"\n<!-- end of {world} -->"
+    parts = {world: tables(world) for world in CONTESTS}
+    for name, part in {**parts, "verdict": "\n".join(verdict_rows())}.items():
+        begin, end = f"<!-- records {name} -->\n", f"\n<!-- end of {name} -->"
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(end)
-        text = f"{before}{begin}\n{tables(world)}\n{end}{after}"
+        text = f"{before}{begin}\n{part}\n{end}{after}"
     return text
 
 

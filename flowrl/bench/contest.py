@@ -75,14 +75,17 @@ class Contest:
 
         Returns:
             The run: as many iterations as the budget pays by the counts of `flowrl.run.plan`, at
-            least one, and evaluations at equal shares of it.
+            least one, or fewer if `settings` has "iterations", after which a learning rate that
+            falls has its last value; and evaluations at equal shares of the budget.
 
         Raises:
             ConfigError: a setting is fixed by the contest, or not allowed.
         """
-        base = self._usual(task, settings)
-        iterations = max(1, int(share * self.budget / iteration_seconds(base) + 1e-6))
-        every = max(1, round(iterations / (share * self.evaluations)))
+        own = {name: value for name, value in settings.items() if name != "iterations"}
+        base = self._usual(task, own)
+        paid = max(1, int(share * self.budget / iteration_seconds(base) + 1e-6))
+        every = max(1, round(paid / (share * self.evaluations)))
+        iterations = min(paid, settings.get("iterations", paid))
         return base.replace(iterations=iterations, eval_every=every, seed=seed)
 
 
@@ -90,7 +93,7 @@ FREE = {
     item.name for group in (AlgorithmConfig, RolloutConfig, OptimConfig) for item in fields(group)
 } - {"start_from"}
 """The settings that are an entry's."""
-_FREE = "settings of the groups algorithm, rollout and optim but for start_from"
+_FREE = "iterations, and settings of the groups algorithm, rollout and optim but start_from"
 FIXED: dict[str, Any] = {"eval_samples": 384, "eval_steps": 20}
 """The evaluation, where a task has no other."""
 

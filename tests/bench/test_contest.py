@@ -52,9 +52,7 @@ def test_every_entry_spends_the_budget(settings, share):
     assert IMAGES.run("text", {}, 1).iterations == 24
 
 
-@pytest.mark.parametrize(
-    "settings", [{"eval_steps": 5}, {"task": "text"}, {"iterations": 9}, {"start_from": "run"}]
-)
+@pytest.mark.parametrize("settings", [{"eval_steps": 5}, {"task": "text"}, {"start_from": "run"}])
 def test_what_the_contest_fixes(settings):
     with pytest.raises(ConfigError, match="allowed: those that the contest does not fix"):
         IMAGES.run("text", settings, 1)
