@@ -139,6 +139,61 @@ def costs_until_equal(runs, arm, budget, seeds):
     return np.array(rows).T
 
 
+UPDATE = 192 * (20 * FORWARD + 10 * GRADIENT + DECODE + SCORE) / 200e12
+GRPO = {"images": 12 * UPDATE, "points": 20 * UPDATE}
+"""Seconds of the verdict's Flow-GRPO: 16 prompts with 12 samples, 5 of 10 steps trained, guidance."""
+TRIES = sorted((ROOT / "benchmarks/records").glob("*/*.json"))
+
+
+@pytest.mark.parametrize("path", TRIES, ids=lambda path: path.stem)
+def test_numbers_of_a_try_on_its_page(path):
+    """The costs, the ratio to the record before, the decision and the fallen runs."""
+    known, page = json.loads(path.read_text()), (ROOT / "docs/records.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| **{known['name']}**"))
+    goals = {r["task"]: float(r["final"]) for r in rows("arms") if r["arm"] == "Flow-GRPO"}
+
+    def logs(runs, without=()):
+        """By task, the logarithm of the cost until the target of the seeds that are not left out."""
+        found = []
+        for task, part in runs.items():
+            kept = [i for i in range(len(known["seeds"])) if i not in without]
+            x, y = (np.mean([part[name][i] for i in kept], 0) for name in ("costs", "rewards"))
+            found.append(np.log(arrival(x, y, goals[task])))
+        return np.array(found)
+
+    def ends(theta, degrees, level):
+        """Ratio and interval; `theta` is a function of the seeds that are left out."""
+        value = theta(())
+        left = np.array([theta((i,)) for i in range(degrees + 1)])
+        reach = stats.t.ppf(1 - level, degrees) * np.sqrt(degrees * left.var())
+        return np.exp([value, value - reach, value + reach])
+
+    def text(values):
+        return "{:.2f} [{:.2f}, {:.2f}]".format(*values)
+
+    runs, other, degrees = known["runs"], known["against_runs"], len(known["seeds"]) - 1
+    unit = np.log(GRPO[known["world"]])
+    costs = ends(lambda left: np.mean(logs(runs, left) - unit), degrees, 0.025)
+    level = 0.3 / (np.pi * known["number"]) ** 2
+    ratio = ends(lambda left: np.mean(logs(runs, left) - logs(other, left)), degrees, level)
+    if np.isfinite([*costs, *ratio]).all():
+        assert f"**{text(costs)}**" in row and f"{text(ratio)}, {known['against']}" in row
+    fallen = [
+        sum(
+            y[-1] + 1e-9 < max(y) - 0.1 or y[-1] + 1e-9 < y[0] - 0.02
+            for part in side.values()
+            for y in part["rewards"]
+        )
+        for side in (runs, other)
+    ]
+    assert f"| {fallen[0]} ({fallen[1]}) of " in row
+    others = page.index(
+        "Tries that are no record", page.index(f"<!-- records {known['world']} -->")
+    )
+    accepted = ratio[2] < 1 and fallen[0] <= fallen[1]
+    assert accepted == (page.index(row) < others)
+
+
 def test_the_cost_until_flow_grpos_result(world):
     """Ratio and interval: the jackknife's, or resamples if an arm does not always arrive."""
     name, runs = world
