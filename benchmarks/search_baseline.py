@@ -23,9 +23,10 @@ import numpy as np
 from flowrl.bench.contest import CONTESTS, Contest, iteration_seconds
 from flowrl.bench.digest import config_id
 from flowrl.bench.evidence import Line, column, curves
+from flowrl.bench.record import over_flow_grpo
 from flowrl.bench.results_file import ResultsFile
 from flowrl.bench.suite import Pace, Suite
-from flowrl.compare.target import Curves, cost_ratio
+from flowrl.compare.target import Curves
 from flowrl.core.errors import ConfigError, FlowrlError
 from flowrl.run.config import RunConfig
 
@@ -188,12 +189,11 @@ def main() -> int:
     lines = made(world, finalists, CHOICE, file, options.workers, options.show)
     if lines is None:
         return 1
-    print("\nCost until the targets, over that of the verdict's settings (SD3.5-Medium):")
-    goals = [contest.targets[task] for task in contest.tasks]
+    print("\nCost until the targets over Flow-GRPO's in the verdict (seconds of SD3.5-Medium):")
     for point, part in zip(finalists, lines, strict=True):
-        pairs = [(arm_curves(part, task), arm_curves(lines[0], task)) for task in contest.tasks]
-        each = [cost_ratio([pair], [goal]).text() for pair, goal in zip(pairs, goals, strict=True)]
-        print(f"  {cost_ratio(pairs, goals).text():<20} {'; '.join(each)}  {text(point)}")
+        arm = {task: arm_curves(part, task) for task in contest.tasks}
+        each = [over_flow_grpo(contest, {task: own}).text() for task, own in arm.items()]
+        print(f"  {over_flow_grpo(contest, arm).text():<20} {'; '.join(each)}  {text(point)}")
     return 0
 
 

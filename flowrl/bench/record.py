@@ -118,7 +118,8 @@ class Try:
         """The cost until Flow-GRPO's result over Flow-GRPO's in the verdict, with the interval of
         this arm's seeds; the geometric mean over `tasks`, by default all.
         """
-        return over_flow_grpo(self.contest, {task: self.runs[task] for task in tasks or self.runs})
+        chosen = {task: self.runs[task].curves for task in tasks or self.runs}
+        return over_flow_grpo(self.contest, chosen)
 
     @property
     def against_ratio(self) -> CostRatio:
@@ -171,14 +172,13 @@ FLOW_GRPO = "Flow-GRPO of the verdict"
 """The name of what stands before the first record."""
 
 
-def over_flow_grpo(contest: Contest, runs: Mapping[str, Recorded]) -> CostRatio:
-    """The cost of runs by task until Flow-GRPO's result over Flow-GRPO's in the verdict: a fixed
-    number, so the interval has the spread of these runs alone.
+def over_flow_grpo(contest: Contest, arm: Mapping[str, Curves]) -> CostRatio:
+    """The cost of an arm, by its curves by task, until Flow-GRPO's result over Flow-GRPO's in the verdict: a fixed
+    number, so the interval has the spread of these curves alone.
     """
     pairs, targets = list[tuple[Curves, Curves]](), list[float]()
-    for task, recorded in runs.items():
-        own, target = recorded.curves, contest.targets[task]
-        cost, seeds = contest.costs[task], len(own.rewards)
+    for task, own in arm.items():
+        target, cost, seeds = contest.targets[task], contest.costs[task], len(own.rewards)
         fixed = Curves(np.tile([0.0, cost], (seeds, 1)), np.tile([0.0, target], (seeds, 1)))
         pairs.append((own, fixed))
         targets.append(target)
@@ -392,15 +392,15 @@ def ranked(
     """
     contest = CONTESTS[runner.world]
     record = standing(read_tries(records, runner.world))
-    known = {f"{record.name} (the record)": record.settings} if record else {}
+    beside = {f"{record.name} (the record)": record.settings} if record else {}
     tasks = list(contest.tasks)[:QUICK_TASKS]
     rows = list[tuple[str, CostRatio, list[CostRatio], int]]()
-    for arm, settings in {**known, **arms}.items():  # a file each: other arms may follow later
+    for arm, settings in {**beside, **arms}.items():  # a file each: other arms may follow later
         made = runner.run({arm: settings}, QUICK_SEEDS, tasks, QUICK_SHARE)
         if made is None:
             return None
-        runs = made[arm]
-        each = [over_flow_grpo(contest, {task: runs[task]}) for task in tasks]
-        fallen = sum(runs[task].collapsed for task in tasks)
-        rows.append((arm, over_flow_grpo(contest, runs), each, fallen))
+        known = {task: made[arm][task].curves for task in tasks}
+        each = [over_flow_grpo(contest, {task: known[task]}) for task in tasks]
+        fallen = sum(made[arm][task].collapsed for task in tasks)
+        rows.append((arm, over_flow_grpo(contest, known), each, fallen))
     return sorted(rows, key=lambda row: row[1].value)
