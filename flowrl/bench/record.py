@@ -173,8 +173,8 @@ FLOW_GRPO = "Flow-GRPO of the verdict"
 
 
 def over_flow_grpo(contest: Contest, arm: Mapping[str, Curves]) -> CostRatio:
-    """The cost of an arm, by its curves by task, until Flow-GRPO's result over Flow-GRPO's in the verdict: a fixed
-    number, so the interval has the spread of these curves alone.
+    """The cost of an arm, by its curves by task, until Flow-GRPO's result over Flow-GRPO's in the
+    verdict: a fixed number, so the interval has the spread of these curves alone.
     """
     pairs, targets = list[tuple[Curves, Curves]](), list[float]()
     for task, own in arm.items():
