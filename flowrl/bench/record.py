@@ -23,7 +23,7 @@ from flowrl.bench.evidence import curves, fell
 from flowrl.bench.results_file import Lines, ResultsFile, provenance
 from flowrl.bench.suite import Pace, Suite
 from flowrl.compare.target import CostRatio, Curves, cost_ratio
-from flowrl.core.errors import MAX_SEED, ConfigError, require
+from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Workers
 from flowrl.run.build import check
 from flowrl.run.config import RunConfig
@@ -33,8 +33,8 @@ from flowrl.run.reading import read_bytes, read_json
 
 FORMAT = 1
 SEEDS = 10
-FIRST_SEED = 1_000_000
-"""Fresh seeds are not below it; those of searches and of other results are."""
+FIRST_SEED, LAST_SEED = 1_000_000, 2**31
+"""Fresh seeds are between them; those of searches and of other results are lower."""
 QUICK_SEEDS = (9040, 9041, 9042, 9043)
 QUICK_TASKS, QUICK_SHARE = 2, 0.5
 """The quick mode has the first tasks of a contest, and a share of the budget."""
@@ -235,7 +235,7 @@ def fresh_seeds(commit: str, files: Sequence[Path]) -> tuple[int, ...]:
     seeds, count = dict[int, None](), 0
     while len(seeds) < SEEDS:
         word = hashlib.sha256(digest.digest() + count.to_bytes(4)).digest()
-        seeds[FIRST_SEED + int.from_bytes(word[:8]) % (MAX_SEED - FIRST_SEED)] = None
+        seeds[FIRST_SEED + int.from_bytes(word[:8]) % (LAST_SEED - FIRST_SEED)] = None
         count += 1
     return tuple(seeds)
 
