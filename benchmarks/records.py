@@ -48,9 +48,8 @@ def rows(tries: Sequence[Try], is_record: bool) -> Iterator[str]:
     for known in chosen:
         each = " | ".join(known.ratio([task]).text() for task in tasks)
         own, other = known.collapsed
-        before = f"{known.against_ratio.text()}, {known.against}"
         yield (
-            f"| **{known.name}**: {known.why} | **{known.ratio().text()}** | {each} | {before} |"
+            f"| **{known.name}**: {known.why} | **{known.ratio().text()}** | {each} | {known.before} |"
             f" {own} ({other}) of {sum(len(r.rewards) for r in known.runs.values())} |"
             f" {known.search_runs:,} | {known.date} |"
         )

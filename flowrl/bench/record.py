@@ -131,6 +131,14 @@ class Try:
         return cost_ratio(pairs, targets, 1 - 2 * self.level)
 
     @property
+    def before(self) -> str:
+        """`against_ratio` in words."""
+        ratio = self.against_ratio
+        if ratio.value > 0:
+            return f"{ratio.text()}, {self.against}"
+        return f"did not arrive on these seeds: {self.against}"
+
+    @property
     def level(self) -> float:
         """Level of the test of the j-th try against a record: 0.05 x 6 / (pi^2 j^2), whose sum over
         all j is 0.05.
@@ -162,8 +170,8 @@ class Try:
         judged = "a new record" if self.accepted else "no record"
         return (
             f"{self.name}: {self.ratio().text()} of Flow-GRPO's cost ({each});"
-            f" {self.against_ratio.text()} of the record, {self.against}, on the same"
-            f" {len(self.seeds)} seeds (try {self.number}, upper bound at level {self.level:.2g});"
+            f" over the record before on the same {len(self.seeds)} seeds: {self.before} (try"
+            f" {self.number}, level {self.level:.2g});"
             f" runs that collapsed: {own}, of the record's {other}: {judged}"
         )
 

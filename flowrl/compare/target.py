@@ -154,7 +154,8 @@ def _thetas(
             own, other = np.log(costs)
             thetas.append(own - other)
             least.append(np.minimum(own, np.log(first.costs[:, -1])) - other)
-    return np.mean(thetas, 0), np.mean(least, 0)
+    with np.errstate(invalid="ignore"):  # NaN if each arm misses another target
+        return np.mean(thetas, 0), np.mean(least, 0)
 
 
 def _exp(value: float) -> float:

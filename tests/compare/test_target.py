@@ -138,3 +138,9 @@ def test_equal_arms_are_seldom_told_apart():
         ratio = cost_ratio([(arm(common), arm(common))], [0.6])
         inside.append(ratio.low <= 1 <= ratio.high)
     assert 0.91 <= np.mean(inside) <= 0.985
+
+
+@pytest.mark.filterwarnings("error")
+def test_each_arm_misses_another_target():
+    rising, low = line([1.0, 1.0]), line([0.1, 0.1])
+    assert math.isnan(cost_ratio([(rising, low), (low, rising)], [0.9, 0.9]).value)
