@@ -72,6 +72,11 @@ def test_what_a_record_is():
     assert not made(share=0.99, spread=0.1).accepted  # cheaper, but by chance
     fallen = made(collapsed=1)
     assert fallen.collapsed == (4, 0) and not fallen.accepted
+    # a record that does not arrive counts as arriving at the end, 2 here
+    late = made(other=3.0)
+    assert late.accepted and late.before.startswith("at most 0.2")
+    assert late.against_ratio.value == pytest.approx(0.5 / 2, rel=0.03)
+    assert not made(share=3.0, other=3.0).accepted
     # the same runs: a later try needs more
     close = made(share=0.94, spread=0.03)
     assert close.accepted and not replace(close, number=40).accepted
