@@ -1,18 +1,21 @@
-"""Why the record is cheap: signal and noise of the policy gradient, by decision and rule.
+"""Why the record is cheap: signal and noise of a batch's gradient, by loss, rule and decision.
 
     python benchmarks/record_why.py            # about 15 minutes; writes results/record-why.json
     python benchmarks/record_why.py --show     # the table and docs/verdict/record-why.png
 
-A batch is the record's: its prompts, members, steps and noise. G_k is the mean over batches of
-decision k's part of the gradient, n_k the deviation of a batch from it. Signal is |sum_k w_k G_k|^2,
-noise the mean of |sum_k w_k n_k|^2, both without the bias of finitely many batches. Their ratio is
-what a batch is worth: a step at the best rate gains in proportion to s / (1 + s). Rules share their
-trajectories; weights are those of Weighted("noise"). In the three tasks of the image world, with
-the base weights and after five iterations of the record.
+A batch has 8 prompts with 12 samples in the three tasks of the image world, with the base weights
+and after five iterations of the record. G is the mean gradient over batches of fresh prompts, n the
+deviation of one of them; signal is |G|^2, noise the mean of |n|^2, both without the bias of
+finitely many batches. Their ratio s is what a batch is worth: a step at the best rate gains in
+proportion to s / (1 + s). Policy gradients are measured decision by decision, for the final reward
+and for the reward minus a calibrated baseline, on the same samples; weights are those of
+Weighted("noise"). DiffusionNFT is measured with several numbers of times per image. Costs are
+seconds of SD3.5-Medium per batch over those of the policy gradient.
 """
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,57 +26,89 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowrl.bench.gradients import Setting, credit_tables, flat
+from flowrl.bench.contest import CONTESTS, iteration_seconds
+from flowrl.bench.gradients import Setting, credit_tables, flat, forward_gradients
 from flowrl.bench.record import read_tries, standing
 from flowrl.credit import CalibratedGain, Uniform
 from flowrl.losses import PolicyGradientLoss
 from flowrl.rollout import Groups, Rows, TransitionObjective
 from flowrl.rollout.groups import PromptStream
-from flowrl.run.build import make_trainer
-from flowrl.run.config import RunConfig
+from flowrl.run.build import make_trainer, run_method
 from flowrl.run.io import write_bytes
 from flowrl.run.report.style import png
 
 ROOT = Path(__file__).parents[1]
 RESULT, FIGURE = ROOT / "benchmarks/results/record-why.json", ROOT / "docs/verdict/record-why.png"
 RULES = {"final reward": Uniform(), "minus a calibrated baseline": CalibratedGain(gain_weight=0)}
-BATCHES = 48
-TRAINED = 5
-"""Iterations of the record before the second measurement."""
-Products = dict[str, list[list[float]]]
+TIMES = (9, 3, 1)
+"""Times per image of DiffusionNFT; 9 are all of its own."""
+BATCH = {"groups": 8, "noise_level": 0.98}
+BATCHES, TRAINED = 48, 5
+"""Batches, and iterations of the record before the second measurement."""
+CONTEST = CONTESTS["images"]
 
 
-def measured(config: RunConfig, batches: int, trained: int) -> dict[str, Any]:
-    """Inner products of the gradients of all batches and decisions, by rule, and the stds."""
-    trainer = make_trainer(config)
+def nft(times: int) -> str:
+    """DiffusionNFT with a number of times per image."""
+    own = "" if times == 9 else f", times=steps(count={times})"
+    return f"diffusion-nft(beta=0.333, kl_weight=0{own})"
+
+
+def measured(task: str, trained: int, batches: int) -> dict[str, Any]:
+    """Inner products of the gradients of all batches, of policy gradients also by decision; and the
+    stds of the decisions.
+    """
+    record = standing(read_tries(ROOT / "benchmarks/records", "images"))
+    assert record is not None
+    trainer = make_trainer(CONTEST.run(task, record.settings, 0))
     for _ in range(trained):
         trainer.iteration()
-    policy, schedule = trainer.policy, trainer.schedule
+    policy, schedule, reward = trainer.policy, trainer.schedule, trainer.reward
+    run = CONTEST.run(task, BATCH, 0)
+    sampler = make_trainer(run).draw_sampler()
+    losses = {times: run_method(CONTEST.run(task, forward(times), 0)) for times in TIMES}
     prompts = PromptStream(trainer.prompts.prompts, 1)
-    groups = Groups(config.rollout.groups, config.rollout.group_size)
+    groups = Groups(run.rollout.groups, run.rollout.group_size)
     generator = torch.Generator().manual_seed(2)
-    vectors: dict[str, list[torch.Tensor]] = {name: [] for name in RULES}
+    vectors: dict[str, list[torch.Tensor]] = defaultdict(list)
     stds = torch.zeros(0)
-    for _ in range(batches):
-        chosen = prompts.take(groups.prompts)
-        setting = Setting(policy, trainer.draw_sampler(), schedule, trainer.reward, chosen)
+    for batch in range(batches):
+        setting = Setting(policy, sampler, schedule, reward, prompts.take(groups.prompts))
         stds = setting.stds[setting.stds > 0]
         result = setting.rollout(groups, generator, CalibratedGain().probe)
-        record = setting.experience(result)
+        found = setting.experience(result)
         for name, rule in RULES.items():
-            loss, tables = PolicyGradientLoss(), credit_tables(rule, record)
-            objective = TransitionObjective(
-                policy, loss, result, record.decisions, *tables, setting.sampler
-            )
+            loss, tables = PolicyGradientLoss(), credit_tables(rule, found)
+            objective = TransitionObjective(policy, loss, result, found.decisions, *tables, sampler)
             for k in range(len(stds)):
                 rows = Rows.of(torch.arange(groups.samples), torch.full((groups.samples,), k))
                 value = loss.loss(objective.batch(rows)).loss
                 vectors[name].append(flat(torch.autograd.grad(value, setting.parameters)))
+        for times, method in losses.items():
+            own = replace(setting, sampler=method.sampler)
+            members = groups.members
+            row = forward_gradients(own, method.credit, method.loss, 1, members, batch)
+            vectors[f"DiffusionNFT, {times} times"].append(row[0])
     products = {name: torch.stack(rows).double() for name, rows in vectors.items()}
     return {
         "stds": stds.tolist(),
         "products": {name: (rows @ rows.T).tolist() for name, rows in products.items()},
     }
+
+
+def forward(times: int) -> dict[str, Any]:
+    """The settings of DiffusionNFT with a number of times."""
+    return {"method": "diffusion-nft", "loss": nft(times), "groups": BATCH["groups"]}
+
+
+def costs() -> dict[str, float]:
+    """Seconds per batch over those of the policy gradient."""
+    task = next(iter(CONTEST.tasks))
+    baseline = {**BATCH, "credit": "calibrated-gain(gain_weight=0)"}
+    arms = dict(zip(RULES, (BATCH, baseline), strict=True))
+    arms |= {f"DiffusionNFT, {times} times": forward(times) for times in TIMES}
+    each = {name: iteration_seconds(CONTEST.run(task, arm, 0)) for name, arm in arms.items()}
+    return {name: seconds / each["final reward"] for name, seconds in each.items()}
 
 
 def signal_and_noise(
@@ -101,46 +136,64 @@ def best_weights(signal: Any, noise: Any) -> Any:
 
 
 def summary(known: Mapping[str, Any]) -> dict[str, Any]:
-    """By rule: signal over noise of each decision, and of a batch with weights of 1, by noise and
-    the best ones.
+    """By loss and rule: signal over noise of a batch; of policy gradients with weights of 1, by
+    noise and the best ones, and of each decision alone.
     """
     stds, found = np.array(known["stds"]), dict[str, Any]()
     for name, products in known["products"].items():
-        signal, noise = signal_and_noise(np.array(products), len(stds))
+        count = len(stds) if name in RULES else 1
+        signal, noise = signal_and_noise(np.array(products), count)
+        if count == 1:
+            found[name] = {"batch": worth(signal, noise, np.ones(1))}
+            continue
         found[name] = {
-            "decisions": (np.diag(signal) / np.diag(noise)).tolist(),
-            "weights of 1": worth(signal, noise, np.ones(len(stds))),
+            "batch": worth(signal, noise, np.ones(count)),
             "weights by noise": worth(signal, noise, stds),
             "best weights": worth(signal, noise, best_weights(signal, noise)),
+            "decisions": (np.diag(signal) / np.diag(noise)).tolist(),
         }
     return found
 
 
-WEIGHTS = ("weights of 1", "weights by noise", "best weights")
+def bars(summaries: Mapping[str, Any]) -> dict[str, tuple[list[float], float]]:
+    """By label, signal over noise in every task and state, and the cost."""
+    price, found = costs(), dict[str, tuple[list[float], float]]()
+    for rule in RULES:
+        for kind in ("batch", "weights by noise"):
+            label = f"policy gradient, {rule}{', weights by noise' * (kind != 'batch')}"
+            found[label] = [known[rule][kind] for known in summaries.values()], price[rule]
+    for times in TIMES:
+        name = f"DiffusionNFT, {times} times"
+        found[f"{name} per image"] = [k[name]["batch"] for k in summaries.values()], price[name]
+    return found
 
 
 def figure(summaries: Mapping[str, Any]) -> Any:
-    """Per task and state of training: the worth of a batch by rule and weights."""
-    made, axes = plt.subplots(1, 2, figsize=(9.0, 3.4), layout="constrained")
-    colours = dict(zip(RULES, ("#4c78a8", "#e45756"), strict=True))
-    for rule, colour in colours.items():
+    """Each decision alone, and what a batch is worth at its cost."""
+    made, axes = plt.subplots(
+        1, 2, figsize=(10.0, 3.4), layout="constrained", gridspec_kw={"width_ratios": [2, 3]}
+    )
+    for rule, colour in zip(RULES, ("#4c78a8", "#e45756"), strict=True):
         rows = np.array([known[rule]["decisions"] for known in summaries.values()])
         places = 1 + np.arange(rows.shape[1])
-        axes[0].plot(places, rows.mean(0), "o-", color=colour, label=rule)
         axes[0].plot(places, rows.T, color=colour, alpha=0.25, lw=0.8)
-        each = np.array([[known[rule][name] for name in WEIGHTS] for known in summaries.values()])
-        shift = -0.19 if rule == next(iter(RULES)) else 0.19
-        axes[1].bar(np.arange(3) + shift, each.mean(0), 0.36, color=colour, label=rule)
-        for number in range(3):
-            axes[1].plot([number + shift] * len(each), each[:, number], "k.", ms=3)
-    axes[0].set(xlabel="decision", ylabel="signal / noise of a batch", title="Each decision alone")
-    axes[0].set_xticks(places)
-    axes[1].set_xticks(np.arange(3), [name.replace(" ", "\n", 1) for name in WEIGHTS])
-    axes[1].set(ylabel="signal / noise of a batch", title="All decisions together")
+        axes[0].plot(places, rows.mean(0), "o-", color=colour, label=rule)
+        axes[0].set_xticks(places)
+    axes[0].set(xlabel="decision", ylabel="signal / noise of a batch", ylim=0)
+    axes[0].set_title("Policy gradient, each decision alone")
     axes[0].legend(frameon=False)
+    found = bars(summaries)
+    for place, (values, cost) in enumerate(found.values()):
+        colour = "#54a24b" if place >= 2 * len(RULES) else "#4c78a8" if place < 2 else "#e45756"
+        worth_of = np.array(values) / cost
+        axes[1].barh(place, worth_of.mean(), 0.7, color=colour)
+        axes[1].plot(worth_of, [place] * len(worth_of), "k.", ms=3)
+    axes[1].set_yticks(range(len(found)), list(found))
+    axes[1].invert_yaxis()
+    axes[1].set(xlabel="signal / noise of a batch over its cost", xlim=0)
+    axes[1].set_title("All decisions together, per cost")
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-        axis.set_ylim(0)
     return made
 
 
@@ -152,22 +205,17 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="measure nothing")
     options = parser.parse_args()
     if not options.show:
-        record = standing(read_tries(ROOT / "benchmarks/records", "images"))
-        assert record is not None
         found = dict[str, Any]()
-        for task in record.contest.tasks:
-            config = record.contest.run(task, record.settings, 0)
+        for task in CONTEST.tasks:
             for trained in (0, TRAINED):
                 name = f"{task}, {trained} iterations"
-                found[name] = summary(measured(replace(config), BATCHES, trained))
+                found[name] = summary(measured(task, trained, BATCHES))
                 print(name, json.dumps(found[name]), flush=True)
         write_bytes(RESULT, (json.dumps(found, indent=1) + "\n").encode())
     summaries = json.loads(RESULT.read_text())
-    for name, known in summaries.items():
-        for rule, numbers in known.items():
-            each = " ".join(f"{value:.3f}" for value in numbers["decisions"])
-            together = ", ".join(f"{kind} {numbers[kind]:.2f}" for kind in WEIGHTS)
-            print(f"{name}, {rule}: {together}; decisions {each}")
+    for label, (values, cost) in bars(summaries).items():
+        each = " ".join(f"{value:.3f}" for value in values)
+        print(f"{label}: {np.mean(values):.3f} at {cost:.2f} of the cost; {each}")
     write_bytes(FIGURE, png(figure(summaries)))
 
 
