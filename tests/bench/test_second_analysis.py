@@ -146,6 +146,7 @@ TRIES = sorted((ROOT / "benchmarks/records").glob("*/*.json"))
 
 
 @pytest.mark.parametrize("path", TRIES, ids=lambda path: path.stem)
+@pytest.mark.filterwarnings("ignore:invalid value")  # infinite costs
 def test_numbers_of_a_try_on_its_page(path):
     """The costs, the ratio to the record before, the decision and the fallen runs."""
     known, page = json.loads(path.read_text()), (ROOT / "docs/records.md").read_text()
@@ -193,9 +194,7 @@ def test_numbers_of_a_try_on_its_page(path):
         for side in (runs, other)
     ]
     assert f"| {fallen[0]} ({fallen[1]}) of " in row
-    others = page.index(
-        "Tries that are no record", page.index(f"<!-- records {known['world']} -->")
-    )
+    others = page.index("Tries that are no record")
     accepted = ratio[2] < 1 and fallen[0] <= fallen[1]
     assert accepted == (page.index(row) < others)
 
