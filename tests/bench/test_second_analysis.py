@@ -258,7 +258,7 @@ def test_verdicts_after_holms_correction(world):
 
 
 def test_the_page_has_the_numbers_of_the_tables():
-    """Its leads, with or without signs."""
+    """Its leads, with or without signs, and its ratios, of which some are on the page of records."""
     shown = re.findall(r"([-+]?\d+\.\d) \[([-+]?\d+\.\d), ([-+]?\d+\.\d)\]", PAGE.read_text())
     known = set()
     for row in (*rows("arms"), *rows("questions")):
@@ -266,10 +266,13 @@ def test_the_page_has_the_numbers_of_the_tables():
             known.add(tuple(float(row[f"{name}{end}"]) for end in ("", " low", " high")))
     known = np.array(sorted(known))
     assert len(shown) > 40
-    ratios = re.findall(r"(\d+\.\d\d) \[(\d+\.\d\d), (\d+\.\d\d)\]", PAGE.read_text())
+    ratios, others = (
+        re.findall(r"(\d+\.\d\d) \[(\d+\.\d\d), (\d+\.\d\d)\]", page.read_text())
+        for page in (PAGE, ROOT / "docs/records.md")
+    )
     column = "until equal per second of SD3.5-Medium"
     listed = [[row[f"{column}{end}"] for end in ENDS] for row in rows("arms")]
-    listed = np.array([row for row in listed if "not by" not in row[0]], float)
+    listed = np.array([*(row for row in listed if "not by" not in row[0]), *others], float)
     assert len(ratios) > 10
     for ratio in np.array(ratios, float):
         assert np.abs(listed - ratio).max(1).min() <= 0.0056, ratio
