@@ -45,7 +45,7 @@ def arriving(task, share, spread=0.0, seeds=10, collapsed=0):
     return Recorded(np.tile(cost * places, (seeds, 1)).tolist(), rewards.tolist())
 
 
-def made(name="mine", share=0.5, against=FLOW_GRPO, other=1.0, number=1, **runs):
+def made(name="mine", share=0.5, against="first", other=1.0, number=1, **runs):
     """A try whose runs arrive at shares of Flow-GRPO's cost."""
     return Try(
         **{"format": 1, "world": "points", "name": name, "why": "a test", "settings": {}},
@@ -82,6 +82,10 @@ def test_what_a_record_is():
     assert close.accepted and not replace(close, number=40).accepted
     assert "0.50 [0.50, 0.50] of Flow-GRPO's cost" in made().line
     assert made().line.endswith("a new record") and fallen.line.endswith("no record")
+    # the first one needs no test
+    first = made("first", share=1.2, against=FLOW_GRPO)
+    assert first.accepted and first.line.endswith("the first record")
+    assert not replace(first, number=2).accepted
 
 
 def test_levels_of_all_tries_sum_to_five_percent():
@@ -112,7 +116,7 @@ def test_equal_arms_are_records_no_more_often_than_the_level_says():
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
-    first = made()
+    first = made(against=FLOW_GRPO)
     path = tmp_path / "points" / "mine.json"
     write_bytes(path, text_of(first).encode())
     assert read_tries(tmp_path, "points") == [first]
@@ -122,6 +126,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
 def test_the_record_that_stands(tmp_path):
     assert read_tries(tmp_path, "points") == [] and standing([]) is None
     tries = [
+        made("first", share=1.1, against=FLOW_GRPO),
         made("b", share=1.1),
         made("a", number=2),
         made("c", against="a", other=0.5),
@@ -130,7 +135,7 @@ def test_the_record_that_stands(tmp_path):
     for known in tries:
         write_bytes(tmp_path / "points" / f"{known.name}.json", text_of(known).encode())
     read = read_tries(tmp_path, "points")
-    assert [known.name for known in read] == ["b", "a", "c", "d"]
+    assert [known.name for known in read] == ["first", "b", "a", "c", "d"]
     record_ = standing(read)
     assert record_ is not None and record_.name == "d"
     (tmp_path / "points" / "a.json").unlink()
