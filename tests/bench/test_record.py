@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import record_why
 import records
 from hypothesis import given
 from hypothesis import strategies as st
@@ -227,25 +226,3 @@ def test_the_command(repository, monkeypatch, capsys):
 @pytest.mark.satellite
 def test_the_page_is_made_from_the_files():
     assert records.page() == (ROOT / "docs/records.md").read_text()
-
-
-def test_signal_and_noise_of_known_gradients():
-    """Two decisions with mean gradients (1, 0, ..) and (1, 2, ..), noise of std .5 and 1 per entry,
-    half of it shared: S = [[1, 1], [1, 5]], N = 8 [[.25, .25], [.25, 1]].
-    """
-    random, size = np.random.default_rng(0), 8
-    means = np.zeros((2, size))
-    means[0, 0], means[1, :2] = 1, (1, 2)
-    first = random.normal(size=(3000, size))
-    second = (first + np.sqrt(3) * random.normal(size=(3000, size))) / 2
-    batches = means + np.stack([0.5 * first, second], 1)
-    flat = batches.reshape(-1, size)
-    signal, noise = record_why.signal_and_noise(flat @ flat.T, 2)
-    assert signal == pytest.approx(np.array([[1, 1], [1, 5]]), abs=0.1)
-    assert noise == pytest.approx(size * np.array([[0.25, 0.25], [0.25, 1]]), rel=0.05)
-    assert record_why.worth(signal, noise, np.ones(2)) == pytest.approx(8 / 14, rel=0.06)
-    # without noise all weights are 1; with parallel gradients and much noise they are a / N
-    assert record_why.best_weights(signal, 0 * noise) == pytest.approx(np.ones(2))
-    parallel = np.outer([1.0, 2.0], [1.0, 2.0])
-    weights = record_why.best_weights(parallel, np.diag([1e4, 1e5]))
-    assert weights[1] / weights[0] == pytest.approx(0.2, rel=0.01)
