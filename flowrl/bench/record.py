@@ -1,4 +1,4 @@
-"""`flowrl bench record`: an arm's cost until Flow-GRPO's result, on seeds that nobody could choose.
+"""`flowrl bench record`: an arm's cost until Flow-GRPO's result, on seeds derived from its commit.
 
 An official try runs the arm and the standing record on the same fresh seeds and writes one file.
 The quick mode runs several arms on few seeds and ranks them.
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from flowrl.run.io import write_bytes
 from flowrl.run.parts.trust import require_trust
 from flowrl.run.reading import read_bytes, read_json
 
-FORMAT = 1
 SEEDS = 10
 FIRST_SEED, LAST_SEED = 1_000_000, 2**31
 """Fresh seeds are between them; those of searches and of other results are lower."""
@@ -72,7 +71,7 @@ class Try:
     """A file of an official try, from whose curves everything else about it follows.
 
     Args:
-        format: `FORMAT`.
+        format: the format of the file.
         world: a name of `CONTESTS`.
         name: the arm's.
         why: one line on why it is cheap.
@@ -91,7 +90,7 @@ class Try:
         against_runs: by task, the standing record's runs.
     """
 
-    format: int
+    format: Literal[1]
     world: str
     name: str
     why: str
@@ -163,18 +162,12 @@ class Try:
         return own, other
 
     @property
-    def is_first(self) -> bool:
-        """Whether it is the first try of its world."""
-        return self.against == FLOW_GRPO and self.number == 1
-
-    @property
     def accepted(self) -> bool:
-        """Whether it is a record: the first try of a world, which is Flow-GRPO with searched
-        settings, is one by definition; a later one if the upper bound of its cost over that of the
-        standing record is below 1, and no more runs fell.
+        """Whether it is a record: the upper bound of its cost over that of the standing record is
+        below 1, and no more runs fell. `BASELINE` is one by definition.
         """
         own, other = self.collapsed
-        return self.is_first or (self.against_ratio.high < 1 and own <= other)
+        return self.name == BASELINE or (self.against_ratio.high < 1 and own <= other)
 
     @property
     def line(self) -> str:
@@ -182,7 +175,6 @@ class Try:
         each = ", ".join(f"{task} {self.ratio([task]).text()}" for task in self.runs)
         own, other = self.collapsed
         judged = "a new record" if self.accepted else "no record"
-        judged = "the first record" if self.is_first else judged
         return (
             f"{self.name}: {self.ratio().text()} of Flow-GRPO's cost ({each});"
             f" over the record before on the same {len(self.seeds)} seeds: {self.before} (try"
@@ -191,8 +183,8 @@ class Try:
         )
 
 
-FLOW_GRPO = "Flow-GRPO of the verdict"
-"""The name of what stands before the first record."""
+FLOW_GRPO, BASELINE = "Flow-GRPO of the verdict", "searched Flow-GRPO"
+"""The names of what stands before the first record, and of the first record."""
 
 
 def over_flow_grpo(contest: Contest, arm: Mapping[str, Curves]) -> CostRatio:
@@ -378,7 +370,7 @@ def attempt(
     number = 1 + sum(t.against == against for t in tries)
     about = provenance()
     done = Try(
-        FORMAT,
+        1,
         runner.world,
         name,
         why,

@@ -26,6 +26,7 @@ from flowrl.bench.record import (
 )
 from flowrl.bench.verdict_runs import POINTS
 from flowrl.cli.main import main
+from flowrl.compare.arms import load_arms
 from flowrl.core.errors import ConfigError
 from flowrl.run.io import write_bytes
 
@@ -44,7 +45,7 @@ def arriving(task, share, spread=0.0, seeds=10, collapsed=0):
     return Recorded(np.tile(cost * places, (seeds, 1)).tolist(), rewards.tolist())
 
 
-def made(name="mine", share=0.5, against="first", other=1.0, number=1, **runs):
+def made(name="mine", share=0.5, against="searched Flow-GRPO", other=1.0, number=1, **runs):
     """A try whose runs arrive at shares of Flow-GRPO's cost."""
     return Try(
         **{"format": 1, "world": "points", "name": name, "why": "a test", "settings": {}},
@@ -82,9 +83,8 @@ def test_what_a_record_is():
     assert "0.50 [0.50, 0.50] of Flow-GRPO's cost" in made().line
     assert made().line.endswith("a new record") and fallen.line.endswith("no record")
     # the first one needs no test
-    first = made("first", share=1.2, against=FLOW_GRPO)
-    assert first.accepted and first.line.endswith("the first record")
-    assert not replace(first, number=2).accepted
+    first = made("searched Flow-GRPO", share=1.2, against=FLOW_GRPO)
+    assert first.accepted and not replace(first, name="another").accepted
 
 
 def test_levels_of_all_tries_sum_to_five_percent():
@@ -125,7 +125,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
 def test_the_record_that_stands(tmp_path):
     assert read_tries(tmp_path, "points") == [] and standing([]) is None
     tries = [
-        made("first", share=1.1, against=FLOW_GRPO),
+        made("searched Flow-GRPO", share=1.1, against=FLOW_GRPO),
         made("b", share=1.1),
         made("a", number=2),
         made("c", against="a", other=0.5),
@@ -134,7 +134,7 @@ def test_the_record_that_stands(tmp_path):
     for known in tries:
         write_bytes(tmp_path / "points" / f"{known.name}.json", text_of(known).encode())
     read = read_tries(tmp_path, "points")
-    assert [known.name for known in read] == ["first", "b", "a", "c", "d"]
+    assert [known.name for known in read] == ["searched Flow-GRPO", "b", "a", "c", "d"]
     record_ = standing(read)
     assert record_ is not None and record_.name == "d"
     (tmp_path / "points" / "a.json").unlink()
@@ -221,6 +221,27 @@ def test_the_command(repository, monkeypatch, capsys):
     record_ = standing([first])
     assert second.against == (record_.name if record_ else FLOW_GRPO)
     assert set(second.files) == {"rule.py"} and not set(second.seeds) & set(first.seeds)
+
+
+@pytest.mark.satellite
+@pytest.mark.parametrize("world", CONTESTS)
+def test_seeds_and_settings_of_the_tries_are_those_of_their_files(world):
+    files = sorted((ROOT / "benchmarks/records/arms").glob("*.yaml"))
+    entered = {(name, path): arm for path in files for name, arm in load_arms(path).items()}
+    for known in read_tries(ROOT / "benchmarks/records", world):
+        assert any(
+            name == known.name
+            and arm == known.settings
+            and fresh_seeds(known.commit, [path]) == tuple(known.seeds)
+            for (name, path), arm in entered.items()
+        )
+
+
+def test_a_file_of_another_format_is_refused(tmp_path):
+    other = text_of(made()).replace('"format": 1', '"format": 2')
+    write_bytes(tmp_path / "points" / "mine.json", other.encode())
+    with pytest.raises(ConfigError, match="format"):
+        read_tries(tmp_path, "points")
 
 
 @pytest.mark.satellite

@@ -195,8 +195,7 @@ def test_numbers_of_a_try_on_its_page(path):
     ]
     assert f"| {fallen[0]} ({fallen[1]}) of " in row
     others = page.index("Tries that are no record")
-    first = known["against"] == "Flow-GRPO of the verdict" and known["number"] == 1
-    accepted = first or (ratio[2] < 1 and fallen[0] <= fallen[1])
+    accepted = known["name"] == "searched Flow-GRPO" or (ratio[2] < 1 and fallen[0] <= fallen[1])
     assert accepted == (page.index(row) < others)
 
 
