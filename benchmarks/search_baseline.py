@@ -15,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from flowrl.bench.digest import config_id
 from flowrl.bench.evidence import Line, column, curves
 from flowrl.bench.record import over_flow_grpo
 from flowrl.bench.results_file import ResultsFile
-from flowrl.bench.suite import Pace, Suite
+from flowrl.bench.suite import make_missing
 from flowrl.compare.target import Curves
 from flowrl.core.errors import ConfigError, FlowrlError
 from flowrl.run.config import RunConfig
@@ -135,15 +136,10 @@ def made(
     done = file.read(any_code=show)
     missing = [key for key in by_id if key not in done]
     if missing and not show:
-        pace = Pace(len(missing))
-        label = f"{len(chosen)} points, {rung.share:g} of the budget"
-
-        def finished(count: int, all_runs: int, line: Mapping[str, Any]) -> None:
-            print(f"{label}: {count}/{all_runs} runs; {pace.finished()}", flush=True)
-
-        allow = {**dict.fromkeys(done), **by_id}
+        words = f"{len(chosen)} points, {rung.share:g} of the budget"
         command = f"python benchmarks/search_baseline.py {world}"
-        if not Suite(by_id, file, allow, command).execute(workers, finished):
+        say = partial(print, flush=True)
+        if not make_missing(by_id, file, command, workers, lambda key: words, say):
             return None
         done = file.read()
     if any(key not in done for key in by_id):
@@ -183,7 +179,8 @@ def main() -> int:
         print(f"\n{rung.share:g} of the budget, {len(rung.seeds)} seeds: share of the way")
         for place in kept:
             print(f"  {scores[place]:.3f}  {text(survivors[place])}")
-        print(f"  {scores[0]:.3f}  the first of these points: {text(survivors[0])}")
+        if {} in survivors:
+            print(f"  {scores[survivors.index({})]:.3f}  {text({})}")
         survivors = [survivors[place] for place in kept]
     finalists = [{}, *(point for point in survivors if point)]
     lines = made(world, finalists, CHOICE, file, options.workers, options.show)

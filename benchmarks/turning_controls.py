@@ -17,15 +17,15 @@ import argparse
 import csv
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from flowrl.bench.digest import config_id
 from flowrl.bench.evidence import Line, column, mean_reward
 from flowrl.bench.results_file import ResultsFile
-from flowrl.bench.suite import Pace, Suite
+from flowrl.bench.suite import make_missing
 from flowrl.bench.verdict_runs import CAMPAIGNS, FORM, Task
 from flowrl.core.errors import FlowrlError
 from flowrl.run.config import RunConfig
@@ -134,14 +134,14 @@ def main() -> int:
     wanted = runs(options.world)
     by_id = {config_id(run): run for run in wanted.values()}
     file = ResultsFile(RESULTS / f"turning-{options.world}.jsonl")
+    say = partial(print, flush=True)
+
+    def label(key: str) -> str:
+        return f"seed {by_id[key].seed}"
+
     if not options.show:
-        pace = Pace(len(by_id.keys() - file.read().keys()))
-
-        def finished(done: int, count: int, line: Mapping[str, Any]) -> None:
-            print(f"{done}/{count} runs; {pace.finished()}", flush=True)
-
         command = f"python benchmarks/turning_controls.py {options.world}"
-        if not Suite(by_id, file, by_id, command).execute(options.workers, finished):
+        if not make_missing(by_id, file, command, options.workers, label, say):
             return 130
     print("\n".join(table(options.world, file.read(any_code=True), wanted)))
     return 0

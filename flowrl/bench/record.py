@@ -21,7 +21,7 @@ from flowrl.bench.contest import CONTESTS, Contest
 from flowrl.bench.digest import config_id, own_files
 from flowrl.bench.evidence import curves, fell
 from flowrl.bench.results_file import Lines, ResultsFile, provenance
-from flowrl.bench.suite import Pace, Suite
+from flowrl.bench.suite import make_missing
 from flowrl.compare.target import CostRatio, Curves, cost_ratio
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Workers
@@ -304,15 +304,12 @@ class Runner:
         made = {key: run for key, (_, run) in by_id.items()}
         name = hashlib.sha256("".join(sorted(made)).encode()).hexdigest()[:8]
         file = ResultsFile(self.folder / f"{self.world}-{name}.jsonl", trust=True)
-        pace = Pace(len(made.keys() - file.read().keys()))
-        if pace.missing:
-            self.say(f"{pace.missing} runs remain ({file.path}); press Ctrl-C to pause")
 
-        def finished(done: int, count: int, line: Mapping[str, Any]) -> None:
-            arm, task, seed = by_id[line["id"]][0]
-            self.say(f"{done}/{count} {arm}, {task}, seed {seed}; {pace.finished()}")
+        def label(key: str) -> str:
+            arm, task, seed = by_id[key][0]
+            return f"{arm}, {task}, seed {seed}"
 
-        if not Suite(made, file, made, self.command).execute(self.workers, finished):
+        if not make_missing(made, file, self.command, self.workers, label, self.say):
             return None
         lines = file.read()
         return {

@@ -97,6 +97,29 @@ class Suite:
         return shlex.join(words) + option
 
 
+def make_missing(
+    runs: Mapping[str, RunConfig],
+    file: ResultsFile,
+    command: str,
+    workers: Workers,
+    label: Callable[[str], str],
+    say: Callable[[str], None],
+) -> bool:
+    """Make those of `runs`, by id, that the file lacks, and say each one's `label` with the time
+    left; False if Ctrl-C paused it. Other lines of the file stay.
+    """
+    known = file.read()
+    pace = Pace(len(runs.keys() - known.keys()))
+    if pace.missing:
+        say(f"{pace.missing} runs remain ({file.path}); press Ctrl-C to pause")
+
+    def finished(done: int, count: int, line: Mapping[str, Any]) -> None:
+        say(f"{done}/{count} {label(line['id'])}; {pace.finished()}")
+
+    allowed = {**dict.fromkeys(known), **runs}
+    return Suite(runs, file, allowed, command).execute(workers, finished)
+
+
 def _run(
     worker: Worker,
     batch: Sequence[tuple[RunConfig, str, str]],
