@@ -30,12 +30,12 @@ from flowrl.run.costs import COUNTS
 from flowrl.run.io import file_lock
 from flowrl.run.jobs import run_jobs
 from flowrl.run.parts.trust import trust_option
-from flowrl.run.workers import Worker
+from flowrl.run.workers import Worker, worker_count
 
 Progress = Callable[[int, int, Mapping[str, Any]], None]
 """Called with (runs in the file, all runs, the line of the run that has just finished)."""
 BATCH = 8
-"""Runs of a process, which takes a second or two to warm up; workers of a cluster remain warm."""
+"""Most runs of a process, which takes a second or two to warm up; workers of a cluster remain warm."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ class Suite:
 
             made = stamp()
             ordered = sorted(missing, key=lambda key: missing[key].seed)
-            size = BATCH if isinstance(workers, int) else 1
+            size = 1
+            if isinstance(workers, int):  # two batches per process, or more
+                size = max(1, min(BATCH, len(missing) // (2 * worker_count(workers, len(missing)))))
             batches = [ordered[i : i + size] for i in range(0, len(ordered), size)]
             jobs = {
                 tuple(keys): ([(missing[k], k, self.redo_command(k)) for k in keys], made)
