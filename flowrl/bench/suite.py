@@ -35,7 +35,7 @@ from flowrl.run.workers import Worker, worker_count
 Progress = Callable[[int, int, Mapping[str, Any]], None]
 """Called with (runs in the file, all runs, the line of the run that has just finished)."""
 BATCH = 8
-"""Most runs of a process, which takes a second or two to warm up; workers of a cluster stay warm."""
+"""Most runs of a process, which warms up for a second or two; workers of a cluster stay warm."""
 
 
 @dataclass(frozen=True)
