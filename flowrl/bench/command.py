@@ -224,7 +224,7 @@ class Record:
             if rows is None:
                 return _paused()
             for name, ratio, tasks, fallen in rows:
-                each = ", ".join(task.text() for task in tasks)
+                each = ", ".join(f"{task} {own.text()}" for task, own in tasks.items())
                 print(f"{ratio.text():<22} {each}; {fallen} collapsed  {name}")
             return 0
         require(len(arms) == 1, "arms", ", ".join(arms), "one arm, or several with --quick")

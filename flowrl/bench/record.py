@@ -35,8 +35,9 @@ SEEDS = 10
 FIRST_SEED, LAST_SEED = 1_000_000, 2**31
 """Fresh seeds are between them; those of searches and of other results are lower."""
 QUICK_SEEDS = (9040, 9041, 9042, 9043)
-QUICK_TASKS, QUICK_SHARE = 2, 0.5
-"""The quick mode has the first tasks of a contest, and a share of the budget."""
+QUICK_TASKS = {"images": ("compositional", "preference"), "points": ("default", "noise-0.3")}
+QUICK_SHARE = 0.5
+"""The quick mode has two tasks, among them the hardest to reach, and a share of the budget."""
 LEVEL = 0.05
 """Probability that any of an unlimited number of tries that are no cheaper becomes a record."""
 Settings = Mapping[str, Any]
@@ -397,7 +398,7 @@ def text_of(done: Try) -> str:
 
 def ranked(
     arms: Mapping[str, Settings], records: Path, runner: Runner
-) -> list[tuple[str, CostRatio, list[CostRatio], int]] | None:
+) -> list[tuple[str, CostRatio, dict[str, CostRatio], int]] | None:
     """The quick mode: of the arms and the standing record, cheapest first, the name, the cost over
     Flow-GRPO's in the verdict, that of each task, and the number of runs that fell; None if Ctrl-C
     paused it.
@@ -405,14 +406,14 @@ def ranked(
     contest = CONTESTS[runner.world]
     record = standing(read_tries(records, runner.world))
     beside = {f"{record.name} (the record)": record.settings} if record else {}
-    tasks = list(contest.tasks)[:QUICK_TASKS]
-    rows = list[tuple[str, CostRatio, list[CostRatio], int]]()
+    tasks = QUICK_TASKS[runner.world]
+    rows = list[tuple[str, CostRatio, dict[str, CostRatio], int]]()
     for arm, settings in {**beside, **arms}.items():  # a file each: other arms may follow later
         made = runner.run({arm: settings}, QUICK_SEEDS, tasks, QUICK_SHARE)
         if made is None:
             return None
         known = {task: made[arm][task].curves for task in tasks}
-        each = [over_flow_grpo(contest, {task: known[task]}) for task in tasks]
+        each = {task: over_flow_grpo(contest, {task: known[task]}) for task in tasks}
         fallen = sum(made[arm][task].collapsed for task in tasks)
         rows.append((arm, over_flow_grpo(contest, known), each, fallen))
     return sorted(rows, key=lambda row: row[1].value)

@@ -20,10 +20,12 @@ from flowrl.run.format import require_format
 from flowrl.run.parts.settings import SettingsFile, options_text, read_settings, unknown
 from flowrl.run.reading import load_document
 
-KINDS = ("models", "methods", "tasks", "definitions")
+KINDS = ("models", "methods", "records", "tasks", "definitions")
 """The folders of preset files, in the order in which they are applied; later settings override
-earlier ones.
+earlier ones. A record takes the place of a method.
 """
+RECORD = "record"
+"""The name of the newest record."""
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -269,7 +271,8 @@ def shipped() -> dict[str, dict[str, Path]]:
 
 def combinations() -> list[str]:
     """The names of all model,method,task presets; each exists with ",exact" too."""
-    return [",".join(names) for names in product(*(shipped()[kind] for kind in KINDS[:3]))]
+    kinds = ("models", "methods", "tasks")
+    return [",".join(names) for names in product(*(shipped()[kind] for kind in kinds))]
 
 
 def combine(name: str, schema: type) -> Combined:
@@ -285,8 +288,9 @@ def combine(name: str, schema: type) -> Combined:
     pieces = [_piece(part.strip(), schema) for part in name.split(",")]
     files = [piece for kind in KINDS for piece in pieces if piece.kind == kind]
     for first, second in pairwise(files):
-        need = f"one of {first.kind}: {first.name} or {second.name}"
-        require(first.kind != second.kind, "preset", name, need)
+        need = f"one of {first.kind}: {first.name} or {second.kind}: {second.name}"
+        both = {first.kind, second.kind} == {"methods", "records"}
+        require(first.kind != second.kind and not both, "preset", name, need)
     others = [piece for piece in pieces if piece not in files]
     chosen = {piece.name for piece in pieces}
     layers = [(piece.name, piece.file.settings) for piece in files]
@@ -315,20 +319,28 @@ def require_method(preset: str, method: str) -> None:
     """Raise `ConfigError` if the `preset` has the file of another method than `method`: the run
     would have the credit, sampler and loss of one method and the name of the other.
     """
-    for name in preset.split(","):
-        if name.strip() in shipped()["methods"]:
-            others = f"for another method, name it in --preset, or leave {name.strip()} out there"
-            own = f"{name.strip()}, whose credit, sampler and loss the preset sets; {others}"
-            require(method == name.strip(), "method", method, own)
+    for name in map(str.strip, preset.split(",")):
+        files = {**shipped()["methods"], **shipped()["records"]}
+        if (path := files.get(shipped_name(name))) is not None:
+            method_of_file = load_document(path)[0]["settings"]["algorithm"]["method"]
+            others = f"for another method, name it in --preset, or leave {name} out there"
+            own = f"{method_of_file}, whose credit, sampler and loss the preset sets; {others}"
+            require(method == method_of_file, "method", method, own)
+
+
+def shipped_name(name: str) -> str:
+    """The name of a shipped file: of `RECORD`, that of the newest record."""
+    return max(shipped()["records"]) if name == RECORD else name
 
 
 def _piece(name: str, schema: type) -> Piece:
+    name = shipped_name(name)
     if name in PRESETS:
         return Piece(name, "built-in", SettingsFile(PRESETS[name], {}, {}))
     kind = next((kind for kind, files in shipped().items() if name in files), "file")
     path = shipped().get(kind, {}).get(name, Path(name))
     if path.suffix not in (".yaml", ".yml"):
-        known = [*PRESETS, *(stem for files in shipped().values() for stem in files)]
+        known = [*PRESETS, RECORD, *(stem for files in shipped().values() for stem in files)]
         raise ConfigError(f"{unknown(name, known, 'preset')}; or a .yaml file")
     require_format(path, load_document(path)[0])
     return Piece(name, kind, read_settings(path, schema))

@@ -194,7 +194,7 @@ def test_the_command(repository, monkeypatch, capsys):
     short = Contest({"default": POINTS["default"]}, {"default": 0.2}, CONTEST.settings, 1, 2)
     monkeypatch.setitem(record.CONTESTS, "points", short)
     monkeypatch.setattr(record, "SEEDS", 2)
-    monkeypatch.setattr(record, "QUICK_TASKS", 1)
+    monkeypatch.setattr(record, "QUICK_TASKS", {"points": ("default",)})
     command = ["bench", "record", "arm.yaml", "--world", "points", "--workers", "1"]
     assert main([*command, "--quick"]) == 0
     assert "collapsed  half" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loading import ROOT
 from small_run import TINY_MODEL, error_of, flowrl_
 from tiny_rewards import tiny_clip, tiny_detector
 
@@ -34,6 +35,7 @@ from flowrl.run.presets import (
     published_values,
     shipped,
 )
+from flowrl.run.reading import load_document
 from flowrl.run.records import load_run
 from flowrl.run.worlds import world as named_world
 from flowrl.samplers import CPS, FixedWindow
@@ -85,10 +87,34 @@ def test_a_combination_can_be_planned_and_every_difference_has_a_reason(name):
     assert forward or 0 < counts.trained_steps <= len(first_trained_steps(config))
 
 
+@pytest.mark.parametrize("model", [SD3, FLUX, QWEN, WAN])
+def test_the_record_is_a_preset(model):
+    """The newest one, in place of a method, with the settings of its entry and a reason for each."""
+    newest = max(shipped()["records"])
+    made = combine(f"{model},record,pickscore", RunConfig)
+    assert made.settings == combine(f"{model},{newest},pickscore", RunConfig).settings
+    assert all(row.why for row in published(made) if not row.same)
+    config = preset(f"{model},record,pickscore").apply()
+    entry = load_document(ROOT / f"benchmarks/records/arms/{ENTRIES[newest]}.yaml")[0]["arms"]
+    (arm,) = entry.values()
+    same = ("method", "loss", "minibatches", "lr_schedule", "final_learning_rate")
+    assert all(config.flat()[name] == arm[name] for name in same)
+    assert plan(config).trained_steps == 3
+    with pytest.raises(ConfigError, match=f"one of methods: tp-grpo or records: {newest}"):
+        combine(f"{model},tp-grpo,record", RunConfig)
+    with pytest.raises(ConfigError, match="method = 'tp-grpo' is not allowed"):
+        base_of(["--preset", f"{model},record,pickscore", "--method", "tp-grpo"])
+
+
+ENTRIES = {"record-2026-11-29": "nft-falling-rate"}
+"""The file of each record's entry."""
+
+
 def test_published_values_have_a_source_and_are_used():
     """Every value, place and reason of published.yaml shows in some combination."""
     document = published_values()
-    names = {name for files in shipped().values() for name in files}
+    names = {name for kind, files in shipped().items() for name in files if kind != "records"}
+    document = {**document, "entries": [e for e in document["entries"] if "record" not in e["for"]]}
     seen = [row for name in FLAVOURS for row in combined(name)[1]]
     places, reasons = {row.where for row in seen}, {(row.setting, row.why) for row in seen}
     for entry in document["entries"]:

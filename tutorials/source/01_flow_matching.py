@@ -152,7 +152,7 @@ def flow_matching_loss(network, clean, noise, time):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute $x_t$ with your function of exercise 1. The target is the derivative of $x_t$ by $t$, which does not depend on $t$.
+# **Hint.** Compute $x_t$ with your function of exercise 1. The target is the derivative of $x_t$ with respect to $t$, which does not depend on $t$.
 
 
 # %% tags=["solution"]

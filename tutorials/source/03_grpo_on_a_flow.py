@@ -135,17 +135,17 @@ lesson.check_log_prob(log_prob)
 
 # %% tags=["exercise"]
 def gradient_samples(x, mean, std, rewards, baseline):
-    """(R - b) times the derivative of log pi(x) by the mean, for every sample."""
+    """(R - b) times the derivative of log pi(x) with respect to the mean, for every sample."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Differentiate $-(x-\mu)^2/(2\,\mathrm{std}^2)$ by $\mu$, and multiply by the reward minus the baseline.
+# **Hint.** Differentiate $-(x-\mu)^2/(2\,\mathrm{std}^2)$ with respect to $\mu$, and multiply by the reward minus the baseline.
 
 
 # %% tags=["solution"]
 def gradient_samples(x, mean, std, rewards, baseline):
-    """(R - b) times the derivative of log pi(x) by the mean, for every sample."""
+    """(R - b) times the derivative of log pi(x) with respect to the mean, for every sample."""
     return (rewards - baseline) * (x - mean) / std**2
 
 
@@ -153,7 +153,7 @@ def gradient_samples(x, mean, std, rewards, baseline):
 lesson.check_gradient_samples(gradient_samples)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The derivative of $-(x-\mu)^2/(2\,\mathrm{std}^2)$ by $\mu$ is $(x-\mu)/\mathrm{std}^2$; the other terms of $\log\pi$ do not contain $\mu$. The baseline is subtracted from the reward. It must not be subtracted after the product.
+# **Why.** The derivative of $-(x-\mu)^2/(2\,\mathrm{std}^2)$ with respect to $\mu$ is $(x-\mu)/\mathrm{std}^2$; the other terms of $\log\pi$ do not contain $\mu$. The baseline is subtracted from the reward. It must not be subtracted after the product.
 
 # %% [markdown]
 # For the reward $e^{-x^2/2}$ the exact gradient is known in closed form. The next cell compares estimates with different baselines, first for this reward, then for the same reward plus 5.

@@ -77,7 +77,7 @@ print(f"exact J in calm: {float(heights[0]):.4f}")
 print("exact gradient of J by the wind, in calm: " + " ".join(f"{part:.4f}" for part in chain.gradient().tolist()))
 
 # %% [markdown]
-# The curve on the right is not an average over samples. The expected reward $J$ is computed by dynamic programming on a grid, backwards from the reward, and the computation is differentiated by the wind. (The lesson What is a step worth? writes this program; here it is inside `Chain.objective`, `Chain.gradient` and `Chain.values`.)
+# The curve on the right is not an average over samples. The expected reward $J$ is computed by dynamic programming on a grid, backwards from the reward, and the computation is differentiated with respect to the wind. (The lesson What is a step worth? writes this program; here it is inside `Chain.objective`, `Chain.gradient` and `Chain.values`.)
 # So the slope at the beginning is exact, and every estimate of this lesson must agree with it.
 #
 # ## The chain and its gradient
@@ -107,7 +107,7 @@ def score(z_next, mean, std, push):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Differentiate $-\lvert z - \mu\rvert^2/(2\,\mathrm{std}^2)$ by $\mu$ first. The chain rule then multiplies by the derivative of $\mu$ by $\theta$.
+# **Hint.** Differentiate $-\lvert z - \mu\rvert^2/(2\,\mathrm{std}^2)$ with respect to $\mu$ first. The chain rule then multiplies by the derivative of $\mu$ with respect to $\theta$.
 
 
 # %% tags=["solution"]
@@ -120,7 +120,7 @@ def score(z_next, mean, std, push):
 lesson.check_score(score)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $\nabla_\mu\log\pi = (z - \mu)/\mathrm{std}^2$, and $\mu$ moves by $\mathrm{push}_k\,\theta$. If the policy itself made the transition, $z - \mu = \mathrm{std}\,\varepsilon$, so $\psi_k = \mathrm{push}_k\,\varepsilon_k/\mathrm{std}_k$: a score is noise times a factor. For a network, the push becomes the derivative of its output by the weights; the rest is the same.
+# **Why.** $\nabla_\mu\log\pi = (z - \mu)/\mathrm{std}^2$, and $\mu$ moves by $\mathrm{push}_k\,\theta$. If the policy itself made the transition, $z - \mu = \mathrm{std}\,\varepsilon$, so $\psi_k = \mathrm{push}_k\,\varepsilon_k/\mathrm{std}_k$: a score is noise times a factor. For a network, the push becomes the derivative of its output with respect to the weights; the rest is the same.
 
 # %% [markdown]
 # The next cell samples 40,000 trajectories and compares the average of $\sum_k\psi_k R$ with the exact gradient. From now on we call the sum for one trajectory an *estimate*. Its *noise* is its root mean square deviation from the mean, in units of the true gradient's length.

@@ -670,10 +670,12 @@ def random_marks(turns, generator):
 lesson.check_random_marks(random_marks)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The control keeps the number of marks of *every* trajectory. Marks with the same overall rate would also change how many a trajectory has, which depends on its rewards. A permutation of trajectories would do the same. At the last decision $R - V_k = g_k$, so a mark there changes nothing, and a consistent turning point is never there. The control of `flowrl`, `TurningPointVariant(where="random")`, permutes this decision too, and is therefore weaker.
+# **Why.** The control keeps the number of marks of *every* trajectory. Marks with the same overall rate would also change how many a trajectory has, which depends on its rewards. A permutation of trajectories would do the same. At the last decision $R - V_k = g_k$, so a mark there changes nothing, and a consistent turning point is never there.
+#
+# Random decisions still change the credit less than turning points, which prefer decisions with much to come. `flowrl` has three controls that keep more (`flowrl.bench.rules.TurningPointVariant`): `where="shift"` gives every member the marks of another member of its prompt, so that each decision keeps its number of marks; `"dose"` exchanges marks among trajectories whose $|R - V_{k+1}|$ is of the same size; `"sign"` does so only among those whose gain and $R - V_{k+1}$ have the same sign, as at turning points.
 
 # %% [markdown]
-# The next cell compares versions of the rule on the same trajectories: increments alone, turning points, and this control. As in the lesson on Stepwise-Flow-GRPO, it prints the cosine between the gradients of four independent batches (task `preference`, window `2:7`: steps 2 to 6 are decisions 0 to 4). The rule for the first decision acts on step 2 here, and the last decision, step 6, never turns.
+# The next cell compares versions of the rule on the same trajectories: increments alone, turning points, and these controls. As in the lesson on Stepwise-Flow-GRPO, it prints the cosine between the gradients of four independent batches (task `preference`, window `2:7`: steps 2 to 6 are decisions 0 to 4). The rule for the first decision acts on step 2 here, and the last decision, step 6, never turns.
 
 # %%
 window = Windowed(FlowSDE(0.7), range(2, 7))
@@ -683,7 +685,9 @@ rules = {
     "uniform (Flow-GRPO)": Uniform(),
     "increments alone": TurningPointVariant(where="none"),
     "turning points": TurningPoint(),
-    "random decisions": TurningPointVariant(where="random"),
+    "another member's": TurningPointVariant(where="shift"),
+    "same dose": TurningPointVariant(where="dose"),
+    "same dose and signs": TurningPointVariant(where="sign"),
     "increments, joint": TurningPointVariant(where="none", rule=TurningPoint(normalise="joint")),
     "turning points, joint": TurningPoint(normalise="joint"),
 }
@@ -700,14 +704,14 @@ drawn = torch.cat([batch.values for batch in batches])
 changed = (drawn[..., -1:] - drawn[..., 1:]).abs()  # [prompt, member, decision]
 marks = {
     name: torch.cat([rules[name].selected(batch.values, batch.decisions.mask) for batch in batches])
-    for name in ("turning points", "random decisions")
+    for name in ("turning points", "another member's", "same dose", "same dose and signs")
 }
-marks["exercise 10"] = random_marks(marks["turning points"], torch.Generator().manual_seed(0))
+marks["random (exercise 10)"] = random_marks(marks["turning points"], torch.Generator().manual_seed(0))
 for name, chosen in marks.items():
     by_decision = " ".join(f"{share:4.0%}" for share in chosen.float().mean((0, 1)))
     print(
-        f"{name:<17} marks {float(chosen.float().mean()):.0%} of the decisions, one by one {by_decision}; "
-        f"{float(chosen[..., -1].sum() / chosen.sum()):.0%} of the marks are at the last decision; median change {float(changed[chosen].median()):.4f}"
+        f"{name:<20} marks {float(chosen.float().mean()):.0%} of the decisions, one by one {by_decision}; "
+        f"dose (rms change of the credit at a mark) {float(changed[chosen].square().mean().sqrt()):.4f}"
     )
 
 # %% [markdown] tags=["expected"]
@@ -725,14 +729,14 @@ for name, chosen in marks.items():
 #
 # ## Training
 #
-# The next cell trains for five iterations each with the same settings and seed: Flow-GRPO, TP-GRPO, and TP-GRPO with random decisions instead of turning points.
+# The next cell trains for five iterations each with the same settings and seed: Flow-GRPO, TP-GRPO, and TP-GRPO with marks of the same dose and signs at decisions that need not turn.
 
 # %%
 settings = preset("default").apply(task="preference", groups=8, group_size=12, iterations=5)
 changes = {
     "flow-grpo": {"method": "flow-grpo"},
     "tp-grpo": {"method": "tp-grpo"},
-    "random": {"method": "random decisions", "credit": "turning-point-variant(where=random)"},
+    "control": {"method": "control", "credit": "turning-point-variant(where=sign)"},
 }
 runs = {name: train(settings.replace(**change)) for name, change in changes.items()}
 for name, run in runs.items():
@@ -751,12 +755,12 @@ for name, run in runs.items():
 figure, axes = panels(width=5.6, height=2.8)
 for (name, run), place in zip(runs.items(), ((3.6, 0.8), (2.1, 0.86), (4.1, 0.92)), strict=True):
     shade = COLOURS.get(name, OTHERS[0])
-    axes.plot(range(1, 6), run.curve("reward_mean"), "o--" if name == "random" else "o-", color=shade)
+    axes.plot(range(1, 6), run.curve("reward_mean"), "o--" if name == "control" else "o-", color=shade)
     axes.text(*place, name, color=shade)
 axes.set(
     xlabel="iteration",
     ylabel="mean training reward (soft)",
-    title="Random decisions instead of turning points: nearly the same",
+    title="Marks of the same dose and signs elsewhere: nearly the same",
     xticks=range(1, 6),
     ylim=(0.7, 0.95),
 )

@@ -663,19 +663,19 @@ for price, budget in (("iterations", 6), ("work", 14_400)):
 # ## 4 Is it the part that gives the rule its name?
 #
 # TP-GRPO differs from Flow-GRPO in three parts: rewards of unfinished states (by ODE completion), normalisation step by step, and long-term rewards at turning points. The third gives the rule its name. To measure its effect, we need **controls** that change only this part. They have the same completions,
-# but the long-term reward at *random* steps (as many as there are turning points), or at no step. The random control also changes the credit less, as the lesson on TP-GRPO measures: some of its marks are at the last step, where they change nothing. The clip range is the narrow one again, where the lead over Flow-GRPO is largest:
+# but the long-term reward at *other* steps, or at no step. The other steps are as many, change the credit by as much and in the same direction as turning points, but need not turn (`where="sign"` in the lesson on TP-GRPO). The clip range is the narrow one again, where the lead over Flow-GRPO is largest:
 
 # %%
 controls = {
     "turning points": [run.reward[:5] for run in runs["tp-grpo", TIGHT]],
-    "random steps": [
-        learn(rule=TurningPointVariant(where="random"), seed=s, clip_range=TIGHT, iterations=8).reward for s in range(6)
+    "other steps": [
+        learn(rule=TurningPointVariant(where="sign"), seed=s, clip_range=TIGHT, iterations=8).reward for s in range(6)
     ],
     "none": [learn(rule=TurningPointVariant(where="none"), seed=s, clip_range=TIGHT, iterations=8).reward for s in range(6)],
 }
 controls = {name: torch.stack(curves) for name, curves in controls.items()}
 ends = {name: curves[:, -1] for name, curves in controls.items()}
-for name in ("random steps", "none"):
+for name in ("other steps", "none"):
     mean, half = interval(ends["turning points"] - ends[name])
     p = permutation_p(ends["turning points"], ends[name])
     print(f"turning points minus {name:<13} after 8 iterations: {mean:+.3f} ± {half:.3f} seed by seed, p = {p:.2f}")
@@ -683,13 +683,13 @@ lead = ends["turning points"] - rewards["flow-grpo", TIGHT][:, 4]
 print(f"turning points minus Flow-GRPO     after 8 iterations: {interval(lead)[0]:+.3f} ± {interval(lead)[1]:.3f}")
 
 # %% [markdown] tags=["expected"]
-# turning points minus random steps  after 8 iterations: -0.070..0.110 ± 0.020..0.130 seed by seed, p = 0.10..1.00
+# turning points minus other steps   after 8 iterations: -0.070..0.110 ± 0.020..0.130 seed by seed, p = 0.10..1.00
 # turning points minus none          after 8 iterations: -0.080..0.030 ± 0.020..0.090 seed by seed, p = 0.10..1.00
 # turning points minus Flow-GRPO     after 8 iterations: +0.540..0.700 ± 0.030..0.090
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.2, height=3.1)
-shades = {"turning points": COLOURS["tp-grpo"], "random steps": "#E69F00", "none": NOISE}
+shades = {"turning points": COLOURS["tp-grpo"], "other steps": "#E69F00", "none": NOISE}
 axes[0].plot(iterations[:5], rewards["flow-grpo", TIGHT][:, :5].mean(0), color=COLOURS["flow-grpo"], linewidth=2)
 axes[0].text(6, 0.275, "Flow-GRPO", color=COLOURS["flow-grpo"], fontsize=9)
 for name, curves in controls.items():
@@ -724,7 +724,7 @@ plt.show()
 # | step-wise credit is cheaper | it is not, in the cost that matters | depends on the cost |
 # | step-wise credit needs far fewer iterations | equal tuning of Flow-GRPO closes most of the gap | refuted in this world |
 # | TP-GRPO's lead is due to turning points | without them most of the lead remains | refuted in this world |
-# | turning points are better than random steps | random steps with equal changes of the credit do as well | undecided |
+# | turning points are better than other steps | other steps with equal changes of the credit do as well | undecided |
 #
 # ### Exercise 8 · a review
 #
@@ -799,7 +799,7 @@ lesson.check_quiz(quiz)
 # | is a difference due to chance | exact permutation test; the method against itself | `run.results.load_comparison` returns the curves of all seeds |
 # | at what cost | iterations, NFE, NFE + 3 × pairs trained, seconds | `nfe_total`, `train_nfe_total`, `seconds_total` of every metrics line |
 # | rule or setting | equal tuning effort for all rules; report on other seeds | `--clip-range`, `--learning-rate`, `--loss`; the metric `clip_fraction` |
-# | which part of the rule | controls that keep all but one part | `--credit "turning-point-variant(where=random)"`, `where=none` |
+# | which part of the rule | controls that keep all but one part | `--credit "turning-point-variant(where=sign)"`, `where=none` |
 #
 # ## Further reading
 #

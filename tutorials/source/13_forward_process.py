@@ -354,7 +354,7 @@ def nft_gradient(advantage, old, target, time):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** At $v = v_{\text{old}}$ both branches have the same error and the same $\eta$. Differentiate the two squares by $v$, insert $2r - 1 = A/A_{\max}$, and watch which constants cancel. Do not forget the factor 1/dim of the mean.
+# **Hint.** At $v = v_{\text{old}}$ both branches have the same error and the same $\eta$. Differentiate the two squares with respect to $v$, insert $2r - 1 = A/A_{\max}$, and watch which constants cancel. Do not forget the factor 1/dim of the mean.
 
 
 # %% tags=["solution"]
@@ -506,7 +506,7 @@ def inner_optimum(advantages, targets, old, penalty):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Set the derivative by $v$ to 0. It is linear in $v$; its slope decides whether the zero is a minimum.
+# **Hint.** Set the derivative with respect to $v$ to 0. It is linear in $v$; its slope decides whether the zero is a minimum.
 
 
 # %% tags=["solution"]
@@ -578,7 +578,7 @@ def dgpo_weights(advantages, errors, reference, beta):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Use the chain rule: the derivative of $-\log\operatorname{sigmoid}(-S)$ by $S$, times the derivative of $S$ by $\ell_m$. One factor is common to the group, one belongs to the member.
+# **Hint.** Use the chain rule: the derivative of $-\log\operatorname{sigmoid}(-S)$ with respect to $S$, times the derivative of $S$ with respect to $\ell_m$. One factor is common to the group, one belongs to the member.
 
 
 # %% tags=["solution"]
