@@ -6,10 +6,11 @@
     python tutorials/build.py --check      # write nothing; fail if a notebook or an output is stale
 
 tutorials/source/NN_name.py (jupytext, percent format) is the source. tutorials/NN_name.ipynb has
-the solutions and stored outputs; tutorials/student/NN_name.ipynb has starting cells, and each hint
-and solution folded; tutorials/colab/NN_name.ipynb is the student's version with a first cell that
-installs flowrl. tutorials/package/flowrl_course/solutions.json has the solutions by check, which
-replace missing answers. CONTRIBUTING.md describes the format.
+the solutions and stored outputs; tutorials/student/NN_name.ipynb has starting cells, the outputs of
+cells that are no exercises, and each hint and solution folded; tutorials/colab/NN_name.ipynb is the
+student's version without outputs, with a first cell that installs flowrl.
+tutorials/package/flowrl_course/solutions.json has the solutions by check, which replace missing
+answers. CONTRIBUTING.md describes the format.
 """
 
 import argparse
@@ -234,8 +235,21 @@ def colab(source: Path) -> Notebook:
     return finish(notebook, source.stem)
 
 
-BEGINNINGS = {"student": student, "colab": colab}
-"""The versions without outputs, by folder."""
+def with_outputs(source: Path) -> Notebook:
+    """The student's version with the stored outputs of all cells but exercises and their checks, so
+    that the figures are there before anything has run.
+    """
+    notebook, stored = student(source), HERE / f"{source.stem}.ipynb"
+    cells = nbformat.read(stored, as_version=4).cells if stored.is_file() else []
+    outputs = {cell.source: cell.outputs for cell in cells if cell.cell_type == "code"}
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and role(cell) is None and "lesson.check" not in cell.source:
+            cell.outputs = deepcopy(outputs.get(cell.source, []))
+    return finish(notebook, source.stem)
+
+
+BEGINNINGS = {"student": with_outputs, "colab": colab}
+"""The versions that begin without answers, by folder."""
 
 
 def execute(notebook: Notebook, name: str, checks: str = "strict") -> float:
@@ -395,14 +409,14 @@ def write_solutions(lessons: list[Path]) -> None:
 
 
 def write_beginnings(source: Path) -> None:
-    """Write the versions without outputs."""
+    """Write the versions without answers."""
     for folder, version in BEGINNINGS.items():
         (HERE / folder).mkdir(exist_ok=True)
         (HERE / folder / f"{source.stem}.ipynb").write_text(nbformat.writes(version(source)))
 
 
 def stale_beginnings(source: Path) -> list[str]:
-    """Which of the versions without outputs, or solutions, do not match the source."""
+    """Which of the versions without answers, or solutions, do not match the source."""
     differing = solutions(source).items() - stored_solutions().items()
     stored = {folder: HERE / folder / f"{source.stem}.ipynb" for folder in BEGINNINGS}
     return [
@@ -483,7 +497,7 @@ def main() -> None:
     parser.add_argument(
         "--students",
         action="store_true",
-        help="write the versions without outputs only; execute nothing",
+        help="write the versions without answers only; execute nothing",
     )
     parser.add_argument(
         "--text",

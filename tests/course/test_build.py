@@ -179,6 +179,19 @@ def test_only_the_colab_version_installs(tmp_path):
         assert "pip install" not in nbformat.writes(notebook)
 
 
+def test_students_see_the_outputs_of_cells_that_are_no_exercises(tmp_path, monkeypatch):
+    """Before anything has run; not of checks, and not of cells that changed since."""
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    code = '# %%\nprint("mean 0.50")\n\n'
+    text = EXERCISE.replace("# %%\ncheck(answer)", "# %%\nlesson.check_double(answer)")
+    source = lesson(tmp_path, f"{code}{text}")
+    stored(tmp_path, executed(source, "mean 0.50", "2", "right"))
+    shown = [build.text_of(cell) for cell in build.with_outputs(source).cells]
+    assert [text for text in shown if text] == ["mean 0.50"]
+    changed = lesson(tmp_path, f"{code}{text}".replace("0.50", "0.60"))
+    assert not any(build.text_of(cell) for cell in build.with_outputs(changed).cells)
+
+
 def test_text_keeps_the_outputs_unless_code_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "HERE", tmp_path)
     monkeypatch.setattr(build, "BEGINNINGS", {"student": build.student})

@@ -19,10 +19,6 @@
 #
 # `flowrl` comes with a small text-to-image model, whose images show objects on a 4 x 4 lattice. The model was trained on every word of its small language. However, its images often contain the wrong number of objects, or objects in the wrong place. Below are images before any fine-tuning.
 # The number is the *reward* from a verifier, a program that compares the image with its prompt.
-#
-# **Symbols of this lesson**
-#
-# {symbols: $p$, $m$, $G$; $R$; decision $k$; $D$; $V_k$; $g_k; $A$; turning point}
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
@@ -374,6 +370,10 @@ lesson.check_quiz(quiz)
 # | credit rule | value table to advantages [prompt, member, decision] | `credit.Uniform`, `StepwiseGain`, `TurningPoint` |
 # | settings | everything that a run depends on | `RunConfig`, `preset` |
 # | trainer | rollout, rewards, credit, update | `Trainer`, `run.build.make_trainer` |
+#
+# ## Symbols
+#
+# {symbols: $p$, $m$, $G$; $R$; decision $k$; $D$; $V_k$; $g_k; $A$; turning point}
 #
 # ## Further reading
 #

@@ -20,10 +20,6 @@
 #
 # All methods of this course fine-tune a flow model, so we build one first. We work in two dimensions, where the exact solution is known in closed form and every error can be plotted.
 # The animation shows where the lesson leads: random points become data.
-#
-# **Symbols of this lesson**
-#
-# {symbols: $t$; $T$; $\varepsilon$; $x_t$; $v$; $z_j$; $s$; $\hat x_0$; $\hat\varepsilon$; NFE}
 
 # %% tags=["hide-input"]
 from itertools import pairwise
@@ -651,6 +647,10 @@ lesson.check_quiz(quiz)
 # | $t_0 = 1 > \dots > t_T = 0$ | grid | `Schedule.times` |
 # | $\hat x_0 = x_t - tv$ | Tweedie estimate | `flow.tweedie` |
 # | $z_{i+1} = z_i - \Delta\,v(z_i, t_i)$ | Euler step | `samplers.ODE`, `rollout.solve` |
+#
+# ## Symbols
+#
+# {symbols: $t$; $T$; $\varepsilon$; $x_t$; $v$; $z_j$; $s$; $\hat x_0$; $\hat\varepsilon$; NFE}
 #
 # ## Further reading
 #

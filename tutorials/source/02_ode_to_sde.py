@@ -20,10 +20,6 @@
 #
 # An ODE maps each noise to one image, so it has no probabilities that training could raise. Reinforcement learning needs a *policy*, which draws the next state at random. The animation shows trajectories from one initial noise:
 # one of the ODE, and sixty of an SDE with the same velocity.
-#
-# **Symbols of this lesson**
-#
-# {symbols: $x_t$; $v$; $s$; $\hat x_0$; $\hat\varepsilon$; $\mu$, std; $\sigma_t$; decision $k$; window}
 
 # %% tags=["hide-input"]
 import math
@@ -643,6 +639,10 @@ lesson.check_quiz(quiz)
 # | std $= a s\sqrt{1-t}$ | DDIM-inspired SDE | `samplers.DDIMSDE(noise_level)` |
 # | std = 0 | not a decision: no credit, no part in the loss | `samplers.transition_stds`, `experience.Decisions` |
 # | some steps only | window, a Python slice such as `2:7` | `samplers.Windowed`; `FixedWindow`, `RandomWindow`, `SlidingWindow` |
+#
+# ## Symbols
+#
+# {symbols: $x_t$; $v$; $s$; $\hat x_0$; $\hat\varepsilon$; $\mu$, std; $\sigma_t$; decision $k$; window}
 #
 # ## Further reading
 #

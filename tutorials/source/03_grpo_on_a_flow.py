@@ -19,10 +19,6 @@
 # **Time** 110 minutes, of which the computer needs less than one. **You need** the lesson on ODE and SDE.
 #
 # The data are the ring again, now with *prompts*: "towards 45 degrees" describes points at that angle, and the reward is $\exp(-d^2/2)$ for a point at distance $d$ from the target. The base model samples from the ring and ignores the prompt.
-#
-# **Symbols of this lesson**
-#
-# {symbols: $z_j$; step $i$; $\pi(z_{i+1} \mid z_i)$; $\mu$, std; $\rho$; $p$, $m$, $G$; $R$; $A$; $c$; $\beta$}
 
 # %% tags=["hide-input"]
 import math
@@ -757,6 +753,10 @@ lesson.check_quiz(quiz)
 # | $\max(-A\rho, -A\operatorname{clip}\rho)$ | clipped loss | `losses.ClippedLoss(clip_range)` |
 # | $\|\mu-\mu_\text{ref}\|^2/(2\,\mathrm{std}^2)$ | KL | `flow.kl`, `ClippedLoss(kl_weight=...)` |
 # | one iteration | rollout, score, credit, update | `Trainer.iteration` |
+#
+# ## Symbols
+#
+# {symbols: $z_j$; step $i$; $\pi(z_{i+1} \mid z_i)$; $\mu$, std; $\rho$; $p$, $m$, $G$; $R$; $A$; $c$; $\beta$}
 #
 # ## Further reading
 #

@@ -21,10 +21,6 @@
 #
 # For exact numbers we need a policy so small that its gradient is known. We keep the exact flow of the ring, and give the policy one parameter, a vector in the plane: the *wind* $\theta$. In every decision the wind is subtracted from the velocity, $v_\theta(x, t) = v(x, t) - \theta$, so it moves all samples in its direction. The reward is that of the lesson on GRPO: $R = e^{-d^2/2}$ at distance $d$ from the target at 45 degrees.
 # Let us see what a wind towards the target does.
-#
-# **Symbols of this lesson**
-#
-# {symbols: $z_j$; decision $k$; $D$; $\mu$, std; $R$; $V_k$; $V^*_k$; $A^*_k$; $\rho$; $c$}
 
 # %% tags=["hide-input"]
 from dataclasses import replace
@@ -887,6 +883,10 @@ lesson.check_quiz(quiz)
 # | $R - V_k(z_k)$ | reward to go; unbiased for every $V_k$, unless later draws decide whether it is used | `credit.reward_to_go` |
 # | $A_k^\lambda$ | generalised advantage: gain at 0, reward to go at 1 | `credit.generalised_gains` |
 # | $\rho_k$; $\mathbb E_\pi[\sum_k\rho_k A^*_k]$ | ratio of a decision; surrogate, right near the old policy | `losses.ClippedLoss` |
+#
+# ## Symbols
+#
+# {symbols: $z_j$; decision $k$; $D$; $\mu$, std; $R$; $V_k$; $V^*_k$; $A^*_k$; $\rho$; $c$}
 #
 # ## Further reading
 #

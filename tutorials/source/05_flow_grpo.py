@@ -20,10 +20,6 @@
 #
 # The first lessons used two-dimensional data. In this lesson we train a small text-to-image model, a diffusion transformer, with the method of
 # the lesson on GRPO: *make the better members of a group more likely*. The reward comes from a rule-based judge of the images.
-#
-# **Symbols of this lesson**
-#
-# {symbols: $z_j$; step $i$; decision $k$; window; $p$, $m$, $G$; $R$; $A$; $\rho$; $c$; $\beta$}
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
@@ -822,6 +818,10 @@ lesson.check_quiz(quiz)
 # | $c$, $\beta$ | clip range, KL weight | `ClippedLoss(clip_range, kl_weight)`, `--clip-range`, `--kl-weight` |
 #
 # On the command line: `flowrl train --task preference --out runs/mine`.
+#
+# ## Symbols
+#
+# {symbols: $z_j$; step $i$; decision $k$; window; $p$, $m$, $G$; $R$; $A$; $\rho$; $c$; $\beta$}
 #
 # ## Further reading
 #

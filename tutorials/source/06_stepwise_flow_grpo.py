@@ -20,10 +20,6 @@
 #
 # Flow-GRPO gives every step of a trajectory the same credit. The animation shows two trajectories of one group, from the same noise. Before every random step it shows an estimate of the finished image (computed as in
 # exercise 3) and the reward of the estimate. Which of the two has the better *first two steps*?
-#
-# **Symbols of this lesson**
-#
-# {symbols: $z_j$; step $i$; $\hat x_0$; decision $k$; $D$; $V_k$; $R$; $g_k$; $R - V_k$; $T'$}
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
@@ -796,6 +792,10 @@ lesson.check_quiz(quiz)
 # | same $z_0$ | members of a group share their noise | `Groups(..., shared_noise=True)` |
 #
 # On the command line: `flowrl train --method stepwise-flow-grpo --task preference --out runs/stepwise`.
+#
+# ## Symbols
+#
+# {symbols: $z_j$; step $i$; $\hat x_0$; decision $k$; $D$; $V_k$; $R$; $g_k$; $R - V_k$; $T'$}
 #
 # ## Further reading
 #

@@ -20,10 +20,6 @@
 #
 # TP-GRPO (Tong et al. 2026, arXiv 2602.06422) addresses the same problem as Stepwise-Flow-GRPO, one reward for all decisions, and adds an observation. Some decisions *turn* a trajectory: before them the reward moved away from its final value, and from
 # them on it moves towards it. TP-GRPO gives such a decision more credit than its own gain.
-#
-# **Symbols of this lesson**
-#
-# {symbols: $z_j$; decision $k$; window; $V_k$; $R$; $g_k$; $R - V_k$; $R - V_0$; turning point; $A$}
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
@@ -854,6 +850,10 @@ lesson.check_quiz(quiz)
 # | all of it | TP-GRPO's credit | `credit.TurningPoint`, `--method tp-grpo` |
 #
 # On the command line: `flowrl explain turning-point --rewards table.csv` shows the credit of the rule for a table of your own.
+#
+# ## Symbols
+#
+# {symbols: $z_j$; decision $k$; window; $V_k$; $R$; $g_k$; $R - V_k$; $R - V_0$; turning point; $A$}
 #
 # ## Further reading
 #

@@ -19,10 +19,6 @@
 # **Time** 95 minutes, of which the computer needs about one. **You need** the lessons from GRPO on a flow to TP-GRPO: uniform, stepwise and turning-point credit.
 #
 # We begin with a result that looks conclusive: three rules with the same model, the same settings and one seed. Then we test this result.
-#
-# **Symbols of this lesson**
-#
-# {symbols: $R$; $\rho$; $c$; NFE; turning point}
 
 # %% tags=["hide-input"]
 import itertools
@@ -800,6 +796,10 @@ lesson.check_quiz(quiz)
 # | at what cost | iterations, NFE, NFE + 3 × pairs trained, seconds | `nfe_total`, `train_nfe_total`, `seconds_total` of every metrics line |
 # | rule or setting | equal tuning effort for all rules; report on other seeds | `--clip-range`, `--learning-rate`, `--loss`; the metric `clip_fraction` |
 # | which part of the rule | controls that keep all but one part | `--credit "turning-point-variant(where=sign)"`, `where=none` |
+#
+# ## Symbols
+#
+# {symbols: $R$; $\rho$; $c$; NFE; turning point}
 #
 # ## Further reading
 #

@@ -18,10 +18,6 @@
 # **Time** 55 minutes and two projects of 20 and 45 minutes; the computer needs less than half a minute. **You need** the lessons from GRPO on a flow to TP-GRPO.
 #
 # A credit rule maps a table of values to a table of advantages. On the left, the figure shows the table of one group: rewards of ODE completions, and those of the finished samples in the last column. The other three panels show the credit that three rules compute from this table (blue is positive, red negative).
-#
-# **Symbols of this lesson**
-#
-# {symbols: decision $k$; $D$; $V_k$; $V^*_k$; $R$; $g_k$; $R - V_k$; $A$; $w$; $Z$}
 
 # %% tags=["hide-input"]
 import tempfile
@@ -570,6 +566,10 @@ lesson.check_quiz(quiz)
 # | file | a class in a file, with options in brackets | `flowrl compare --credit "my_rules.py:MyRule(clamp=2.0)"` |
 #
 # The rules of this lesson also run in the image world. We have not measured how well they train images.
+#
+# ## Symbols
+#
+# {symbols: decision $k$; $D$; $V_k$; $V^*_k$; $R$; $g_k$; $R - V_k$; $A$; $w$; $Z$}
 #
 # ## Further reading
 #

@@ -18,10 +18,6 @@
 # **Time** 100 minutes and a project of 40 minutes; the computer needs about one minute. **You need** the lessons Side by side and Your own credit rule.
 #
 # The animation shows the quantity that every credit rule estimates. On the left, the sampler denoises a trajectory; the cross is its target. On the right are the *expected* reward before each of its decisions, and two estimates of this expectation.
-#
-# **Symbols of this lesson**
-#
-# {symbols: decision $k$; $D$; $V_k$; $V^*_k$; $A^*_k$; $R$; $A$; $w$; $Z$; $c$}
 
 # %% tags=["hide-input"]
 import math
@@ -862,6 +858,10 @@ lesson.check_quiz(quiz)
 # | does the rule stay good? | the same diagnostics for a trained policy | `Look`, `true_advantages` |
 # | is it better than tuned baselines? | mean reward over training, paired seeds, Holm's correction, four verdicts | `flowrl bench rule`, `docs/guides/benchmarks.md` |
 # | how small a difference could have been found? | simulation, or the noncentral t distribution | `flowrl.bench.statistics.detectable` |
+#
+# ## Symbols
+#
+# {symbols: decision $k$; $D$; $V_k$; $V^*_k$; $A^*_k$; $R$; $A$; $w$; $Z$; $c$}
 #
 # ## Further reading
 #

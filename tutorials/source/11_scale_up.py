@@ -19,10 +19,6 @@
 # **Time** 70 minutes, of which the computer needs about one. **You need** the lessons from ODE and SDE to Flow-GRPO, and the lesson on TP-GRPO for its presets.
 #
 # The method does not change: sampler, credit rule, loss and trainer are the same objects as before. Only the policy changes. The figure shows the memory on one GPU without activations, for the shapes of the real architectures, if all weights are trained, and with a LoRA.
-#
-# **Symbols of this lesson**
-#
-# {symbols: $t$; $T$; $v$; $z_j$; step $i$; $\rho$; $A$; $c$; $\beta$; NFE}
 
 # %% tags=["hide-input"]
 import math
@@ -846,6 +842,10 @@ lesson.check_quiz(quiz)
 # | pairs | trajectories × stochastic steps | settings `minibatches`, `micro_batch` |
 #
 # Support for another model family needs one file, as described in `docs/model-families.md`.
+#
+# ## Symbols
+#
+# {symbols: $t$; $T$; $v$; $z_j$; step $i$; $\rho$; $A$; $c$; $\beta$; NFE}
 #
 # ## Further reading
 #

@@ -19,10 +19,6 @@
 #
 # The lessons on Stepwise-Flow-GRPO and TP-GRPO computed values of unfinished states by extra evaluations, on which nothing is trained. A *branching rollout* gets these values from the trajectories themselves: at some steps a trajectory continues as several, each with its own noise. All of them are trained, and they share the evaluations of their common past.
 # The figure shows one such tree in the 2-D world. Its trajectory splits at step 0 and at step 2; the cross is the target. Which of the two splits changed the expected result more?
-#
-# **Symbols of this lesson**
-#
-# {symbols: $z_j$; decision $k$; $D$; $V_k$; $V^*_k$; $A^*_k$; $R$; $A$; $w$; $Z$}
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
@@ -722,6 +718,10 @@ lesson.check_quiz(quiz)
 # | $\sum_{i<T} n_i$; parents | evaluations of sampling; of the update | `usage.nfe`; the metric `train_nfe` |
 #
 # On the command line: `flowrl compare --methods flow-grpo branch-grpo tempflow-grpo --world mixture`. A rule of your own needs one file, as in the lesson Your own credit rule.
+#
+# ## Symbols
+#
+# {symbols: $z_j$; decision $k$; $D$; $V_k$; $V^*_k$; $A^*_k$; $R$; $A$; $w$; $Z$}
 #
 # ## Further reading
 #

@@ -19,10 +19,6 @@
 #
 # Since the lesson on ODE and SDE we have turned the ODE into an SDE, because a policy gradient needs the log-probability of every step. Forward-process methods need no log-probability. They take finished samples and their rewards, add noise to the samples again as in pretraining, and regress the velocity with weights that depend on the rewards.
 # The figure shows which states each kind of update uses, for the same eight samples.
-#
-# **Symbols of this lesson**
-#
-# {symbols: $t$; $\varepsilon$; $x_t$; $v$; $z_j$; $\mu$, std; $R$; $A$; $\rho$; $\beta_\text{NFT}$}
 
 # %% tags=["hide-input"]
 import math
@@ -1002,6 +998,10 @@ lesson.check_quiz(quiz)
 # | solver | any | `samplers.Multistep`, `samplers.ODE`, every SDE |
 # | $D = 1$ | without drawn transitions the initial noise is the only decision | `Decisions.step` is -1 |
 # | $A(t)$ | credit by decision as a weight over time, a heuristic | any credit rule; `noise="path"` |
+#
+# ## Symbols
+#
+# {symbols: $t$; $\varepsilon$; $x_t$; $v$; $z_j$; $\mu$, std; $R$; $A$; $\rho$; $\beta_\text{NFT}$}
 #
 # ## Further reading
 #

@@ -19,10 +19,6 @@
 #
 # What is the action of a flow policy? In Flow-GRPO it is the draw of every step, whose Gaussian likelihood we know exactly. The lesson on the forward process suggests another answer: the finished image is *one* action, whose likelihood we have to estimate. A third answer needs no likelihood: two images from nearly the same noise, and their difference.
 # The figure shows the three answers for the same untrained policy; the cross is the target of the prompt.
-#
-# **Symbols of this lesson**
-#
-# {symbols: $\varepsilon$; $x_t$; $v$; $z_j$; decision $k$; $\rho$; $D$; $R$; $A$; $c$}
 
 # %% tags=["hide-input"]
 import math
@@ -777,6 +773,10 @@ lesson.check_quiz(quiz)
 # | $v_{\text{old}} - \delta/\operatorname{mean}(\delta^2)$ | target of a difference | `AWM(trust="quadratic")` |
 # | $b_k$ | branches at step $k$; an early one costs more, and its siblings differ more | `probes.Comb(branches=(6, 6, 8, 10))`; the method `rsm` |
 # | NFT on transitions | preference between two means of a step | `losses.StepNFT`; the method `step-nft` |
+#
+# ## Symbols
+#
+# {symbols: $\varepsilon$; $x_t$; $v$; $z_j$; decision $k$; $\rho$; $D$; $R$; $A$; $c$}
 #
 # ## Further reading
 #

@@ -19,10 +19,6 @@
 #
 # Credit by decision needs values of unfinished states. The papers estimate them with further network evaluations (the lessons on Stepwise-Flow-GRPO, TP-GRPO and branching). In two dimensions we can compute them exactly, for every point of the plane, and compare cheaper values with them.
 # The animation shows the exact value of all states for one prompt, from noise to finished samples, before training. The white cross is the target. The twelve dots are a group of trajectories, and the curves on the right are their values. At which steps is the result decided?
-#
-# **Symbols of this lesson**
-#
-# {symbols: $z_j$; decision $k$; $D$; $\mu$, std; $V_k$; $V^*_k$; $A^*_k$; $R$; $A$; $Z$}
 
 # %% tags=["hide-input"]
 from dataclasses import replace
@@ -814,6 +810,10 @@ lesson.check_quiz(quiz)
 # | oracle − uniform | headroom: what credit can gain | `flowrl bench verdict` |
 #
 # On the command line: `flowrl compare --world mixture --methods flow-grpo value-grpo`. `docs/guides/cheap-values.md` shows how to replace the critic by a value of your own.
+#
+# ## Symbols
+#
+# {symbols: $z_j$; decision $k$; $D$; $\mu$, std; $V_k$; $V^*_k$; $A^*_k$; $R$; $A$; $Z$}
 #
 # ## Further reading
 #
