@@ -1,13 +1,17 @@
 """The page "First look": its numbers are the library's, and its figures work in a browser."""
 
+import html
 import itertools
 import json
+import re
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 import torch
 from loading import ROOT
+from PIL import Image
 from seeded import rand, seeded
 
 from flowrl.bench.exact import ValueGrid, exact_advantages
@@ -188,3 +192,73 @@ def test_the_grid_of_exact_values_is_fine_enough(setting, rollout):
         for grid in (ValueGrid(), ValueGrid(225))
     )
     assert (coarse - fine).abs().max() < 0.01
+
+
+# Figures, in a browser
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium, to draw the page")
+WIDTHS = (390, 1280)
+FRAMED = """<!doctype html>
+<body style="margin: 0">
+<iframe id="page" src="{address}" style="border: 0; width: {width}px; height: 3200px"></iframe>
+<pre id="result"></pre>
+<script>{script}</script>
+"""
+
+
+def chromium(folder, width, script, *options):
+    """Open the page from its file, in a frame of `width` pixels next to a script that may use it.
+    Returns the result of the command, whose errors have the browser's console.
+    """
+    address = f"{(PAGE / 'index.html').as_uri()}#rule=tp&member=2"
+    page = folder / f"framed-{width}.html"
+    page.write_text(FRAMED.format(address=address, width=width, script=script))
+    command = [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu"]
+    command += ["--allow-file-access-from-files", f"--user-data-dir={folder / 'profile'}"]
+    command += ["--enable-logging=stderr", "--virtual-time-budget=20000", "--hide-scrollbars"]
+    command += [f"--window-size={max(WIDTHS)},3200", *options, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_figures_work_in_a_browser(width, tmp_path):
+    script = (ROOT / "tests" / "docs" / "first_look_browser.js").read_text()
+    shown = chromium(tmp_path, width, script, "--dump-dom")
+    assert "CONSOLE" not in shown.stderr, shown.stderr
+    (text,) = re.findall(r'<pre id="result">(.*?)</pre>', shown.stdout, re.DOTALL)
+    result = json.loads(html.unescape(text))
+    assert "error" not in result, result["error"]
+    assert result["moved"] and result["overflow"] <= 0
+    assert result["smallest"] >= 40
+    assert len(result["colours"]) == 5 and all(map(len, result["colours"].values()))
+    assert len({tuple(colours) for colours in result["colours"].values()}) == 5
+    assert len(set(result["colours"]["flow-grpo"])) == 1 < len(set(result["colours"]["gains"]))
+    assert result["labels"] == len(set(result["labelled"])) == 8
+    # the library's advantages of the example, of which the last is bent next
+    values = parse_rewards(EXAMPLE).values
+    same(result["example"], explain(TurningPoint(), values).advantages[0], 0.0051)
+    assert result["key"] == pytest.approx(0.65) and result["key_focus"] == "0,4"
+    assert result["dragged"] == pytest.approx(0.2, abs=0.02)
+    values[0, 0, 4], values[0, 1, 2] = result["key"], result["dragged"]
+    same(result["bent"], explain(TurningPoint(), values).advantages[0], 0.0051)
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_figures_are_drawn(width, tmp_path):
+    """The picture of the page, with all steps shown at once for readers who prefer less motion."""
+    picture = tmp_path / "page.png"
+    shown = chromium(
+        tmp_path, width, "", f"--screenshot={picture}", "--force-prefers-reduced-motion"
+    )
+    assert "CONSOLE" not in shown.stderr, shown.stderr
+    pixels = torch.tensor(np.asarray(Image.open(picture).convert("RGB"))).int()[:, :width]
+    blue = (pixels[..., 2] - pixels[..., 0] > 60).sum()
+    orange = (pixels[..., 0] - pixels[..., 2] > 60).sum()
+    assert blue > 1000 and orange > 1000

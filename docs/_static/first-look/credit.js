@@ -123,8 +123,11 @@
       index.forEach((column, tap) => { matrix[row][column] += (weights[tap] * density[k]) / total; });
     }));
     const dot = (a, b) => a.reduce((sum, value, k) => sum + value * b[k], 0);
-    const half = matrix.map((weights) => AXIS.map((_, column) => dot(weights, table.map((row) => row[column]))));
-    return half.map((row) => matrix.map((weights) => dot(weights, row)));
+    const columns = AXIS.map((_, column) => table.map((row) => row[column]));
+    return matrix.map((rowWeights) => {
+      const half = columns.map((column) => dot(rowWeights, column));
+      return matrix.map((weights) => dot(weights, half));
+    });
   }
 
   /** For every decision, a table over the grid: the expected final reward, given the mean of its random step. */
