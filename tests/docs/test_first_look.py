@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def same(page, library, atol):
     torch.testing.assert_close(page, library.double(), atol=atol, rtol=0)
 
 
-def rules(lam=0.0, consistent=True, balance="aggregate"):
+def rules(lam: float, consistent: bool, balance: Literal["aggregate", "trend", "none"]):
     """The library's rule behind each choice of the page; the values are given."""
     turning = TurningPoint(consistent, None if balance == "none" else balance)
     stepwise = StepwiseGain(probe=Completion())
@@ -73,7 +74,7 @@ def cases():
             (0.0, 0.5, 1.0), (True, False), ("aggregate", "trend", "none")
         )
     ]
-    for seed, option in enumerate(options * 4):
+    for seed, option in enumerate(options * 2):
         values = rand(1, 2 + seed % 7, 2 + seed % 9, seed=seed, dtype=torch.float64)
         yield (values * 10).round() / 10 if seed % 2 else values, option
     yield parse_rewards(EXAMPLE).values.double(), options[0]
@@ -189,9 +190,9 @@ def test_the_grid_of_exact_values_is_fine_enough(setting, rollout):
     """The page says that its grid's error is below 0.01."""
     coarse, fine = (
         exact_advantages(setting, rollout, grid=grid)[0].state_values
-        for grid in (ValueGrid(), ValueGrid(225))
+        for grid in (ValueGrid(), ValueGrid(113))
     )
-    assert (coarse - fine).abs().max() < 0.01
+    assert (coarse - fine).abs().max() < 0.005
 
 
 # Figures, in a browser

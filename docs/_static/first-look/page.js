@@ -277,7 +277,7 @@
     const EXAMPLE = [[0.5, 0.4, 0.3, 0.45, 0.6], [0.5, 0.6, 0.7, 0.55, 0.4], [0.5, 0.55, 0.52, 0.65, 0.62]];
     const copy = () => EXAMPLE.map((row) => [...row]);
     const state = { rule: "tp", lambda: 0.8, consistent: true, balance: "aggregate", values: copy(), active: [0, 4] };
-    const columns = EXAMPLE[0].length;
+    const columns = EXAMPLE[0].length, TOP = 12, BOTTOM = 230, HEIGHT = 266;
     let width = 0;
 
     const shown = Object.entries(RULES).filter(([key]) => key !== "exact");
@@ -289,7 +289,10 @@
       select("Turning points", [["yes", "consistent"], ["", "plain"]], (value) => update({ consistent: value === "yes" })),
       select("Balancing", [["aggregate", "by the change to the end (paper)"], ["trend", "by the trend (public code)"], ["none", "none"]],
         (balance) => update({ balance })));
-    const chart = element("div"), table = element("div"), note = element("p", { class: "fl-says" });
+    const svg = element("svg", { role: "group", "aria-label": "Value curves of three members", onpointerdown: drag });
+    // a finger on a point moves the point, not the page
+    svg.addEventListener("touchstart", (event) => event.target.closest(".fl-point") && event.preventDefault(), { passive: false });
+    const chart = element("div", {}, svg), table = element("div"), note = element("p", { class: "fl-says" });
     const reset = element("button", { type: "button", onclick: () => update({ values: copy() }) }, "Reset the curves");
     root.append(rules.set, lambda.box, turning, chart, note, table, element("div", { class: "fl-row" }, reset, legend()));
 
@@ -317,29 +320,30 @@
       else return;
       event.preventDefault();
       draw();
-      chart.querySelector(`[data-point="${state.active}"]`).focus();
     }
 
     function draw() {
-      const { values } = state;
+      const { values } = state, focused = svg.contains(document.activeElement);
       const tp = state.rule === "tp", selected = tp ? credit.selectedTurns(values, state) : [];
       const marks = tp && { plain: credit.turningPoints(values, false), consistent: credit.turningPoints(values, true) };
       const mark = (member, k) => (!tp ? "" : selected[member][k] ? "●" : marks.consistent[member][k] ? "○" : marks.plain[member][k] ? "◌" : "");
       const advantages = credit.advantages(state.rule, values, state);
       drawChart(advantages, mark);
       drawTable(advantages, mark, selected);
+      if (focused) svg.querySelector(`[data-point="${state.active}"]`).focus({ preventScroll: true });
       note.textContent = tp
         ? "● turning point that gets its long-term reward, the change to the end; ○ consistent turning point that balancing leaves out; ◌ turning point of the plain rule only. Underlined numbers enter the advantages."
         : `${RULES[state.rule][1]} ${state.rule === "flow-grpo" ? "" : "Underlined numbers enter the advantages."}`;
     }
 
     function drawChart(advantages, mark) {
-      const left = 34, right = 34, top = 12, bottom = 230;
-      const x = (k) => left + (k / (columns - 1)) * (width - left - right), y = (v) => bottom - v * (bottom - top);
-      const svg = element("svg", { viewBox: `0 0 ${width} 266`, role: "group", "aria-label": "Value curves of three members" });
+      const left = 44, right = 34;
+      const x = (k) => left + (k / (columns - 1)) * (width - left - right), y = (v) => BOTTOM - v * (BOTTOM - TOP);
+      svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+      svg.replaceChildren();
       for (const v of [0, 0.5, 1]) {
         svg.append(element("line", { x1: left, x2: width - right, y1: y(v), y2: y(v), style: "stroke: var(--fl-grid)" }),
-          element("text", { x: left - 10, y: y(v) + 4, "text-anchor": "end", class: "fl-soft" }, v.toFixed(1)));
+          element("text", { x: left - 18, y: y(v) + 4, "text-anchor": "end", class: "fl-soft" }, v.toFixed(1)));
       }
       for (let k = 0; k < columns - 1; k++) {
         svg.append(element("text", { x: (x(k) + x(k + 1)) / 2, y: 252, "text-anchor": "middle", class: "fl-soft" }, `step ${k}`));
@@ -355,9 +359,8 @@
         svg.append(element("text", { x: x(columns - 1) + 14, y: heights[member] + 4, "font-weight": 700 }, NAMES[member]));
       }
       for (const member of members) {
-        state.values[member].forEach((value, column) => svg.append(point(member, column, x(column), y(value), y, mark(member, column))));
+        state.values[member].forEach((value, column) => svg.append(point(member, column, x(column), y(value), mark(member, column))));
       }
-      chart.replaceChildren(svg);
     }
 
     /** Heights of labels, at least 14 pixels apart. */
@@ -369,7 +372,7 @@
       return result;
     }
 
-    function point(member, column, cx, cy, y, mark) {
+    function point(member, column, cx, cy, mark) {
       const value = state.values[member][column], active = String([member, column]) === String(state.active);
       const firstOfMember = member !== state.active[0] && column === 0;
       const final = column === columns - 1 ? "final reward" : `value before step ${column}`;
@@ -379,7 +382,7 @@
         class: "fl-point", "data-point": [member, column], role: "slider", tabindex: active || firstOfMember ? 0 : -1,
         "aria-label": `Member ${NAMES[member]}, ${final}`, "aria-orientation": "vertical",
         "aria-valuemin": 0, "aria-valuemax": 1, "aria-valuenow": value,
-        onkeydown: (event) => key(event, member, column), onpointerdown: (event) => drag(event, member, column, y),
+        onkeydown: (event) => key(event, member, column),
       },
       element("circle", { cx, cy, r: 20, fill: "transparent" }),
       element("circle", { cx, cy, r: 15, fill: "none", stroke: "transparent", "stroke-width": 3, class: "fl-focus" }),
@@ -387,22 +390,19 @@
       element("circle", { cx, cy, r: 5.5, style: "fill: var(--fl-ink); stroke: var(--fl-back)", "stroke-width": 1.5 }));
     }
 
-    /** Follows the pointer until it is released; the points are drawn anew meanwhile. */
-    function drag(event, member, column, y) {
+    /** A point follows the pointer until it is released. The points are drawn anew meanwhile, so the window receives the events. */
+    function drag(event) {
+      const held = event.target.closest(".fl-point");
+      if (!held) return;
       event.preventDefault();
-      const follow = (moved) => {
-        const box = chart.firstChild.getBoundingClientRect(), height = ((moved.clientY - box.top) / box.height) * 266;
-        move(member, column, (y(0) - height) / (y(0) - y(1)));
-      };
-      const stop = () => {
-        removeEventListener("pointermove", follow);
-        ["pointerup", "pointercancel"].forEach((name) => removeEventListener(name, stop));
-      };
-      addEventListener("pointermove", follow);
-      ["pointerup", "pointercancel"].forEach((name) => addEventListener(name, stop));
+      const [member, column] = held.dataset.point.split(",").map(Number), own = new AbortController(), options = { signal: own.signal };
+      addEventListener("pointermove", (moved) => {
+        const box = svg.getBoundingClientRect(), height = ((moved.clientY - box.top) / box.height) * HEIGHT;
+        move(member, column, (BOTTOM - height) / (BOTTOM - TOP));
+      }, options);
+      for (const name of ["pointerup", "pointercancel"]) addEventListener(name, () => own.abort(), options);
       state.active = [member, column];
-      draw();
-      chart.querySelector(`[data-point="${state.active}"]`).focus({ preventScroll: true });
+      held.focus({ preventScroll: true });  // not drawn anew yet: a touch that begins on a removed element scrolls the page
     }
 
     function drawTable(advantages, mark, selected) {
