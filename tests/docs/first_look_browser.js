@@ -14,7 +14,7 @@ async function read() {
   const all = (selector) => [...page.querySelectorAll(selector)];
   await until(() => all("#fl-paths .fl-step").length > 0);
   const seen = () => all("#fl-paths .fl-step").filter((line) => line.getAttribute("visibility") === "visible").length;
-  const result = { moved: await until(() => seen() > 0, 1000) };
+  const result = { moved: await until(() => seen() > 0, 20000) };
   result.overflow = page.documentElement.scrollWidth - view.innerWidth;
   const sizes = all(".fl-choices span, button, select, input[type=range]").map((each) => each.getBoundingClientRect());
   result.smallest = Math.min(...sizes.filter((box) => box.width > 0).flatMap((box) => [box.width, box.height]).map((size) => Math.round(size)));
@@ -42,6 +42,11 @@ async function read() {
   point("0,4").focus();
   point("0,4").dispatchEvent(new view.KeyboardEvent("keydown", { key: "ArrowUp", bubbles: true }));
   result.key = value("0,4");
+  result.leaked = 0;  // keys that the site would take for its own
+  page.addEventListener("keydown", () => { result.leaked += 1; });
+  for (const key of ["ArrowLeft", "ArrowRight"]) {
+    page.activeElement.dispatchEvent(new view.KeyboardEvent("keydown", { key, bubbles: true }));
+  }
   result.key_focus = page.activeElement.dataset.point;
   const box = page.querySelector("#fl-curve svg").getBoundingClientRect();
   const pointer = (target, type, clientY) => target.dispatchEvent(

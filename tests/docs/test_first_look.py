@@ -219,7 +219,7 @@ def chromium(folder, width, script, *options):
     page.write_text(FRAMED.format(address=address, width=width, script=script))
     command = [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu"]
     command += ["--allow-file-access-from-files", f"--user-data-dir={folder / 'profile'}"]
-    command += ["--enable-logging=stderr", "--virtual-time-budget=20000", "--hide-scrollbars"]
+    command += ["--enable-logging=stderr", "--virtual-time-budget=60000", "--hide-scrollbars"]
     command += [f"--window-size={max(WIDTHS)},3200", *options, page.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
 
@@ -244,6 +244,7 @@ def test_figures_work_in_a_browser(width, tmp_path):
     values = parse_rewards(EXAMPLE).values
     same(result["example"], explain(TurningPoint(), values).advantages[0], 0.0051)
     assert result["key"] == pytest.approx(0.65) and result["key_focus"] == "0,4"
+    assert result["leaked"] == 0
     assert result["dragged"] == pytest.approx(0.2, abs=0.02)
     values[0, 0, 4], values[0, 1, 2] = result["key"], result["dragged"]
     same(result["bent"], explain(TurningPoint(), values).advantages[0], 0.0051)

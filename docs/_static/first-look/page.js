@@ -319,6 +319,7 @@
       else if (aside) state.active = [member, Math.min(Math.max(column + aside, 0), columns - 1)];
       else return;
       event.preventDefault();
+      event.stopPropagation();  // on the site, left and right would open the neighbouring page
       draw();
     }
 
