@@ -32,4 +32,15 @@ const groups = (inputs.groups ?? []).map(({ degrees, start, noise, states }) => 
   };
 });
 
-process.stdout.write(JSON.stringify({ tables, groups }));
+// what the text of the page says of its first group
+const { seed, members, member, degrees } = credit.FIRST, goal = credit.target(degrees), paths = credit.group(seed, members);
+const values = credit.completedValues(paths, goal), exact = credit.exactValues(paths, goal, credit.exactTables(goal));
+const first = {
+  values: values[member],
+  uniform: credit.advantages("flow-grpo", values)[member],
+  gains: credit.advantages("gains", values)[member],
+  selected: credit.selectedTurns(values)[member],
+  swings: [values, exact].map((table) => credit.gains(table).flat().reduce((sum, gain) => sum + Math.abs(gain), 0)),
+};
+
+process.stdout.write(JSON.stringify({ tables, groups, first }));

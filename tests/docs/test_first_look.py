@@ -195,6 +195,38 @@ def test_the_grid_of_exact_values_is_fine_enough(setting, rollout):
     assert (coarse - fine).abs().max() < 0.005
 
 
+@needs_node
+def test_the_text_says_what_the_first_group_does(tmp_path):
+    """The list "What to try" names member 2, its steps 1 and 2, and the curves of exact values."""
+    first = in_node({}, tmp_path)["first"]
+    assert first["values"][1] < 0.05 and first["values"][2] == pytest.approx(0.9, abs=0.05)
+    assert first["values"][-1] < 0.05 and first["selected"][2]
+    assert max(first["uniform"]) < 0 < first["gains"][1]
+    estimated, exact = first["swings"]
+    assert estimated > 1.5 * exact
+
+
+def test_the_text_says_what_bending_the_curves_does():
+    """The second list "What to try", with the library."""
+    values, rule = parse_rewards(EXAMPLE).values, TurningPoint()
+    unbalanced = TurningPoint(balance=None).selected(values)
+    assert rule.selected(values).nonzero()[:, 1:].tolist() == [[0, 2], [1, 2]]
+    assert unbalanced.nonzero()[:, 1:].tolist() == [[0, 2], [1, 2], [2, 0]]
+    raised, lowered, equal = values.clone(), values.clone(), values.clone()
+    raised[0, 1, 4], lowered[0, 2, 4], equal[..., 4] = 0.55, 0.51, 0.6
+    assert not turning_points(raised, False)[0, 1, 2]
+    assert turning_points(values)[0, 2, 0] and not turning_points(lowered)[0, 2, 0]
+    assert (explain(Uniform(), equal).advantages == 0).all()
+    assert (explain(StepwiseGain(probe=Completion()), equal).advantages != 0).any()
+
+
+def test_the_page_needs_no_network():
+    for file in PAGE.iterdir():
+        assert set(re.findall(r"https?://[^\"' )]+", file.read_text())) <= {
+            "http://www.w3.org/2000/svg"  # a name, which no browser loads
+        }
+
+
 # Figures, in a browser
 
 BROWSER = next(

@@ -256,8 +256,11 @@
       path(start, Array.from({ length: DECISIONS }, () => [normal(), normal()])));
   }
 
+  /** What the page shows first; its text describes member 2 (index 1) of this group. */
+  const FIRST = { seed: 138, members: 8, member: 1, degrees: 45, lambda: 0.8 };
+
   const api = {
-    DECISIONS, MEANS, STD, STEPS, TIMES, advantages, balanced, completedValues, completion, exactTables, exactValues, gains, group,
+    DECISIONS, FIRST, MEANS, STD, STEPS, TIMES, advantages, balanced, completedValues, completion, exactTables, exactValues, gains, group,
     lambdaGains, longTerm, odeStep, path, reward, sdeStep, selectedTurns, target, turningPoints, velocity,
   };
   if (typeof module !== "undefined") module.exports = api;

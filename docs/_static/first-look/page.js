@@ -3,7 +3,7 @@
 
 (function () {
   const credit = window.flowrlCredit;
-  const MEMBERS = 8, DEGREES = 45, STEP_MS = 420, SEED = 138;
+  const { degrees: DEGREES, members: MEMBERS } = credit.FIRST, STEP_MS = 420;
   const RULES = {
     "flow-grpo": ["Flow-GRPO", "Every step of a path gets the same credit: its final reward, compared with the group's."],
     gains: ["Stepwise-Flow-GRPO: gains", "A step gets its gain: the change of the final reward that we estimate by continuing the path without noise."],
@@ -73,7 +73,7 @@
 
   function pathsFigure(root) {
     const goal = credit.target(DEGREES), still = matchMedia("(prefers-reduced-motion: reduce)").matches;
-    const state = { rule: "flow-grpo", member: 1, seed: SEED, lambda: 0.8, shown: still ? credit.STEPS : 0, playing: !still };
+    const state = { rule: "flow-grpo", member: credit.FIRST.member, seed: credit.FIRST.seed, lambda: credit.FIRST.lambda, shown: still ? credit.STEPS : 0, playing: !still };
     let group, tables, values, advantages, selected, parts = [], width = 0, last;
 
     const rules = radios("Credit rule", "fl-rule", Object.entries(RULES).map(([key, [name]]) => [key, name]), (rule) => update({ rule }));
@@ -276,7 +276,7 @@
     const NAMES = ["a", "b", "c"], DASHES = ["", "7 4", "2 4"];
     const EXAMPLE = [[0.5, 0.4, 0.3, 0.45, 0.6], [0.5, 0.6, 0.7, 0.55, 0.4], [0.5, 0.55, 0.52, 0.65, 0.62]];
     const copy = () => EXAMPLE.map((row) => [...row]);
-    const state = { rule: "tp", lambda: 0.8, consistent: true, balance: "aggregate", values: copy(), active: [0, 4] };
+    const state = { rule: "tp", lambda: credit.FIRST.lambda, consistent: true, balance: "aggregate", values: copy(), active: [0, 4] };
     const columns = EXAMPLE[0].length, TOP = 12, BOTTOM = 230, HEIGHT = 266;
     let width = 0;
 
