@@ -92,6 +92,11 @@
   const POINTS = 57, REACH = 5, SPACING = (2 * REACH) / (POINTS - 1);
   const AXIS = Array.from({ length: POINTS }, (_, i) => -REACH + i * SPACING);
 
+  /** Points of the normal distribution, whose weights sum to 1. */
+  const NORMAL = Array.from({ length: 1601 }, (_, k) => ({ z: -8 + k / 100, weight: Math.exp(-((-8 + k / 100) ** 2) / 2) }));
+  const total = NORMAL.reduce((sum, { weight }) => sum + weight, 0);
+  for (const point of NORMAL) point.weight /= total;
+
   /** The four grid points that enter the cubic interpolation at a coordinate, and their weights (Keys 1981). */
   function taps(coordinate) {
     const last = POINTS - 1, units = Math.min(Math.max((coordinate + REACH) / SPACING, 0), last);
@@ -99,7 +104,7 @@
     const weights = [
       f * (f * (1 - f / 2) - 0.5), f * f * (1.5 * f - 2.5) + 1, f * (f * (2 - 1.5 * f) + 0.5), (f * f * (f - 1)) / 2,
     ];
-    return { index: [-1, 0, 1, 2].map((k) => Math.min(Math.max(base + k, 0), last)), weights };
+    return { index: [Math.max(base - 1, 0), base, base + 1, Math.min(base + 2, last)], weights };
   }
 
   /** The interpolant of a table [point][point] at x. */
@@ -114,15 +119,19 @@
 
   /** E table(x + std z) at every grid point, z standard normal: axis by axis, exact for the interpolant. */
   function smoothed(table, std) {
-    const count = 1601, matrix = AXIS.map(() => new Float64Array(POINTS));
-    const z = Array.from({ length: count }, (_, k) => -8 + (16 * k) / (count - 1));
-    const density = z.map((value) => Math.exp((-value * value) / 2));
-    const total = density.reduce((sum, value) => sum + value, 0);
-    AXIS.forEach((place, row) => z.forEach((value, k) => {
-      const { index, weights } = taps(place + std * value);
-      index.forEach((column, tap) => { matrix[row][column] += (weights[tap] * density[k]) / total; });
-    }));
-    const dot = (a, b) => a.reduce((sum, value, k) => sum + value * b[k], 0);
+    const matrix = AXIS.map((place) => {
+      const row = new Float64Array(POINTS);
+      for (const { z, weight } of NORMAL) {
+        const { index, weights } = taps(place + std * z);
+        for (let tap = 0; tap < 4; tap++) row[index[tap]] += weight * weights[tap];
+      }
+      return row;
+    });
+    const dot = (a, b) => {
+      let sum = 0;
+      for (let k = 0; k < POINTS; k++) sum += a[k] * b[k];
+      return sum;
+    };
     const columns = AXIS.map((_, column) => table.map((row) => row[column]));
     return matrix.map((rowWeights) => {
       const half = columns.map((column) => dot(rowWeights, column));

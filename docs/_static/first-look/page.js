@@ -91,10 +91,11 @@
       update({ seed: state.seed + 1 });
       tick();
     } }, "New noise");
+    const first = element("button", { type: "button", onclick: () => update({ seed: credit.FIRST.seed }) }, "First noise");
     const says = element("p", { class: "fl-says", "aria-live": "polite" });
     const plane = element("div", { class: "fl-plane" }), curve = element("div", { class: "fl-wide" });
     root.append(element("div", { class: "fl-parts" }, plane,
-      element("div", {}, rules.set, lambda.box, says, members.set, element("div", { class: "fl-row" }, play, renew, steps.box), legend()),
+      element("div", {}, rules.set, lambda.box, says, members.set, element("div", { class: "fl-row" }, play, renew, first, steps.box), legend()),
       curve));
 
     /** Reads rule, member, seed and lambda from the address, as in #rule=tp&member=2. */
@@ -127,6 +128,7 @@
       selected = state.rule === "tp" ? credit.selectedTurns(values) : [];
       rules.show(state.rule);
       members.show(state.member);
+      first.hidden = state.seed === credit.FIRST.seed;
       lambda.box.hidden = state.rule !== "lambda";
       lambda.show(state.lambda, state.lambda.toFixed(2));
       says.textContent = RULES[state.rule][1];
