@@ -194,6 +194,27 @@ def add_coverage(app: object, page: str, source: list[str]) -> None:
     source[0] = re.sub(r"^\{coverage\}$", lambda _: made, source[0], flags=re.MULTILINE)
 
 
+def add_first_look(app: object, page: str, source: list[str]) -> None:
+    """In place of the line `{first-look}`: the content of _static/first-look/index.html, which is
+    also a page of its own, for readers of a clone without the built site.
+    """
+    if page == "first-look":
+        file = HERE / "_static" / "first-look" / "index.html"
+        app.env.note_dependency(str(file))
+        (main,) = re.findall(r"<main>\n(.*?)</main>", file.read_text(), re.DOTALL)
+        source[0] = source[0].replace("{first-look}", f"```{{raw}} html\n{main}```")
+
+
+def add_first_look_scripts(
+    app: object, page: str, template: str, context: dict, tree: object
+) -> None:
+    """The figures of the page first-look."""
+    if page == "first-look":
+        app.add_css_file("first-look/page.css")
+        for name in ("credit.js", "page.js"):
+            app.add_js_file(f"first-look/{name}", loading_method="defer")
+
+
 def mark_wide_figures(app: object, tree: object, page: str) -> None:
     """The class `wide` on PNG files with several panels."""
     for image in tree.findall(nodes.image):
@@ -218,6 +239,8 @@ def setup(app: object) -> None:
     write_course(HERE)
     write_reference(HERE)
     app.connect("source-read", add_coverage)  # type: ignore[attr-defined]
+    app.connect("source-read", add_first_look)  # type: ignore[attr-defined]
+    app.connect("html-page-context", add_first_look_scripts)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", plain)  # type: ignore[attr-defined]
     app.add_html_math_renderer("katex", (formula, None), (formula, None))  # type: ignore[attr-defined]
     for mark in (mark_tables, mark_wide_figures):
