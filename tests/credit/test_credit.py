@@ -167,6 +167,14 @@ def test_balancing_leaves_entries_without_size_out_of_the_count(sign):
     assert kept[0, :, 0].tolist() == [True, True, False, True]
 
 
+def test_of_equal_turning_points_the_earlier_is_removed():
+    """By trend, both turning points of the first member have the size 1, and one must go."""
+    values = torch.tensor([[[0.0, 0.5, 0.2, 1.0], [1.0, 0.5, 0.2, 0.0]]])
+    turns = torch.tensor([[[True, False, True], [False, True, False]]])
+    kept = balanced(values, turns, by="trend")
+    assert kept.tolist() == [[[False, False, True], [False, True, False]]]
+
+
 # Reductions between rules
 
 
