@@ -1,6 +1,6 @@
 """Ranks submissions of the capstone by the cost until Flow-GRPO's result, on fixed seeds.
 
-    python tutorials/capstone/table.py FOLDER FOLDER...    # about two minutes each on 2 cores
+    python tutorials/capstone/table.py FOLDER FOLDER...    # about a minute each on a core
 
 It is the quick mode of `flowrl bench record --world points` (docs/records.md): two tasks of the 2-D
 world, four seeds, half of the budget, at the settings of Flow-GRPO. Below 1 is cheaper than
