@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from bench_lines import SMALL, fake_line, here, rule_file
 from loading import ROOT, load
 
@@ -18,6 +19,7 @@ from flowrl.bench.arms import ARMS, SHORT, own_arm, tuned
 from flowrl.bench.evidence import Evidence
 from flowrl.bench.judging import ALIKE, BETTER, UNDECIDED, WORSE
 from flowrl.bench.measurements import CURVE, measure
+from flowrl.bench.record import Runner
 from flowrl.bench.results_file import make_line
 from flowrl.bench.rule_bench import Bench, bench_rule, own_name
 from flowrl.bench.rule_headroom import CANNOT, TELLS, UNCLEAR
@@ -26,9 +28,11 @@ from flowrl.bench.rule_plan import FULL, QUICK, Part
 from flowrl.bench.suite import Suite
 from flowrl.compare import bounds
 from flowrl.compare.bounds import Bound
+from flowrl.compare.target import CostRatio
 from flowrl.core.errors import ConfigError
-from flowrl.credit import StepwiseGain
+from flowrl.credit import StepwiseGain, credit_of
 from flowrl.run.parts.registry import build
+from flowrl.testing.credit import CreditContract
 
 
 @pytest.mark.parametrize(
@@ -289,10 +293,11 @@ PREDICTED = {"updates": "better", "evaluations": "better", "difference": [0.05, 
 WORSE_THAN_UNIFORM = dict.fromkeys(PREDICTED, "worse") | {"difference": [-0.15, -0.05]}
 
 
-def points(prediction, level, spread=0.01):
+def points(prediction, level, spread=0.01, original=True):
     """The points earned by subject, of a rule whose reward is `level` against uniform credit's 0.4."""
     (world,) = judged("mine", [world_of(spread, uniform=0.4, mine=level)])
-    return {row.subject: row.earned for row in grading.comparison("mine", world, prediction)}
+    rows = grading.comparison("mine", world, prediction, original)
+    return {row.subject: row.earned for row in rows}
 
 
 @pytest.mark.parametrize(
@@ -315,13 +320,112 @@ def test_points_reward_the_prediction_then_the_result(change, level, lost):
 def test_no_difference_and_undecided_are_one_prediction(level, spread):
     for word in ("no difference", "undecided"):
         earned = points({**PREDICTED, "updates": word, "evaluations": word}, level, spread)
-        assert earned["verdict at equal updates"] == earned["verdict at equal evaluations"] == 15
+        assert earned["verdict at equal updates"] == earned["verdict at equal evaluations"] == 10
 
 
 def test_the_starter_rule_keeps_the_contract_and_is_not_original():
     starter, gains = build("credit", f"{STARTER / 'my_rule.py'}:MyRule"), StepwiseGain()
-    assert [row.earned for row in grading.contract(starter)] == [15, 0]
-    assert [row.earned for row in grading.contract(gains)] == [15, 5]
+    assert [row.earned for row in grading.contract(starter)] == [10, 0]
+    assert [row.earned for row in grading.contract(gains)] == [10, 5]
+
+
+FACTORS = """
+import torch
+from dataclasses import dataclass
+from flowrl.credit import Uniform
+from flowrl.probes import NoProbe, Probe
+
+@dataclass(frozen=True)
+class MyRule:
+    probe: Probe = NoProbe()
+
+    def assign(self, values, decisions):
+        factors = torch.where(torch.arange(len(decisions)) % 2 == 0, 1.3, 0.7)
+        return Uniform().assign(values, decisions) * factors
+"""
+
+
+def submission(folder, text):
+    """A folder with this rule and a prediction that fits a rule without effect."""
+    folder.mkdir()
+    (folder / "my_rule.py").write_text(text)
+    (folder / "prediction.yaml").write_text(
+        "hypothesis: none\nupdates: no difference\nevaluations: undecided\n"
+        "difference: [-0.05, 0.05]\n"
+    )
+    return folder
+
+
+def test_factors_on_uniform_credit_earn_at_most_30_points(tmp_path):
+    """With the best predictions, at any level."""
+    rule = build(
+        "credit", f"{submission(tmp_path / 'mine', FACTORS)}/my_rule.py:MyRule", trust=True
+    )
+    rows = grading.contract(rule)
+    assert [row.earned for row in rows] == [10, 0]
+    rows.append(grading.control_points(None))
+    known, best = sum(row.earned for row in rows), []
+    for level, prediction in ((0.5, PREDICTED), (0.3, WORSE_THAN_UNIFORM)):
+        for original in (False, True):
+            best.append(known + sum(points(prediction, level, original=original).values()))
+    assert best == [25, 55, 15, 45]
+
+
+def test_the_control_credits_as_uniform_credit_and_as_strongly_as_the_rule():
+    control = load("tutorials/capstone/control.py").Control(StepwiseGain())
+    assert control.probe == StepwiseGain().probe
+    assert grading.alike(control) == pytest.approx(1.0)
+    record = CreditContract(StepwiseGain()).records()[0]
+    own, rule = (credit_of(part, record).advantages for part in (control, StepwiseGain()))
+    sizes = (table.square().mean((0, 1)) for table in (own, rule))
+    torch.testing.assert_close(next(sizes), next(sizes))
+    assert not own.isclose(rule).any()
+
+
+def test_a_prediction_is_fixed_by_its_hash(tmp_path):
+    folder = submission(tmp_path / "mine", FACTORS)
+    digest = grading.committed(folder)
+    assert (folder / "prediction.sha256").read_text() == f"{digest}  prediction.yaml\n"
+    assert grading.committed(folder) == digest
+    with (folder / "prediction.yaml").open("a") as file:
+        file.write("# better\n")
+    with pytest.raises(ConfigError, match="that of the first grading"):
+        grading.committed(folder)
+
+
+def test_the_table_has_a_row_per_submission_and_the_hash_of_its_prediction(tmp_path, monkeypatch):
+    ranking = load("tutorials/capstone/table.py")
+    folder, ratio = submission(tmp_path / "mine", FACTORS), CostRatio(0.5, 0.4, 0.6)
+
+    def ranked(arms, records, runner):
+        assert arms == {str(folder): {"credit": f"{folder}/my_rule.py:MyRule"}}
+        return [("known (the record)", ratio, [ratio] * 2, 0), (str(folder), ratio, [ratio] * 2, 1)]
+
+    monkeypatch.setattr(ranking, "ranked", ranked)
+    runner = Runner("points", tmp_path / "runs", "table.py", 1)
+    head, _, record, row = ranking.table([folder], tmp_path, runner).splitlines()
+    assert "| default | noise-0.3 | collapsed |" in head
+    text = "0.50 [0.40, 0.60]"
+    assert record == f"| known (the record) | {text} | {text} | {text} | 0 |  |"
+    digest = grading.committed(folder)[:8]
+    assert row == f"| {folder} | {text} | {text} | {text} | 1 | {digest} |"
+
+
+@pytest.mark.slow
+def test_only_a_rule_that_is_more_than_factors_is_compared_with_its_control(tmp_path, capsys):
+    part = grading.Part("mixture", 0, 2, ("uniform",), first_seed=123_456)
+    weighted = FACTORS.replace("* factors", "* (1 + values[..., -1:])")  # more for good samples
+    for name, text in (("factors", FACTORS), ("weighted", weighted)):
+        folder = submission(tmp_path / name, text)
+        table = grading.grade(folder, part, workers=1)
+        printed = capsys.readouterr().out.splitlines()
+        assert printed[0] == f"SHA-256 of the prediction: {grading.committed(folder)}"
+        (earned,) = re.findall(r"^\| sum \| (\d+) of 80", table, re.MULTILINE)
+        assert (int(earned) <= 30) == (name == "factors")
+        assert ("is its own control" in table) == (name == "factors")
+        runs = list(folder.glob("grade-123456/control.jsonl"))
+        assert len(runs) == (name == "weighted")
+        assert all(len(path.read_text().splitlines()) == 2 for path in runs)
 
 
 def test_an_empty_prediction_is_refused(tmp_path):

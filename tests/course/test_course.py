@@ -83,6 +83,13 @@ def own_checks(lesson):
     }
 
 
+BEGUN = {
+    *("lesson_01.check_train", "lesson_01.check_euler", "lesson_04.check_repaired"),
+    *("lesson_04.check_lambda", "lesson_08.check_summary", "lesson_09.check_mended"),
+}
+"""Exercises whose starting cells have an answer to be continued or mended."""
+
+
 @pytest.mark.parametrize(("lesson", "check"), CHECKS)
 def test_the_solution_passes_and_the_starting_cell_does_not(lesson, check, monkeypatch):
     """Every hint in a table of the check is shown for the value that the table gives; without a
@@ -108,7 +115,8 @@ def test_the_solution_passes_and_the_starting_cell_does_not(lesson, check, monke
         monkeypatch.setattr(module, "close", watched, raising=False)
     assert verdict(lesson, check).passed
     assert [message for message, reached in shown.items() if not reached] == []
-    assert not verdict(lesson, check, role="exercise").passed
+    unanswered = verdict(lesson, check, role="exercise")
+    assert not unanswered.passed and unanswered.open == (f"{lesson}.{check}" not in BEGUN)
 
 
 @pytest.mark.parametrize(

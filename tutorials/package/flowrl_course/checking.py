@@ -42,6 +42,10 @@ class Unsolved(AssertionError):
         return [f"✗ {self}"]
 
 
+OPEN = ("the dots", "return a value yet", "answered yet")
+"""What the messages of checks say of an answer that is still missing."""
+
+
 class Verdict:
     """The result of a check, shown as one line of text, coloured in a notebook.
 
@@ -56,11 +60,20 @@ class Verdict:
         """Whether the answer was accepted."""
         return self.problem is None
 
+    @property
+    def open(self) -> bool:
+        """Whether there is no answer yet: its dots are still there."""
+        return any(text in (self.problem or "") for text in OPEN)
+
     def __repr__(self) -> str:
-        return f"✓ {self.name}: correct" if self.passed else f"✗ {self.name}: {self.shown}"
+        if self.passed:
+            return f"✓ {self.name}: correct"
+        return f"{'○' if self.open else '✗'} {self.name}: {self.shown}"
 
     def _repr_html_(self) -> str:
         colour, ground = ("#0b6b4f", "#e6f4ef") if self.passed else ("#9c2b00", "#fdeee6")
+        if self.open:
+            colour, ground = "#6b7280", "#f1f2f4"
         style = (
             "padding:.5em .8em;border-left:4px solid"
             f" {colour};background:{ground};color:#22252b;max-width:60em"
