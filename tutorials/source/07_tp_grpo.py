@@ -711,17 +711,20 @@ for name, chosen in marks.items():
     )
 
 # %% [markdown] tags=["expected"]
-# turning points    marks 15% of the decisions, one by one  38..41%  11..14%  11..14%  9..12%   0%; 0% of the marks are at the last decision; median change 0.0240..0.0300
-# random decisions  marks 15% of the decisions, one by one  18..21%   6..9%  12..16%  21..25%  10..14%; 14..18% of the marks are at the last decision; median change 0.0060..0.0095
-# exercise 10       marks 15% of the decisions, one by one  14..25%  14..25%  14..25%  14..25%   0%; 0% of the marks are at the last decision; median change 0.0060..0.0300
+# turning points       marks 15% of the decisions, one by one  38..41%  11..14%  11..14%  9..12%   0%; dose (rms change of the credit at a mark) 0.0780..0.0890
+# another member's     marks 15% of the decisions, one by one  38..41%  11..14%  11..14%  9..12%   0%; dose (rms change of the credit at a mark) 0.0750..0.0950
+# same dose            marks 15% of the decisions, one by one  38..41%  11..14%  11..14%  9..12%   0%; dose (rms change of the credit at a mark) 0.0740..0.0890
+# same dose and signs  marks 15% of the decisions, one by one  38..41%  11..14%  11..14%  9..12%   0%; dose (rms change of the credit at a mark) 0.0740..0.0890
+# random (exercise 10) marks 15% of the decisions, one by one  14..25%  14..25%  14..25%  14..25%   0%; dose (rms change of the credit at a mark) 0.0600..0.0850
 
 # %% [markdown]
-# Increments alone, turning points, and random decisions give equally clear gradients. The gain over uniform credit therefore comes from the credit of single decisions. The long-term reward makes no measurable difference, in part because few decisions have it: 15%, about half of them the first decision, for which the rule has one condition only.
+# Increments alone, turning points, and all controls give equally clear gradients. The gain over uniform credit therefore comes from the credit of single decisions. Which decisions have the long-term reward makes no measurable difference, in part because few have it: 15%, about half of them the first decision, for which the rule has one condition only.
 #
-# However, the control of `flowrl` **changes the credit less** than turning points do. 16% of its marks are at the last decision, where they change nothing, and the median change at a mark is 0.0077 instead of 0.0272. Its marks are also spread unevenly, on 7% to 23% of the trajectories by decision, because trajectories whose rewards have the same order share a permutation. So all comparisons with this control, here and in the recorded runs below, mix the position of the marks with the size of the changes.
+# The dose is the root mean square of $R - V_{k+1}$ at the marks. The three controls of `flowrl` have the turning points' numbers of marks, decision by decision, and their dose to within 10%; random decisions have other numbers and a smaller dose. "Same dose and signs" differs from turning points in the turning alone, "same dose" also in the direction: turning points
+# have a gain and an $R - V_{k+1}$ of the same sign, so on average their credit is larger than the gain, in its direction. This is a bias, because $R - V_{k+1}$ has the mean 0 when marks do not look at it.
 #
 # Joint instead of step-by-step normalisation, the choice of the lesson on Stepwise-Flow-GRPO, gives
-# clearer gradients, although the recorded runs below have no more reward with it. The paper reports that turning points improve SD3.5, without a control at random decisions. Four batches cannot resolve effects of the reported size.
+# clearer gradients, although the recorded runs below have no more reward with it. The paper reports that turning points improve SD3.5, without such controls. Four batches cannot resolve effects of the reported size.
 #
 # ## Training
 #
@@ -745,7 +748,7 @@ for name, run in runs.items():
 # %% [markdown] tags=["expected"]
 # flow-grpo     training reward 0.75 0.79 0.80 0.83..0.87 0.85..0.91; held out: soft 0.80..0.89, strict 0.55..0.80; sampling 4,800 NFE
 # tp-grpo       training reward 0.75 0.80 0.82 0.85..0.91 0.87..0.93; held out: soft 0.80..0.90, strict 0.55..0.82; sampling 16,800 NFE
-# random        training reward 0.75 0.80 0.81 0.85..0.91 0.87..0.93; held out: soft 0.80..0.90, strict 0.55..0.82; sampling 16,800 NFE
+# control       training reward 0.75 0.80 0.82 0.85..0.91 0.87..0.93; held out: soft 0.80..0.90, strict 0.55..0.82; sampling 16,800 NFE
 
 # %% tags=["hide-input"]
 figure, axes = panels(width=5.6, height=2.8)
@@ -764,8 +767,8 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# The curves of the two versions of TP-GRPO, with turning points and with random decisions, are almost equal. The differences between all three runs are within chance (the standard error of `strict` is about 0.05), and the two versions cost 3.5 times the sampling. However, five iterations with one seed prove nothing about the method. A conclusive comparison needs several seeds, the cost, and a
-# control that differs only in the idea itself. The recorded runs below have the first two; their control also changes the credit less. The lesson Side by side shows how such a comparison is made.
+# The curves of the two versions of TP-GRPO, with turning points and with marks elsewhere, are almost equal. The differences between all three runs are within chance (the standard error of `strict` is about 0.05), and the two versions cost 3.5 times the sampling. However, five iterations with one seed prove nothing about the method. A conclusive comparison needs several seeds, the cost, and a
+# control that differs only in the idea itself. The recorded runs below have the first two; their control, random decisions, changes the credit less. The lesson Side by side shows how such a comparison is made.
 #
 # ## The paper's figures, reproduced
 #
@@ -809,7 +812,7 @@ recorded.dots(
 )
 
 # %% [markdown]
-# No ablation shows an effect that matters, and several are undecided, such as that of the noise level. In particular, long-term rewards at random positions do as well as turning points, here with 15 seeds, although this control changes the credit less. Increments alone do as well, too. With and without the first step the cosines agree to within 0.01, and balancing changes the reward by less than 0.01.
+# No ablation shows an effect that matters, and several are undecided, such as that of the noise level. In particular, long-term rewards at random positions do as well as turning points, here with 15 seeds, although this control, some of whose marks are at the last decision, changes the credit less. `docs/verdict.md` compares the controls above. Increments alone do as well, too. With and without the first step the cosines agree to within 0.01, and balancing changes the reward by less than 0.01.
 #
 # ## Quiz
 #

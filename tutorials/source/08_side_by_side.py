@@ -679,7 +679,7 @@ lead = ends["turning points"] - rewards["flow-grpo", TIGHT][:, 4]
 print(f"turning points minus Flow-GRPO     after 8 iterations: {interval(lead)[0]:+.3f} ± {interval(lead)[1]:.3f}")
 
 # %% [markdown] tags=["expected"]
-# turning points minus other steps   after 8 iterations: -0.070..0.110 ± 0.020..0.130 seed by seed, p = 0.10..1.00
+# turning points minus other steps   after 8 iterations: -0.070..0.070 ± 0.015..0.130 seed by seed, p = 0.10..1.00
 # turning points minus none          after 8 iterations: -0.080..0.030 ± 0.020..0.090 seed by seed, p = 0.10..1.00
 # turning points minus Flow-GRPO     after 8 iterations: +0.540..0.700 ± 0.030..0.090
 
@@ -705,7 +705,7 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# Both intervals contain 0. After 8 iterations turning points minus random steps is +0.069 ± 0.092, so with six seeds it is undecided whether turning points help. However, without any turning point the reward changes by less than 0.1, and the lead over Flow-GRPO is 0.62. Most of this lead must come from the parts that the controls share with TP-GRPO. (With 15 seeds at tuned settings, random instead of real turning points change the reward over training by -0.004. The 95% interval is -0.009 to 0.001; see `docs/studies.md`. This control, too, changes the credit less.) The differences are paired by seed. Runs of one seed have the same prompts and initial weights, so
+# Both intervals contain 0. After 8 iterations turning points minus other steps is -0.023 ± 0.029, so with six seeds it is undecided whether the turning matters. However, without any turning point the reward changes by less than 0.1, and the lead over Flow-GRPO is 0.62. Most of this lead must come from the parts that the controls share with TP-GRPO. (With 15 seeds at tuned settings, random instead of real turning points change the reward over training by -0.004. The 95% interval is -0.009 to 0.001; see `docs/studies.md`. Random steps change the credit less than turning points.) The differences are paired by seed. Runs of one seed have the same prompts and initial weights, so
 # the common effect of the seed cancels.
 #
 # The paper (arXiv 2602.06422) compares TP-GRPO with Flow-GRPO, and two definitions of turning points with each other; the controls are additions of this lesson. Their result may not transfer to other scales: turning points may matter with larger changes of the reward along a trajectory, with other rewards, or with larger models. To show that turning points help there, the same control is needed at that scale.
