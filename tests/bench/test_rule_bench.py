@@ -399,7 +399,8 @@ def test_the_table_has_a_row_per_submission_and_the_hash_of_its_prediction(tmp_p
 
     def ranked(arms, records, runner):
         assert arms == {str(folder): {"credit": f"{folder}/my_rule.py:MyRule"}}
-        return [("known (the record)", ratio, [ratio] * 2, 0), (str(folder), ratio, [ratio] * 2, 1)]
+        each = {"default": ratio, "noise-0.3": ratio}
+        return [("known (the record)", ratio, each, 0), (str(folder), ratio, each, 1)]
 
     monkeypatch.setattr(ranking, "ranked", ranked)
     runner = Runner("points", tmp_path / "runs", "table.py", 1)

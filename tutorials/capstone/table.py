@@ -12,7 +12,6 @@ import hashlib
 import sys
 from pathlib import Path
 
-from flowrl.bench.contest import CONTESTS
 from flowrl.bench.record import QUICK_TASKS, Runner, ranked
 from flowrl.core.errors import FlowrlError
 
@@ -29,11 +28,11 @@ def table(folders: list[Path], records: Path, runner: Runner) -> str | None:
     rows = ranked(arms, records, runner)
     if rows is None:
         return None
-    tasks = list(CONTESTS[runner.world].tasks)[:QUICK_TASKS]
+    tasks = QUICK_TASKS[runner.world]
     head = ["submission", "cost over Flow-GRPO's", *tasks, "collapsed", "prediction's SHA-256"]
     lines = [head, ["---"] * len(head)]
     for name, ratio, each, fallen in rows:
-        numbers = [ratio.text(), *(one.text() for one in each), str(fallen)]
+        numbers = [ratio.text(), *(each[task].text() for task in tasks), str(fallen)]
         lines.append([name, *numbers, hashes.get(name, "")])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
