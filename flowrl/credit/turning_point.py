@@ -91,8 +91,8 @@ def balanced(
     Let n+ and n- be the numbers of positive and negative turning points within a `scope`. If both
     are above 0, the min(n+, n-) largest of each sign remain; otherwise all remain. Among entries of
     equal size (under "trend", all of a trajectory) the earlier decision is removed first, then the
-    earlier sample. The public code leaves the order of ties to its sorting routine. The order of the
-    members can matter only if rewards take few values. Source: TP-GRPO (arXiv 2602.06422).
+    earlier sample. The public code leaves the order of ties to its sorting routine. The order of
+    the members can matter only if rewards take few values. Source: TP-GRPO (arXiv 2602.06422).
 
     Args:
         values: value table V [prompt, member, decision+1]; its last column is R.
