@@ -106,7 +106,7 @@ def test_the_record_is_a_preset(model):
         base_of(["--preset", f"{model},record,pickscore", "--method", "tp-grpo"])
 
 
-ENTRIES = {"record-2026-11-29": "nft-falling-rate"}
+ENTRIES = {"record-2026-11-29": "nft-averaged"}
 """The file of each record's entry."""
 
 
