@@ -346,7 +346,7 @@ def _section(page: Document, rule: str, world: World) -> None:
     page.blocks.append(Table(head, [_finding_row(finding) for finding in world.findings]))
     page.text(
         "The cost of the rule until a baseline's result, its mean final reward, divided by the"
-        " baseline's own cost (not by 0.39: not reached when the runs end, at 0.39):"
+        " baseline's own cost (> 0.39: not reached when the runs ended, at 0.39):"
     )
     rows = [(baseline, *cells) for baseline, cells in _ratio_rows(world, rule)]
     page.blocks.append(Table(("until the result of", *BUDGETS), rows))

@@ -212,7 +212,7 @@ def _percent(lead: Estimate, name: str = "lead") -> dict[str, str]:
 def _ends(ratio: CostRatio, name: str) -> dict[str, str]:
     """A ratio of costs with its interval; of an arm that does not arrive, what it is more than."""
     if math.isinf(ratio.value):
-        return {name: f"not by {ratio.more:.3f}", f"{name} low": "", f"{name} high": ""}
+        return {name: f"> {ratio.more:.3f}", f"{name} low": "", f"{name} high": ""}
     ends = {name: ratio.value, f"{name} low": ratio.low, f"{name} high": ratio.high}
     return {label: f"{value:.3f}" for label, value in ends.items()}
 

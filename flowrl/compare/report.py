@@ -106,7 +106,8 @@ PRINTED = ("final reward", "minus the baseline", "cost until equal", "collapsed 
 """Columns that are printed; the last one only if the terminal is wide enough."""
 RATIO = (
     "cost until equal: forward equivalents until the arm's mean curve reaches the baseline's final"
-    " reward, divided by the baseline's own until then; not by 2.00: not reached at its end"
+    " reward, divided by the baseline's own until then; > 2.00: not reached when its runs ended, at"
+    " 2.00; [1.50, -]: the interval has no upper end"
 )
 INTERVALS = "±: half of the 95% interval over seeds (Student's t)"
 

@@ -70,14 +70,14 @@ class CostRatio(Estimate):
     more: float = math.nan
 
     def text(self, digits: int = 2, sign: bool = False) -> str:
-        """'0.62 [0.51, 0.75]', '0.92 [0.70, -]' with an open end, 'not by 0.39' or 'not by 0.39
-        [0.21, -]' if the arm's curves end there without a crossing, or '-' if the other arm has
+        """'0.62 [0.51, 0.75]', '0.92 [0.70, -]' with an open end, '> 0.39' or '> 0.39 [0.21, -]' if
+        the arm's curves end there without a crossing, or '-' if the other arm has
         none.
         """
         if math.isinf(self.value):
             some = self.low < self.more
             low = f" [{self.low:.{digits}f}, -]" if some else ""
-            return f"not by {self.more:.{digits}f}{low}"
+            return f"> {self.more:.{digits}f}{low}"
         if not self.value > 0:
             return "-"
         if not self.low and math.isinf(self.high):  # one seed

@@ -81,7 +81,7 @@ def test_verdicts_need_seeds_and_are_drawn():
     few = made(arms, FEWEST - 1).answers()
     assert {answer.verdict for _, answer in few} == {UNDECIDED}
     assert leads_figure({"points": verdicts}).axes and costs_figure(verdicts, "").axes
-    assert verdicts.ratio("tempflow-grpo", PER_UPDATE).text() == "not by 1.00"
+    assert verdicts.ratio("tempflow-grpo", PER_UPDATE).text() == "> 1.00"
     assert len(QUESTIONS) <= 20
 
 
