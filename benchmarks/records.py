@@ -78,7 +78,7 @@ def verdict_rows() -> Iterator[str]:
     ratios = {
         row["arm"]: [row[f"{COST}{end}"] for end in ("", " low", " high")]
         for row in found
-        if row["task"] == "all" and not row[COST].startswith("not")
+        if row["task"] == "all" and not row[COST].startswith(">")
     }
     for arm, texts in sorted(ratios.items(), key=lambda pair: float(pair[1][0])):
         value, low, high = map(float, texts)
