@@ -812,7 +812,7 @@ recorded.dots(
 )
 
 # %% [markdown]
-# No ablation shows an effect that matters, and several are undecided, such as that of the noise level. In particular, long-term rewards at random positions do as well as turning points, here with 15 seeds, although this control, some of whose marks are at the last decision, changes the credit less. `docs/verdict.md` compares the controls above. Increments alone do as well, too. With and without the first step the cosines agree to within 0.01, and balancing changes the reward by less than 0.01.
+# No ablation shows an effect that matters, and several are undecided, such as that of the noise level. In particular, long-term rewards at random positions do as well as turning points, here with 15 seeds, although this control, some of whose marks are at the last decision, changes the credit less. `docs/log.md` compares the controls above in the 2-D world. Increments alone do as well, too. With and without the first step the cosines agree to within 0.01, and balancing changes the reward by less than 0.01.
 #
 # ## Quiz
 #
