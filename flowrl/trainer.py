@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, Literal, cast
 
 import torch
@@ -34,13 +33,7 @@ from flowrl.rollout import (
     transition_weights,
 )
 from flowrl.rollout.groups import PromptStream
-from flowrl.rollout.metrics import (
-    Clock,
-    LossMetrics,
-    credit_metrics,
-    gradient_noise,
-    reward_metrics,
-)
+from flowrl.rollout.metrics import Clock, LossMetrics, credit_metrics, reward_metrics
 from flowrl.rollout.rollout import Collector
 from flowrl.rollout.values import OnImages, require_usable
 from flowrl.samplers import RandomSteps, trained_steps, transition_stds, windowed
@@ -250,8 +243,7 @@ class Trainer:
         if updates.learning_rate is not None:
             self.optimizer.param_groups[0]["lr"] = updates.learning_rate(self.done)
         minibatches = objective.minibatches(self.draw_order(), updates.minibatches)
-        for update, rows in enumerate(minibatches):
-            part: list[tuple[Tensor, float]] = []
+        for rows in minibatches:
             self.optimizer.zero_grad()
             micro_batches = objective.micro_batches(rows, updates.micro_batch, self.processes)
             with self.processes.shared_errors():
@@ -266,17 +258,11 @@ class Trainer:
                     if (network := getattr(self.policy, "velocity_network", None)) is not None:
                         self.processes.sum_in_backward(network, number == len(micro_batches))
                     self.scaler.scale(result.loss * micro.share).backward()
-                    if update == 0 and number == 1 and not self.processes.sharded:
-                        own = micro.share / share
-                        part.append((self.gradient_norm() / own, own))
                 losses = metrics.take()
                 if not all(math.isfinite(row["loss"]) for row in losses):
                     check.losses(losses, micro_batches)
             metrics.merge(self.processes.gather(losses))
-            norm = self.optimizer_step(micro_batches, check, metrics)
-            if update == 0:  # before it every ratio is 1
-                parts = self.processes.gather([(float(n) ** 2, own) for n, own in part])
-                metrics.means |= gradient_noise([*chain(*parts)], norm**2)
+            self.optimizer_step(micro_batches, check, metrics)
         evaluations = sum(rows.evaluations for rows in minibatches)
         return {
             **metrics.means,
@@ -390,9 +376,9 @@ class Trainer:
 
     def optimizer_step(
         self, minibatch: Sequence[Rows], check: NonFiniteCheck, metrics: LossMetrics
-    ) -> float:
+    ) -> None:
         """Sum the gradients over the processes, clip, step and average; a step with overflowed
-        float16 gradients is skipped. Returns the gradient's norm before the clip.
+        float16 gradients is skipped.
         """
         parameters = [*self.parameters.values()]
         self.processes.all_reduce_gradients(parameters)
@@ -408,12 +394,6 @@ class Trainer:
             self.copies.after("update")
             metrics.means["grad_norm"] = norm
             update_average(self.average, parameters, self.updates.ema_decay)
-        return norm
-
-    def gradient_norm(self) -> Tensor:
-        """The norm of the gradients so far."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        return nn.utils.get_total_norm(gradients) / self.scaler.get_scale()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 metrics.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,25 +58,6 @@ def reward_metrics(values: Tensor) -> Row:
     if bool(values.isfinite().all()):
         metrics["mean_abs_gain"] = values.diff(dim=-1).abs().mean(0).tolist()
     return metrics
-
-
-def gradient_noise(parts: Sequence[tuple[float, float]], whole: float) -> Row:
-    """Signal |G|^2 and noise tr(Cov[g]) of a mini-batch's gradient g with mean G, from norms alone;
-    nothing if every process has the whole mini-batch in one micro-batch.
-
-    E|g|^2 = |G|^2 + N, and a random part with share s of the mini-batch has E|g_s|^2 = |G|^2 + N/s.
-    Each is unbiased and noisy: divide means over 20 iterations or more. Source: arXiv 1812.06162,
-    Appendix A.1.
-
-    Args:
-        parts: |g_s|^2 and s of each process's first micro-batch.
-        whole: |g|^2.
-    """
-    inverse = sum(1 / share for _, share in parts) / max(1, len(parts))
-    if inverse <= 1 or not all(map(math.isfinite, (whole, *(norm for norm, _ in parts)))):
-        return {}
-    noise = (sum(norm for norm, _ in parts) / len(parts) - whole) / (inverse - 1)
-    return {"gradient_signal": whole - noise, "gradient_noise": noise}
 
 
 def credit_metrics(experience: Experience, credit: Credit) -> Row:
