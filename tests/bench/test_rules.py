@@ -128,19 +128,15 @@ def test_a_page_with_the_random_control_says_that_it_is_weaker(page):
     assert re.search(r"changes? the credit less", (ROOT / page).read_text())
 
 
-def test_the_verdict_has_the_weakness_of_the_random_control_as_the_lesson_prints_it():
+def test_the_lessons_controls_have_the_marks_and_the_dose_of_turning_points():
     lesson = json.loads((ROOT / "tutorials/07_tp_grpo.ipynb").read_text())
     texts = [
         "".join(part.get("text", [])) for c in lesson["cells"] for part in c.get("outputs", [])
     ]
-    (printed,) = (text for text in texts if "of the marks are at the last decision" in text)
-    turning, control = (
-        re.search(r"(\d+%) of the marks are .* median change ([\d.]+)", line)
-        for line in printed.splitlines()[:2]
-    )
-    assert turning and control and turning[1] == "0%"
-    shown = f"{control[1]} of its marks are at the last step.* {control[2]} instead of {turning[2]}"
-    assert re.search(shown, (ROOT / "docs/verdict.md").read_text())
+    (printed,) = (text for text in texts if "dose (rms change" in text)
+    marks, doses = zip(*re.findall(r"one by one (.*?); dose .*? ([\d.]+)", printed), strict=True)
+    assert len(doses) == 5 and len(set(marks[:4])) == 1 and marks[0].endswith(" 0%")
+    assert all(0.9 < float(dose) / float(doses[0]) < 1.1 for dose in doses[1:4])
 
 
 ALL = TurningPoint(balance=None)

@@ -130,9 +130,12 @@ def test_sizes_of_embeddings_are_those_of_the_plan():
 
 def test_the_page_of_presets_names_them_all():
     files = (ROOT / "flowrl" / "presets").glob("*/*.yaml")
-    first = (ROOT / "docs" / "presets.md").read_text().split("\n\n")[1]
-    names = {file.stem for file in files if file.parent.name != "definitions"}
+    text = (ROOT / "docs" / "presets.md").read_text()
+    kinds = {file.stem: file.parent.name for file in files}
+    names = {name for name, kind in kinds.items() if kind not in ("definitions", "records")}
+    first = text.split("\n\n")[1]
     assert len(names) > 20 and set(re.findall(r"`([\w.-]+)`", first)) == names | {"exact"}
+    assert all(f"`{name}`" in text for name, kind in kinds.items() if kind == "records")
 
 
 def test_the_guides_metrics_are_entries_of_rows(tmp_path):
