@@ -106,7 +106,7 @@ def main() -> int:
     options = parser.parse_args()
     wanted = runs()
     by_id = {config_id(run): (key, run) for key, run in wanted.items()}
-    file = ResultsFile(ROOT / "benchmarks/results/record-limits.jsonl")
+    file = ResultsFile(ROOT / "benchmarks" / "results" / "record-limits.jsonl")
 
     def label(key: str) -> str:
         return ", ".join(map(str, by_id[key][0]))
