@@ -7,7 +7,7 @@
 
 tutorials/source/NN_name.py (jupytext, percent format) is the source. tutorials/NN_name.ipynb has
 the solutions and stored outputs; tutorials/student/NN_name.ipynb has starting cells, the outputs of
-cells that are not exercises, and each hint and solution folded; tutorials/colab/NN_name.ipynb is the
+other cells than exercises, and each hint and solution folded; tutorials/colab/NN_name.ipynb is the
 student's version without outputs, with a first cell that installs flowrl.
 tutorials/package/flowrl_course/solutions.json has the solutions by check, which replace missing
 answers. CONTRIBUTING.md describes the format.
