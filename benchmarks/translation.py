@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
     FlowMatchEulerDiscreteScheduler,
 )
@@ -34,7 +35,9 @@ from flowrl.policies import resolution_shift
 from flowrl.samplers import CPS, FlowSDE
 
 ELEMENTS = 16 * 64 * 64
-"""Elements of a latent of SD3.5, FLUX.1 and Qwen-Image at 512 pixels."""
+"""Elements of a latent of SD3.5, FLUX.1, Z-Image and Qwen-Image at 512 pixels."""
+KLEIN_ELEMENTS = 128 * 32 * 32
+"""Elements of a latent of FLUX.2 [klein] at 512 pixels."""
 WAN_ELEMENTS = 16 * 9 * 30 * 52
 """Elements of a latent of Wan 2.1, of 33 frames of 240 x 416."""
 CLIPPED = 0.2
@@ -48,10 +51,12 @@ def sd3_grid(steps: int = 10) -> Schedule:
     return Schedule(torch.as_tensor(scheduler.sigmas, dtype=torch.float32))
 
 
-def shifted_grid(steps: int, **settings: Any) -> Schedule:
-    """The grid of a scheduler with these settings, shifted by 1,024 image tokens (512 pixels)."""
+def shifted_grid(steps: int, mu: float | None = None, **settings: Any) -> Schedule:
+    """The grid of a scheduler with these settings, shifted by `mu`, or by the mu of 1,024 image
+    tokens (512 pixels).
+    """
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, **settings)
-    shift = resolution_shift(scheduler, 1024, 1.15)
+    shift = resolution_shift(scheduler, 1024, 1.15) if mu is None else mu
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)  # pyright: ignore[reportArgumentType]
     return Schedule(torch.as_tensor(scheduler.sigmas, dtype=torch.float32))
 
@@ -59,6 +64,16 @@ def shifted_grid(steps: int, **settings: Any) -> Schedule:
 def flux_grid() -> Schedule:
     """The grid of FLUX.1-dev's scheduler, shifted by the number of image tokens."""
     return shifted_grid(6, shift=3.0)
+
+
+def klein_grid() -> Schedule:
+    """The grid of FLUX.2 [klein]'s pipeline for 1,024 image tokens and 10 steps."""
+    return shifted_grid(10, compute_empirical_mu(1024, 10))
+
+
+def z_image_grid() -> Schedule:
+    """The grid of Z-Image's pipeline, shifted by the number of image tokens as FLUX.1-dev's."""
+    return shifted_grid(10)
 
 
 def qwen_grid() -> Schedule:
@@ -195,12 +210,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
     flow, nine, four = steps_of(FlowSDE(0.7), sd3_grid()), range(9), range(4)
-    grids = sd3_grid(), flux_grid(), qwen_grid(), sd3_grid(20)
-    cps, flux, qwen, wan = (steps_of(CPS(0.7), grid) for grid in grids)
+    grids = sd3_grid(), flux_grid(), klein_grid(), z_image_grid(), qwen_grid(), sd3_grid(20)
+    cps, flux, klein, z_image, qwen, wan = (steps_of(CPS(0.7), grid) for grid in grids)
     # steps that the released code trains, and those that flowrl trains
     models = {
         "SD3.5": (cps, nine, range(8), ELEMENTS),
         "FLUX.1-dev": (flux, range(5), range(5), ELEMENTS),
+        "FLUX.2 [klein]": (klein, nine, nine, KLEIN_ELEMENTS),
+        "Z-Image": (z_image, nine, nine, ELEMENTS),
         "Qwen-Image": (qwen, nine, range(8), ELEMENTS),
         "Wan 2.1": (wan, range(19), range(18), WAN_ELEMENTS),
     }
@@ -209,6 +226,8 @@ def main() -> int:
     report("SD3.5, 10 steps, CPS 0.7", cps, nine, released=True)
     report("SD3.5, 10 steps, CPS 0.7, without step 8", cps, range(8), released=True)
     report("FLUX.1-dev, 6 steps, CPS 0.7", flux, range(5), released=True)
+    report("FLUX.2 [klein], 10 steps, CPS 0.7", klein, nine, released=True)
+    report("Z-Image, 10 steps, CPS 0.7", z_image, nine, released=True)
     report("Qwen-Image, 10 steps, Flow-SDE 1.2", flow_qwen, range(10), released=False)
     report("Qwen-Image, 10 steps, CPS 0.7", qwen, nine, released=True)
     report("Wan 2.1, 20 steps, CPS 0.7", wan, range(19), released=True)

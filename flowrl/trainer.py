@@ -243,6 +243,7 @@ class Trainer:
         if updates.learning_rate is not None:
             self.optimizer.param_groups[0]["lr"] = updates.learning_rate(self.done)
         minibatches = objective.minibatches(self.draw_order(), updates.minibatches)
+        sharded = self.processes.sharded
         for rows in minibatches:
             self.optimizer.zero_grad()
             micro_batches = objective.micro_batches(rows, updates.micro_batch, self.processes)
@@ -258,6 +259,9 @@ class Trainer:
                     if (network := getattr(self.policy, "velocity_network", None)) is not None:
                         self.processes.sum_in_backward(network, number == len(micro_batches))
                     self.scaler.scale(result.loss * micro.share).backward()
+                    if number == 1 < len(micro_batches) and metrics.merged == 0 and not sharded:
+                        scale = self.scaler.get_scale()
+                        metrics.add_part(self.parameters.values(), micro.share, scale)
                 losses = metrics.take()
                 if not all(math.isfinite(row["loss"]) for row in losses):
                     check.losses(losses, micro_batches)
@@ -392,7 +396,7 @@ class Trainer:
             metrics.means |= {"loss_scale": scale, "skipped_steps": self.scaler.skipped}
         if taken:
             self.copies.after("update")
-            metrics.means["grad_norm"] = norm
+            metrics.add_norm(norm)
             update_average(self.average, parameters, self.updates.ema_decay)
 
     @contextmanager

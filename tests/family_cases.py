@@ -10,13 +10,23 @@ from seeded import randn, seeded
 
 from flowrl import PolicyOptions
 from flowrl.core.types import Prompt
-from flowrl.policies import SD3, Flux, PipelinePolicy, QwenImage, Wan
+from flowrl.policies import SD3, Flux, Flux2Klein, PipelinePolicy, QwenImage, Wan, ZImage
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Usage, solve
 from flowrl.run.build import build_trainer, make_method
 from flowrl.run.config import preset
 from flowrl.run.models.weights import given_weights
-from flowrl.testing.tiny import TINY, TINY_VIDEO, tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
+from flowrl.testing.tiny import (
+    TINY,
+    TINY_CHAT,
+    TINY_VIDEO,
+    tiny_flux,
+    tiny_flux2_klein,
+    tiny_qwen_image,
+    tiny_sd3,
+    tiny_wan,
+    tiny_z_image,
+)
 
 TEXTS = ["three red circles", "a dog"]
 PROMPTS = [Prompt(text) for text in TEXTS]
@@ -30,13 +40,13 @@ REDNESS = FunctionReward(
 
 @dataclass(frozen=True)
 class Case:
-    """A family, its tiny pipeline, and the plain pipeline's name for classifier-free guidance."""
+    """A family, its tiny pipeline, further arguments of a call, and a negative prompt."""
 
     make: Any
     family: Any
-    scale: str = "true_cfg_scale"
     plain: dict[str, Any] = field(default_factory=dict)
     options: PolicyOptions = TINY
+    negative: str = "blurry"
 
     def policy(self, pipe=None, **changes):
         pipe, options = pipe or self.make(), replace(self.options, **changes)
@@ -45,18 +55,21 @@ class Case:
     def picture(self, pipe, noise, guidance=1.0, steps=STEPS, **changes):
         """The plain pipeline's own images or videos."""
         pipe.set_progress_bar_config(disable=True)
-        settings = dict(height=16, width=16, max_sequence_length=24, output_type="pt")
-        settings |= dict(negative_prompt=["blurry"] * 2, num_inference_steps=steps)
-        settings |= {**self.plain, self.scale: guidance, **changes}
-        output = pipe(TEXTS, latents=noise, **settings)
+        tokens = self.options.max_sequence_length
+        settings = dict(height=16, width=16, max_sequence_length=tokens, output_type="pt")
+        settings |= self.family.guidance_arguments(guidance, [self.negative] * 2)
+        settings |= dict(num_inference_steps=steps) | self.plain | changes
+        output = pipe(prompt=[*TEXTS], latents=noise, **settings)
         return output.frames if hasattr(output, "frames") else output.images
 
 
 CASES = {
-    "sd3": Case(tiny_sd3, SD3(), "guidance_scale"),
-    "flux": Case(tiny_flux, Flux(), plain={"guidance_scale": 3.5}),
+    "sd3": Case(tiny_sd3, SD3()),
+    "flux": Case(tiny_flux, Flux()),
+    "flux2-klein": Case(tiny_flux2_klein, Flux2Klein(), options=TINY_CHAT, negative=""),
+    "z-image": Case(tiny_z_image, ZImage(), options=TINY_CHAT),
     "qwen-image": Case(tiny_qwen_image, QwenImage()),
-    "wan": Case(tiny_wan, Wan(), "guidance_scale", {"num_frames": 5}, TINY_VIDEO),
+    "wan": Case(tiny_wan, Wan(), {"num_frames": 5}, TINY_VIDEO),
 }
 
 

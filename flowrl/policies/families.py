@@ -1,10 +1,11 @@
 """Model families, the differences between diffusers' pipelines: Stable Diffusion 3 and 3.5, FLUX.1,
-Qwen-Image and Wan 2.1; docs/model-families.md explains how to add another.
+FLUX.2 [klein], Z-Image, Qwen-Image and Wan 2.1; docs/model-families.md explains how to add another.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Annotated, Any
 
 import numpy as np
@@ -52,6 +53,8 @@ class Family:
     """Ends of the names of the layers that get a LoRA by default."""
     hidden_layer: str = ""
     """The transformer's layer whose input a critic reads; empty if that was never tried."""
+    chat: bool = False
+    """Whether the pipeline puts a prompt into its tokenizer's chat template, whose tokens count."""
 
     def latent_shape(self, pipe: Any, height: int, width: int) -> Shape:
         """Shape of one latent. Raises `ConfigError` for a size that the pipeline does not
@@ -96,6 +99,16 @@ class Family:
         [-1, 1] from latents [sample, *latent] in the decoder's precision.
         """
         raise NotImplementedError(f"{type(self).__name__} has no decode")
+
+    def guidance_arguments(self, scale: float, negative: Any) -> dict[str, Any]:
+        """The arguments of the pipeline's call for guidance with `scale` (1: off) away from the
+        `negative` prompt, or prompts.
+        """
+        return {"guidance_scale": scale, "negative_prompt": negative}
+
+    def from_loop(self, latent: Tensor, latent_shape: Shape) -> Tensor:
+        """Latents [sample, *latent] from those in the loop of the pipeline's `__call__`."""
+        return latent
 
 
 def linear_guidance(away: Tensor, towards: Tensor, scale: float) -> Tensor:
@@ -280,7 +293,7 @@ class Flux(Family):
 
     def set_timesteps(self, scheduler, steps, latent_shape, pipe):
         """The even grid 1, ..., 1/T, shifted by the number of image tokens."""
-        _set_even_grid(scheduler, steps, latent_shape[0])
+        _set_even_grid(scheduler, steps, resolution_shift(scheduler, latent_shape[0], 1.15))
 
     def encode(self, pipe, texts, tokens, device):
         """T5 tokens [token, dim], and the pooled CLIP embedding [dim]."""
@@ -309,11 +322,15 @@ class Flux(Family):
         """The unpacked latent image, scaled and shifted as in the pipeline."""
         return decode_scaled(pipe.vae, unpacked(latent, size))
 
+    def guidance_arguments(self, scale, negative):
+        """The distilled guidance is another argument."""
+        true = {"true_cfg_scale": scale, "negative_prompt": negative}
+        return {"guidance_scale": self.distilled_guidance, **true}
 
-def _set_even_grid(scheduler: Any, steps: int, tokens: int) -> None:
+
+def _set_even_grid(scheduler: Any, steps: int, mu: float) -> None:
     flow_sigmas = scheduler.config.get("use_flow_sigmas")
     sigmas = None if flow_sigmas else np.linspace(1.0, 1 / steps, steps)
-    mu = resolution_shift(scheduler, tokens, 1.15)
     scheduler.set_timesteps(steps, sigmas=sigmas, mu=mu)
 
 
@@ -322,6 +339,131 @@ def _positions(size: tuple[int, int], device: torch.device) -> Tensor:
     """(0, row, column) of every 2 x 2 patch, [token, 3]."""
     axes = [torch.arange(count, device=device) for count in (1, size[0] // 2, size[1] // 2)]
     return torch.cartesian_prod(*axes).float()
+
+
+class Flux2Klein(Family):
+    """`Family` of diffusers' `Flux2KleinPipeline`: FLUX.2 [klein], the base models and those that
+    are distilled to 4 steps without guidance.
+
+    Latents are [sample, 4 x channel, height / 16, width / 16]: an entry is a 2 x 2 patch of a latent
+    image with 32 channels. A prompt is three hidden layers of Qwen3 side by side, padded to the full length; the transformer attends to
+    the padding, so the number of tokens matters. The time shift depends on the number of steps, so
+    a grid for evaluation is more than a finer one for training. The single blocks compute queries,
+    keys, values and the first feed-forward layer in one product, which has one LoRA.
+    """
+
+    pipeline = "Flux2KleinPipeline"
+    lora_targets = (*LORA_TARGETS, "attn.to_qkv_mlp_proj")
+    chat = True
+
+    def latent_shape(self, pipe, height, width):
+        """(4 x channels, height / 16, width / 16)."""
+        unit = 2 * pipe.vae_scale_factor
+        require_multiples(height, width, unit)
+        return pipe.transformer.config.in_channels, height // unit, width // unit
+
+    def set_timesteps(self, scheduler, steps, latent_shape, pipe):
+        """The even grid 1, ..., 1/T, shifted by the number of patches and of steps."""
+        _, height, width = latent_shape
+        shift = import_module(type(pipe).__module__).compute_empirical_mu
+        mu = shift(height * width, steps)
+        _set_even_grid(scheduler, steps, mu)
+
+    def encode(self, pipe, texts, tokens, device):
+        """The prompt's tokens in the chat template [tokens, 3 x dim], padded."""
+        words, _ = pipe.encode_prompt(list(texts), device=device, max_sequence_length=tokens)
+        return [{"words": w} for w in words]
+
+    def velocity(self, transformer, latent, timestep, rows, size):
+        """`Flux2Transformer2DModel` with t (it multiplies by 1000) and the positions (image, row,
+        column, token).
+        """
+        words = rows["words"]
+        places = words.new_zeros(words.shape[1], 4)
+        places[:, 3] = torch.arange(words.shape[1], device=words.device)
+        image = _positions(size, latent.device).to(words.dtype)
+        predicted = transformer(
+            hidden_states=rearrange(latent, "s k h w -> s (h w) k"),
+            encoder_hidden_states=words,
+            timestep=timestep / 1000,
+            guidance=None,
+            txt_ids=places,
+            img_ids=torch.nn.functional.pad(image, (0, 1)),
+            return_dict=False,
+        )[0]
+        return self.from_loop(predicted, latent.shape)
+
+    def decode(self, pipe, latent, size):
+        """Unstandardised by the running statistics of the decoder's batch norm, whose channels are
+        those of a patch, and unpacked.
+        """
+        norm, eps = pipe.vae.bn, pipe.vae.config.batch_norm_eps
+        std, mean = (norm.running_var + eps).sqrt().to(latent), norm.running_mean.to(latent)
+        patches = latent * std.view(-1, 1, 1) + mean.view(-1, 1, 1)
+        image = rearrange(patches, "s (k p q) h w -> s k (h p) (w q)", p=2, q=2)
+        return pipe.vae.decode(image, return_dict=False)[0]
+
+    def guidance_arguments(self, scale, negative):
+        """The negative prompt is always empty."""
+        return {"guidance_scale": scale}
+
+    def from_loop(self, latent, latent_shape):
+        """The loop has the patches in a row."""
+        return rearrange(latent, "s (h w) k -> s k h w", w=latent_shape[-1])
+
+
+class ZImage(Family):
+    """`Family` of diffusers' `ZImagePipeline`: Z-Image and Z-Image-Turbo (arXiv 2511.22699).
+
+    Latents are [sample, channel, height / 8, width / 8]. A prompt is the last but one hidden layer
+    of a Qwen3 encoder without padding; the transformer reads a list of prompts of different length
+    and pads each to a multiple of 32 tokens of its own. Its time runs from 0 at noise to 1 at the
+    image, and it predicts -v. The pipeline's guidance scale is ours minus 1; its Turbo example
+    has 0, no guidance.
+    """
+
+    pipeline = "ZImagePipeline"
+    lora_targets = tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+    chat = True
+
+    def latent_shape(self, pipe, height, width):
+        """(channels, height / 8, width / 8); sizes are multiples of 16."""
+        factor = pipe.vae_scale_factor
+        require_multiples(height, width, 2 * factor)
+        return pipe.transformer.in_channels, height // factor, width // factor
+
+    def set_timesteps(self, scheduler, steps, latent_shape, pipe):
+        """The even grid 1, ..., 1/T, shifted by the number of 2 x 2 patches."""
+        _, height, width = latent_shape
+        tokens = (height // 2) * (width // 2)
+        _set_even_grid(scheduler, steps, resolution_shift(scheduler, tokens, 1.15))
+
+    def encode(self, pipe, texts, tokens, device):
+        """The prompt's tokens in the chat template [token, dim], at most `tokens` of them, and a
+        mask of ones.
+        """
+        given = dict(do_classifier_free_guidance=False, max_sequence_length=tokens)
+        rows, _ = pipe.encode_prompt(list(texts), device=device, **given)
+        return [{"words": words, "mask": words.new_ones(len(words)).bool()} for words in rows]
+
+    def velocity(self, transformer, latent, timestep, rows, size):
+        """Minus `ZImageTransformer2DModel` at 1 - t; the lengths of the prompts are read from the
+        device.
+        """
+        words, mask = [*rows["words"]], rows["mask"]
+        if mask is not None:
+            words = [row[:n] for row, n in zip(words, mask.sum(1).tolist(), strict=True)]
+        images = [*latent.unsqueeze(2)]
+        predicted = transformer(images, 1 - timestep / 1000, words, return_dict=False)[0]
+        return -torch.stack([*predicted]).squeeze(2)
+
+    def decode(self, pipe, latent, size):
+        """Scaled and shifted as in the pipeline."""
+        return decode_scaled(pipe.vae, latent)
+
+    def guidance_arguments(self, scale, negative):
+        """v_prompt + s (v_prompt - v_neg), off at s = 0."""
+        return {"guidance_scale": scale - 1, "negative_prompt": negative}
 
 
 class QwenImage(Family):
@@ -354,7 +496,7 @@ class QwenImage(Family):
         terminal = scheduler.config.shift_terminal
         # diffusers would divide by 0 to stretch a single step
         scheduler.register_to_config(shift_terminal=terminal if steps > 1 else None)
-        _set_even_grid(scheduler, steps, latent_shape[0])
+        _set_even_grid(scheduler, steps, resolution_shift(scheduler, latent_shape[0], 1.15))
         scheduler.register_to_config(shift_terminal=terminal)
 
     def encode(self, pipe, texts, tokens, device):
@@ -391,6 +533,10 @@ class QwenImage(Family):
     def decode(self, pipe, latent, size):
         """The decoder's first frame of a video of one frame."""
         return _decode_standardised(pipe.vae, unpacked(latent, size).unsqueeze(2))[:, :, 0]
+
+    def guidance_arguments(self, scale, negative):
+        """Classifier-free guidance has the name that it has in `FluxPipeline`."""
+        return {"true_cfg_scale": scale, "negative_prompt": negative}
 
 
 class Wan(Family):
@@ -446,7 +592,9 @@ class Wan(Family):
         return _decode_standardised(pipe.vae, latent).transpose(1, 2)
 
 
-FAMILIES: dict[str, type[Family]] = {kind.pipeline: kind for kind in (SD3, Flux, QwenImage, Wan)}
+FAMILIES: dict[str, type[Family]] = {
+    kind.pipeline: kind for kind in (SD3, Flux, Flux2Klein, ZImage, QwenImage, Wan)
+}
 """Built-in families by the class of their pipeline; a package adds one by an entry point of that
 name in `flowrl.families`.
 """

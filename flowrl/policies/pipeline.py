@@ -115,7 +115,10 @@ class PipelinePolicy:
         self._counted = set[str]()
         store = MemoryStore() if store is None else store
         self.prompts = PromptEmbeddings(self._embed, self.device, self.dtype, store)
-        self.guidance_scale = options.guidance_scale
+        self.guidance_scale = self._allowed(options.guidance_scale)
+        negative = options.negative_prompt
+        fits = not negative or "negative_prompt" in family.guidance_arguments(1.0, negative)
+        require(fits, "negative_prompt", negative, f"empty with {kind}")
         for name, tensors in (frozen or {}).items():
             pipe.load_lora_weights(dict(tensors), adapter_name=name)
         self.adapters = Adapters(self.transformer, tuple(frozen or ()))
@@ -271,13 +274,20 @@ class PipelinePolicy:
                 velocities.append(self.family.velocity(self._active, *given).float())
         return torch.cat(velocities)[missing:] if len(velocities) > 1 or missing else velocities[0]
 
+    def _allowed(self, guidance: float) -> float:
+        """`guidance`, unless the pipeline ignores it because it is distilled."""
+        distilled = getattr(self.pipe.config, "is_distilled", False)
+        allowed = "1 (off): the model is distilled without guidance"
+        require(not distilled or guidance == 1, "guidance_scale", guidance, allowed)
+        return guidance
+
     @contextmanager
     def guided(self, guidance: float) -> Iterator[None]:
         """Within this context the guidance scale is `guidance`, for example to evaluate with
         another scale than in training.
         """
         require(guidance >= 1, "guidance_scale", guidance, "1 (off) or more")
-        kept, self.guidance_scale = self.guidance_scale, guidance
+        kept, self.guidance_scale = self.guidance_scale, self._allowed(guidance)
         try:
             yield
         finally:

@@ -3,11 +3,11 @@ metrics.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowrl.core.experience import Credit, Experience
 from flowrl.core.forward import ForwardBatch
@@ -58,6 +58,19 @@ def reward_metrics(values: Tensor) -> Row:
     if bool(values.isfinite().all()):
         metrics["mean_abs_gain"] = values.diff(dim=-1).abs().mean(0).tolist()
     return metrics
+
+
+def gradient_noise(first: float, share: float, whole: float) -> Row:
+    """Signal |G|^2 and noise N, the trace of the covariance, of a mini-batch's gradient with mean
+    G, from |g_s|^2 = `first` of its first micro-batch with share s of its weights, and |g|^2 =
+    `whole`.
+
+    E|g|^2 = |G|^2 + N and E|g_s|^2 = |G|^2 + N / s if the samples are independent. Noise that a
+    prompt's samples share counts partly as signal. Each is noisy: divide means over 20 iterations
+    or more. Source: arXiv 1812.06162, Appendix A.1.
+    """
+    noise = (first - whole) / (1 / share - 1)
+    return {"gradient_signal": whole - noise, "gradient_noise": noise}
 
 
 def credit_metrics(experience: Experience, credit: Credit) -> Row:
@@ -111,6 +124,7 @@ class LossMetrics:
         self._squares = [0.0] * steps
         self._names: list[str] = []
         self._pending: list[tuple[float, Tensor]] = []
+        self._part, self._norm, self._share = list[Tensor](), 0.0, 0.0
 
     def add(
         self,
@@ -137,9 +151,14 @@ class LossMetrics:
         """One row per micro-batch since the last call: "weight", "loss", the loss's metrics and the
         steps' "squares" of gradients.
         """
-        values = torch.stack([v for _, v in self._pending]).tolist() if self._pending else []
         weights, count = [weight for weight, _ in self._pending], len(self._names)
-        self._pending = []
+        columns = [v for _, v in self._pending]
+        fetched = torch.cat([*columns, *self._part]).tolist() if columns else []
+        if self._part:
+            self._norm = fetched.pop()
+        width = len(fetched) // max(1, len(columns))
+        values = [fetched[i * width : (i + 1) * width] for i in range(len(columns))]
+        self._pending, self._part = [], []
         return [
             {"weight": weight, "squares": row[count:], **dict(zip(self._names, row, strict=False))}
             for weight, row in zip(weights, values, strict=True)
@@ -163,3 +182,17 @@ class LossMetrics:
             means["ratio_noise_mean"] = means["ratio_distance"] / total
         means["step_shares"] = [square / (sum(self._squares) or 1.0) for square in self._squares]
         self.merged += 1
+
+    def add_part(self, parameters: Iterable[Tensor], share: float, scale: float) -> None:
+        """Note the gradient of the first micro-batch, with `share` of its mini-batch's weights and
+        a loss scaled by `scale`, for `gradient_noise`.
+        """
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self._part = [nn.utils.get_total_norm(gradients).double().reshape(1) / (share * scale)]
+        self._share = share
+
+    def add_norm(self, norm: float) -> None:
+        """Add the norm of a mini-batch's gradient before the clip."""
+        if self._share > 0 and "grad_norm" not in self.means:
+            self.means |= gradient_noise(self._norm**2, self._share, norm**2)
+        self.means["grad_norm"] = norm

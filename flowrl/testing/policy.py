@@ -242,12 +242,10 @@ def own_call(
     )
     known, taken = inspect.signature(pipe.__call__).parameters, list[Step]()
     exact = {options.dtype, options.decode_dtype} == {"float32"}
-    scale = "true_cfg_scale" if "true_cfg_scale" in known else "guidance_scale"
+    negative = [options.negative_prompt] * len(prompts) if guidance > 1 else None
     given: dict[str, Any] = {
         "prompt": [prompt.text for prompt in prompts],
-        "guidance_scale": getattr(family, "distilled_guidance", None),
-        scale: guidance,
-        "negative_prompt": [options.negative_prompt] * len(prompts) if guidance > 1 else None,
+        **family.guidance_arguments(guidance, negative),
         "num_inference_steps": STEPS,
         "height": options.size[0],
         "width": options.size[1],
@@ -260,7 +258,10 @@ def own_call(
 
     def watched(model_output: Tensor, timestep: Any, sample: Tensor, *rest: Any, **named: Any):
         time = torch.as_tensor(timestep).to(policy.device).float()
-        taken.append((sample.float().clone(), time, model_output.float().clone()))
+        latent, velocity = (
+            family.from_loop(x.float().clone(), policy.latent_shape) for x in (sample, model_output)
+        )
+        taken.append((latent, time, velocity))
         return step(model_output, timestep, sample, *rest, **named)
 
     pipe.set_progress_bar_config(disable=True)

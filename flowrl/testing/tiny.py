@@ -18,11 +18,13 @@ from typing import Any
 import torch
 
 from flowrl import PolicyOptions
-from flowrl.policies.families import SD3, Flux, QwenImage, Wan
+from flowrl.policies.families import SD3, Flux, Flux2Klein, QwenImage, Wan, ZImage
 from flowrl.policies.pipeline import PipelinePolicy
 
 TINY = PolicyOptions(resolution=16, lora_rank=4, lora_alpha=8.0, max_sequence_length=24)
 """Options that fit the tiny pipelines."""
+TINY_CHAT = replace(TINY, max_sequence_length=48)
+"""Options that fit `tiny_flux2_klein` and `tiny_z_image`, whose prompts are in a chat template."""
 TINY_VIDEO = replace(TINY, num_frames=5)
 """Options that fit `tiny_wan`."""
 CLIP_TOKENS = 40
@@ -139,6 +141,80 @@ def tiny_flux(seed: int = 0, distilled: bool = True) -> Any:
         )
 
 
+def tiny_flux2_klein(seed: int = 0, distilled: bool = False) -> Any:
+    """A `Flux2KleinPipeline` with one double and one single block, and Qwen3 with 27 layers, of
+    which the pipeline reads three.
+
+    Args:
+        seed: seed of the random weights.
+        distilled: mark the pipeline as distilled to few steps without guidance.
+
+    Returns:
+        The pipeline.
+    """
+    diffusers: Any = import_module("diffusers")
+
+    with seeded(seed):
+        transformer = diffusers.Flux2Transformer2DModel(
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            joint_attention_dim=3 * WIDTH,
+            timestep_guidance_channels=32,
+            guidance_embeds=False,
+            axes_dims_rope=(4, 4, 4, 4),
+            **ATTENTION,
+        )
+        decoder = diffusers.AutoencoderKLFlux2(
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            block_out_channels=(8, 16),
+            latent_channels=4,
+            norm_num_groups=4,
+            layers_per_block=1,
+            sample_size=16,
+        )
+        decoder.bn.running_mean.normal_(std=0.5)
+        decoder.bn.running_var.uniform_(0.5, 2.0)
+        tokenizer = _qwen_tokenizer()
+        return diffusers.Flux2KleinPipeline(
+            scheduler=make_scheduler(use_dynamic_shifting=True),
+            vae=decoder.eval(),
+            text_encoder=_qwen3("Qwen3ForCausalLM", len(tokenizer), layers=27),
+            tokenizer=tokenizer,
+            transformer=transformer,
+            is_distilled=distilled,
+        )
+
+
+def tiny_z_image(seed: int = 0) -> Any:
+    """A `ZImagePipeline` with two blocks, a refiner of each stream, and shift by resolution."""
+    diffusers: Any = import_module("diffusers")
+
+    with seeded(seed):
+        transformer = diffusers.ZImageTransformer2DModel(
+            in_channels=4,
+            dim=WIDTH,
+            n_layers=2,
+            n_refiner_layers=1,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=WIDTH,
+            axes_dims=[4, 6, 6],
+            axes_lens=[128, 32, 32],
+        )
+        for pad in (transformer.x_pad_token, transformer.cap_pad_token):
+            torch.nn.init.normal_(pad)
+        tokenizer = _qwen_tokenizer()
+        return diffusers.ZImagePipeline(
+            scheduler=make_scheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15),
+            vae=make_decoder(4),
+            text_encoder=_qwen3("Qwen3Model", len(tokenizer), layers=3),
+            tokenizer=tokenizer,
+            transformer=transformer,
+        )
+
+
 def tiny_qwen_image(seed: int = 0) -> Any:
     """A `QwenImagePipeline` with two blocks and Qwen-Image's shifts: by resolution, and to .02 as
     the last time before 0.
@@ -216,6 +292,10 @@ tiny_sd3_policy = _policy(tiny_sd3, SD3, TINY)
 """A policy with options and a seed over `tiny_sd3` with this seed."""
 tiny_flux_policy = _policy(tiny_flux, Flux, TINY)
 """Likewise over `tiny_flux`."""
+tiny_flux2_klein_policy = _policy(tiny_flux2_klein, Flux2Klein, TINY_CHAT)
+"""Likewise over `tiny_flux2_klein`."""
+tiny_z_image_policy = _policy(tiny_z_image, ZImage, TINY_CHAT)
+"""Likewise over `tiny_z_image`."""
 tiny_qwen_image_policy = _policy(tiny_qwen_image, QwenImage, TINY)
 """Likewise over `tiny_qwen_image`."""
 tiny_wan_policy = _policy(tiny_wan, Wan, TINY_VIDEO)
@@ -339,6 +419,29 @@ def _qwen_vl(vocabulary: int) -> Any:
     return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
+def _qwen3(name: str, vocabulary: int, layers: int) -> Any:
+    transformers: Any = import_module("transformers")
+
+    config = transformers.Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    return getattr(transformers, name)(config).eval()
+
+
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""What Qwen3's chat template makes of a prompt."""
+
+
 def _qwen_tokenizer() -> Any:
     """A token per byte, and one per word of the pipeline's template.
 
@@ -355,4 +458,5 @@ def _qwen_tokenizer() -> Any:
         [(prefix[:-1], prefix[-1]) for prefix in prefixes],
         additional_special_tokens=special[1:],
         model_max_length=2048,
+        chat_template=CHAT,
     )

@@ -37,6 +37,10 @@ from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3
 test_qwen_image = policy_contract(
     lambda: CASES["qwen-image"].policy(guidance_scale=4.0, negative_prompt=" ")
 )
+test_flux2_klein = policy_contract(lambda: CASES["flux2-klein"].policy(guidance_scale=4.0))
+test_z_image = policy_contract(
+    lambda: CASES["z-image"].policy(guidance_scale=4.0, negative_prompt="blurry")
+)
 test_wan = policy_contract(
     lambda: CASES["wan"].policy(guidance_scale=5.0, negative_prompt="blurry")
 )
@@ -61,7 +65,7 @@ def test_images_and_grid_are_the_plain_pipelines(case, guidance, height, width, 
     rounding.
     """
     more = {"num_frames": frames} if "num_frames" in case.plain else {}
-    given = {"guidance_scale": guidance, "negative_prompt": "blurry", **more}
+    given = {"guidance_scale": guidance, "negative_prompt": case.negative, **more}
     policy = case.policy(resolution=height, width=width, **given)
     pipe, sizes = case.make(), {"height": height, "width": width, **more}
     plain = case.picture(pipe, noise_of(policy), guidance, steps, **sizes)
@@ -90,7 +94,7 @@ def test_guidance_and_its_gradient_without_the_negative_branch(case):
     assert (off - velocities[0]).abs().max() > 1e-4
 
 
-TURNS = ("sd3", "flux", "sd3", "flux", "sd3", "qwen-image", "wan")
+TURNS = ("sd3", "flux", "flux2-klein", "z-image", "sd3", "qwen-image", "wan")
 ROWS = [(TURNS[i % 7], ("float32", "bfloat16")[i // 7 % 2], name) for i, name in enumerate(METHODS)]
 
 
@@ -106,8 +110,8 @@ def test_train_save_reload_resume(family, dtype, method, tmp_path):
     """
     case, wan = CASES[family], family == "wan"
     guidance = 3.0 if dtype == "float32" else 1.0
-    changes = {"dtype": dtype, "guidance_scale": guidance, "negative_prompt": "blurry"}
-    if not wan:
+    changes = {"dtype": dtype, "guidance_scale": guidance, "negative_prompt": case.negative}
+    if family in ("sd3", "flux", "qwen-image"):
         changes["lora_targets"] = tuple(name.removeprefix("attn.") for name in LORA_TARGETS)
 
     def make():

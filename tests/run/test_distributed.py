@@ -77,7 +77,8 @@ RESUMED = MIXTURE.replace(iterations=3, checkpoint_every=1)
 OBSERVED = RESUMED.replace(checkpoint_every=9, save_experience=1)
 SCALED = ("abs_advantage", "value_slope", "value_r2")
 """Entries of rows that are divided by the spread of rewards or values."""
-WITHOUT = ("calls", "evaluation")
+NOISE = ("gradient_signal", "gradient_noise")
+WITHOUT = ("calls", "evaluation", *NOISE)
 """Entries of rows that depend on the processes."""
 REDNESS = FunctionReward(
     lambda images, prompts: images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
@@ -137,7 +138,7 @@ def trained(make, config, distributed, evaluated=False):
     """
     trainer, rows = make(config, distributed), []
     for _ in range(config.iterations):
-        row = plain(trainer.iteration(), ["calls"])
+        row = plain(trainer.iteration(), ["calls", *NOISE])
         if evaluated:
             with trainer.averaged(), torch.no_grad():
                 row["velocity"] = velocity(trainer.policy).tolist()

@@ -39,9 +39,17 @@ from flowrl.run.reading import load_document
 from flowrl.run.records import load_run
 from flowrl.run.worlds import world as named_world
 from flowrl.samplers import CPS, FixedWindow
-from flowrl.testing.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
+from flowrl.testing.tiny import (
+    tiny_flux,
+    tiny_flux2_klein,
+    tiny_qwen_image,
+    tiny_sd3,
+    tiny_wan,
+    tiny_z_image,
+)
 
 SD3, FLUX, QWEN, WAN = "sd3.5-medium", "flux.1-dev", "qwen-image", "wan2.1-t2v-1.3b"
+KLEIN, Z = "flux.2-klein-4b", "z-image"
 NAMES, FORMS = combinations(), ("", ",exact")
 FLAVOURS = [name + form for name in NAMES for form in FORMS]
 RUN = [
@@ -87,7 +95,7 @@ def test_a_combination_can_be_planned_and_every_difference_has_a_reason(name):
     assert forward or 0 < counts.trained_steps <= len(first_trained_steps(config))
 
 
-@pytest.mark.parametrize("model", [SD3, FLUX, QWEN, WAN])
+@pytest.mark.parametrize("model", [SD3, FLUX, KLEIN, Z, QWEN, WAN])
 def test_the_record_is_a_preset(model):
     """The newest one, in place of a method, with the settings of its entry and a reason for each."""
     newest = max(shipped()["records"])
@@ -129,7 +137,7 @@ def test_the_precision_of_a_preset_is_for_gpus(monkeypatch):
     """Without a device: CUDA in the preset's precision, or float32."""
     assert preset(f"{SD3},flow-grpo,ocr").apply().policy.dtype == "float32"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    precisions = {SD3: "float16", FLUX: "bfloat16", QWEN: "bfloat16", WAN: "bfloat16"}
+    precisions = dict.fromkeys((FLUX, KLEIN, Z, QWEN, WAN), "bfloat16") | {SD3: "float16"}
     for model, dtype in precisions.items():
         policy = preset(f"{model},flow-grpo,ocr").apply().policy
         assert (policy.device, policy.dtype) == ("cuda", dtype)
@@ -154,6 +162,8 @@ def tiny(tmp_path_factory):
     tiny_flux().save_pretrained(root / FLUX)
     tiny_qwen_image().save_pretrained(root / QWEN)
     tiny_wan().save_pretrained(root / WAN)
+    tiny_flux2_klein().save_pretrained(root / KLEIN)
+    tiny_z_image().save_pretrained(root / Z)
     clip, detector = tiny_clip(root / "clip"), tiny_detector(root / "detector")
     (root / "length.py").write_text(
         "class Score:\n    def score(self, images, prompts):\n        return"

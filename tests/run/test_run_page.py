@@ -455,6 +455,25 @@ def test_many_iterations_are_drawn_as_means(tmp_path):
     assert all(p.metric != "kl" for found in panels_of([load_run(run)]).values() for p in found)
 
 
+def test_the_noise_scale_is_that_of_the_last_iterations(tmp_path):
+    """2 groups in 2 mini-batches: 1 prompt per update, times mean noise over mean signal."""
+    run = tmp_path / "run"
+    Run(SHORT, run).execute()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    noise = [(9.0, 9.0)] * 10 + [(3.0, 6.0), (-1.0, 4.0)] * 10
+    many = [
+        {**rows[1], "iteration": i, "gradient_signal": signal, "gradient_noise": own}
+        for i, (signal, own) in enumerate(noise, 1)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [rows[0], *many]))
+    assert flowrl_(f"report {run}") == 0
+    scale = "5 prompts, an update has 1 (the last 20 iterations)"
+    assert Page(run / "report.html").facts["noise scale"] == scale
+    write = [rows[0], *many[:9]]  # too few to tell
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in write))
+    assert flowrl_(f"report {run}") == 0 and "noise scale" not in Page(run / "report.html").facts
+
+
 @pytest.mark.parametrize(
     ("low", "high", "texts"),
     [

@@ -40,12 +40,16 @@ from flowrl.run.models.hub import family_of
 from flowrl.run.reading import read_json
 
 
+TEXT_WIDTHS = ("joint_attention_dim", "text_dim", "cap_feat_dim")
+"""Names of the width of a prompt's embedding in a transformer's settings."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A transformer, the lengths of its prompts, and its image decoder.
 
     Settings that are left out have the defaults of diffusers' classes, which are the published ones
-    of FLUX.1, Qwen-Image and Wan 2.1.
+    of FLUX.1, Z-Image, Qwen-Image and Wan 2.1.
 
     Args:
         family: the model family.
@@ -153,7 +157,7 @@ class Architecture:
             published[transformer["_class_name"]],
             config={name: value for name, value in transformer.items() if name[0] != "_"},
             decoder={name: value for name, value in decoder.items() if name[0] != "_"},
-            text_width=transformer.get("joint_attention_dim") or transformer["text_dim"],
+            text_width=transformer[next(filter(transformer.get, TEXT_WIDTHS), TEXT_WIDTHS[0])],
         )
 
 
@@ -164,8 +168,9 @@ ARCHITECTURES = {
     ).items()
 }
 """The published architectures by name, from data/architectures.json. Text encoders: T5 v1.1 XXL and
-CLIP ViT-L/14 (FLUX.1), also OpenCLIP ViT-bigG/14 (SD3.5), Qwen2.5-VL-7B with the vision tower that
-the pipeline loads too (Qwen-Image), UMT5 XXL (Wan).
+CLIP ViT-L/14 (FLUX.1), also OpenCLIP ViT-bigG/14 (SD3.5), Qwen3-4B (FLUX.2 [klein] 4B, Z-Image) or
+8B (klein 9B), Qwen2.5-VL-7B with the vision tower that the pipeline loads too (Qwen-Image), UMT5
+XXL (Wan).
 """
 
 

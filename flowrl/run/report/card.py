@@ -15,6 +15,7 @@ from flowrl.rollout import EVALUATION_SEED
 from flowrl.run.build import METHOD_FILE, method_parts
 from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.config import RunConfig, load_config
+from flowrl.policies.families import FAMILIES, Family
 from flowrl.run.export import base_of, prompt_tokens
 from flowrl.run.io import write_bytes
 from flowrl.run.models.base import BaseModel
@@ -224,6 +225,8 @@ NOISE = {
     "StableDiffusion3Pipeline": "channels, {h} // pipe.vae_scale_factor,"
     " {w} // pipe.vae_scale_factor",
     "FluxPipeline": "{h} // side * ({w} // side), channels",
+    "Flux2KleinPipeline": "channels, {h} // side, {w} // side",
+    "ZImagePipeline": "channels, {h} // pipe.vae_scale_factor, {w} // pipe.vae_scale_factor",
     "QwenImagePipeline": "{h} // side * ({w} // side), channels",
     "WanPipeline": "channels, ({f} - 1) // pipe.vae_scale_factor_temporal + 1,"
     " {h} // pipe.vae_scale_factor_spatial, {w} // pipe.vae_scale_factor_spatial",
@@ -262,7 +265,7 @@ def _snippet(folder: Path, config: RunConfig, what: Exported) -> str:
         lines.append(euler)
     prompts = folder / "samples" / "prompts.txt"
     text = read_text(prompts).partition("\n")[0] if prompts.is_file() else "a prompt"
-    call = [json.dumps(text), *_call(config, base)]
+    call = [f"prompt={json.dumps(text)}", *_call(config, base)]
     if prompts.is_file() and base.pipeline in NOISE:
         lines += _noise(config, base.pipeline)
         call.insert(1, "latents=noise.to(pipe.device, pipe.dtype)")
@@ -300,19 +303,18 @@ def _noise(config: RunConfig, pipeline: str) -> list[str]:
 
 
 def _call(config: RunConfig, base: BaseModel) -> list[str]:
-    """The arguments of the pipeline's call. The names and defaults of classifier-free guidance
-    differ: in FLUX `guidance_scale` is an input of the network.
-    """
+    """The arguments of the pipeline's call; those of guidance as its family has them."""
     policy = config.policy
-    name = (base.pipeline or policy.model or "").lower()
-    scale, negative = policy.guidance_scale, json.dumps(policy.negative_prompt)
+    family = FAMILIES.get(base.pipeline or "", Family)()
+    guidance = family.guidance_arguments(policy.guidance_scale, policy.negative_prompt)
+    # FLUX and Qwen-Image guide only with a negative prompt
+    if not policy.negative_prompt and "true_cfg_scale" not in guidance:
+        guidance.pop("negative_prompt", None)
+    if "true_cfg_scale" in guidance and policy.guidance_scale == 1:
+        guidance = {}
     call = [f"height={policy.resolution}", f"width={policy.width or policy.resolution}"]
     call += [f"num_frames={policy.num_frames}"] * (policy.num_frames > 1)
     call.append(f"num_inference_steps={config.evaluation.eval_steps}")
-    if "flux" in name or "qwen" in name:
-        call += [f"true_cfg_scale={scale}", f"negative_prompt={negative}"] * (scale != 1)
-    else:
-        call.append(f"guidance_scale={scale}")
-        call += [f"negative_prompt={negative}"] * bool(policy.negative_prompt)
+    call += [f"{name}={json.dumps(value)}" for name, value in guidance.items()]
     tokens = prompt_tokens(config, base) if policy.max_sequence_length else ""
     return [*call, f"max_sequence_length={tokens}"] if tokens else call

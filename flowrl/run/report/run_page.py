@@ -29,6 +29,8 @@ PAGE = "report.html"
 """The page in a run's folder."""
 REFRESH = 30
 """Seconds after which a browser loads the page of a run in progress again."""
+NOISE_OVER = 20
+"""Iterations over which the noise scale is a mean."""
 Facts = list[tuple[str, str]]
 
 
@@ -137,7 +139,23 @@ def _summary(run: RunRecord, state: str) -> Facts:
     if best := best_apart(run.folder):
         text = f"{BEST}/ has the weights of iteration {best}, the best evaluation"
         facts.append(("result", f"the weights of iteration {last['iteration']}; {text}"))
+    if scale := _noise_scale(run):
+        facts.append(("noise scale", scale))
     return [*facts, ("checkpoints", Checkpoints(run.folder).listed())]
+
+
+def _noise_scale(run: RunRecord) -> str:
+    """The prompts of an update whose gradient has as much noise as signal, by the last iterations;
+    "" if too few of them know it.
+    """
+    known = [row for row in run.rows[-NOISE_OVER:] if "gradient_noise" in row]
+    groups, updates = (run.settings.get(name) for name in ("groups", "minibatches"))
+    if 2 * len(known) < NOISE_OVER or not groups or not updates:
+        return ""
+    signal, noise = (sum(row[f"gradient_{name}"] for row in known) for name in ("signal", "noise"))
+    own = groups / updates
+    scale = f"{own * noise / signal:.2g} prompts" if signal > 0 else "the noise hides the signal"
+    return f"{scale}, an update has {own:g} (the last {len(known)} iterations)"
 
 
 def _costs(run: RunRecord) -> Facts:
