@@ -163,6 +163,14 @@ lesson.check_strongest_step(strongest_step)
 # %% [markdown] tags=["explanation"]
 # **Why.** Near $t = 1$ the state is compatible with many images, so its noise selects one of them. Near $t = 0$ the image is nearly determined: the network treats added noise as noise, and the remaining steps remove most of it. In addition, the noise of a late step is small, as the last printed row shows.
 
+# %% [markdown]
+# **Try it.** The same question in the plane: choose the random steps of a group that starts from one noise. If only late steps are random, all members end at the same blob, and the group has nothing to compare.
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("one-noise")
+
 # %%
 spread = {}
 for task in ("preference", "compositional"):

@@ -266,6 +266,14 @@ lesson.check_apart(apart_by_chance)
 # %% [markdown] tags=["explanation"]
 # **Why.** The means of three seeds vary with the standard deviation $\mathrm{SD}/\sqrt 3$, so a gap of two SD would be rare. But SD is estimated from the same three numbers, and is often far too small by chance. Then the bars are short, and do not overlap although nothing differs.
 
+# %% [markdown]
+# **Try it.** The figure simulates 4,000 comparisons of two rules, paired by seed. Leave the true difference at 0 and exchange the 95% interval for the other bars. Then raise the true difference to 1: how many seeds find it in 80% of the comparisons?
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("chance")
+
 # %%
 same = torch.stack(
     [run.reward[-1] for run in [*runs["flow-grpo", TIGHT], *(tight_run("flow-grpo", seed) for seed in range(6, 10))]]

@@ -1,6 +1,9 @@
 """Figures that several lessons use; colours are those of `flowrl.run.report.style`."""
 
+import base64
 import math
+import os.path
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +41,7 @@ __all__ = [
     "ImageRow",
     "animation",
     "clean",
+    "interactive",
     "panels",
     "pixels",
     "plane",
@@ -150,3 +154,65 @@ def animation(
         moving.save(str(path), writer=PillowWriter(fps=max(1, round(frames / seconds))), dpi=dpi)
         plt.close(figure)
         return Image(data=path.read_bytes(), format="gif")
+
+
+def interactive(name: str) -> Any:
+    """An interactive figure of the page docs/_static/figures, to be the last expression of a cell:
+    a frame that holds the whole figure, above its picture for readers without scripts.
+
+    Raises `ValueError` for an unknown name.
+    """
+    return InteractiveFigure(name)
+
+
+class InteractiveFigure:
+    """One section of docs/_static/figures/index.html, as HTML and as a picture."""
+
+    def __init__(self, name: str) -> None:
+        here = Path(__file__).parent  # in the wheel, or in the repository
+        places = (here / "static", here.parents[2] / "docs" / "_static")
+        self._folder = next(place for place in places if place.is_dir()) / "figures"
+        self._name, self._index = name, (self._folder / "index.html").read_text()
+        names = re.findall(r'<section class="fl-figure" id="(.*?)"', self._index)
+        if name not in names:
+            raise ValueError(f"no interactive figure {name!r}; there are {', '.join(names)}")
+
+    def _text(self, path: str) -> str:
+        """A file that the page names, without indentation and comments of a whole line."""
+        file = Path(os.path.normpath(self._folder / path))
+        lines = map(str.strip, file.read_text().splitlines())
+        text = "\n".join(line for line in lines if line and not line.startswith("// "))
+        text = re.sub(r"^/\*\* .*\*/\n", "", text, flags=re.MULTILINE)
+        return re.sub(r"^/\*.*?\*/\n", "", text, flags=re.DOTALL | re.MULTILINE)
+
+    def page(self) -> str:
+        """The figure with its styles and scripts, as one HTML file without a network."""
+        section = re.search(
+            rf'<section class="fl-figure" id="{self._name}".*?</section>', self._index, re.DOTALL
+        )
+        scripts = re.findall(r'<script defer src="(.*?)"', self._index)
+        needed = [path for path in scripts if "/" in path or path == f"{self._name}.js"]
+        sheets = re.findall(r'<link rel="stylesheet" href="(.*?)"', self._index)
+        styles = "\n".join(self._text(path) for path in sheets)
+        figure = re.sub(r"<noscript>.*?</noscript>", "", section[0] if section else "")
+        # without scripts the frame is empty, and the picture below it is seen
+        return (
+            f'<!doctype html><html lang="en"><meta charset="utf-8"><style>{styles}</style>'
+            "<noscript><style>html, body { background: none !important; }</style></noscript>"
+            f'<body class="fl-framed"><div class="first-look">{figure}</div>'
+            + "".join(f"<script>{self._text(path)}</script>" for path in needed)
+            + "<script>flowrlDraw.inFrame();</script></body></html>"
+        )
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, str]:
+        picture = base64.b64encode((self._folder / f"{self._name}.png").read_bytes()).decode()
+        page = self.page().replace("&", "&amp;").replace("'", "&#39;")
+        frame = "position: absolute; inset: 0; width: 100%; height: 100%; border: 0"
+        html = (
+            '<div style="position: relative; max-width: 48rem; overflow: hidden">'
+            f'<img src="data:image/png;base64,{picture}" alt="Interactive figure: {self._name}"'
+            ' style="width: 100%; display: block">'
+            f"<iframe title='Interactive figure: {self._name}' style='{frame}' srcdoc='{page}'>"
+            "</iframe></div>"
+        )
+        return {"text/html": html, "text/plain": f"Interactive figure: {self._name}"}

@@ -1,0 +1,43 @@
+/* Computes numbers of the interactive figures from the inputs that test_figures.py writes: node figures.js FOLDER INPUTS > RESULTS. */
+"use strict";
+
+const fs = require("node:fs");
+const path = require("node:path");
+
+const inputs = JSON.parse(fs.readFileSync(process.argv[3], "utf8"));
+const figure = (name) => require(path.resolve(process.argv[2], `${name}.js`));
+
+const compute = {
+  marginals({ points, noiseLevel, levels }) {
+    const own = figure("marginals"), drawn = own.draws(1, 2000);
+    return {
+      times: own.TIMES,
+      velocities: points.map(([x, t]) => own.velocity(x, t)),
+      densities: points.map(([x, t]) => own.density(x, t)),
+      steps: [true, false].map((corrected) => own.TIMES.slice(0, -1).map((t, i) => own.step(points[i][0], t, own.TIMES[i + 1], noiseLevel, corrected))),
+      wrong: [true, false].map((corrected) => levels.map((level) =>
+        own.misplaced(own.histogram(own.follow(drawn, level, corrected).map((each) => each.at(-1))), 0))),
+    };
+  },
+
+  "one-noise"({ start, noise, masks }) {
+    const own = figure("one-noise"), shown = own.draws(30, 240);
+    const alone = Array.from({ length: 10 }, (_, i) => own.ends(shown, Array.from({ length: 10 }, (_, j) => i === j)));
+    return {
+      paths: masks.map((random, k) => own.path(start, noise[k], random)),
+      alone: alone.map(({ elsewhere }) => elsewhere),
+      reached: own.ends(shown, new Array(10).fill(true)).reached,
+    };
+  },
+
+  chance({ differences, cases }) {
+    const own = figure("chance"), drawn = own.draws(1);
+    return {
+      quantiles: own.QUANTILES,
+      intervals: differences.map((each) => own.interval(each, "t")),
+      shares: cases.map(([n, truth, bar]) => own.shares(own.intervals(drawn, n, truth, bar), truth)),
+    };
+  },
+};
+
+process.stdout.write(JSON.stringify(Object.fromEntries(Object.entries(inputs).map(([name, given]) => [name, compute[name](given)]))));

@@ -1,0 +1,152 @@
+"""The interactive figures of the course: their numbers are the library's or closed forms, every
+figure has a picture and a cell in its lessons, and all work in a browser.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+from flowrl_course.figures import interactive
+from loading import ROOT
+
+from flowrl.core.types import Schedule
+from flowrl.flow import uniform_schedule
+from flowrl.flow.mixture import GaussianMixture
+from flowrl.run.statistics import mean
+from flowrl.samplers import ODE, FlowSDE, Windowed
+
+PAGE = ROOT / "docs" / "_static" / "figures"
+INDEX = (PAGE / "index.html").read_text()
+NAMES = re.findall(r'data-figure="(.*?)"', INDEX)
+NODE = shutil.which("node")
+needs_node = pytest.mark.skipif(NODE is None, reason="needs node, to compute the figures' numbers")
+
+
+def in_node(name, inputs, folder):
+    """What a figure computes from `inputs`."""
+    (folder / "inputs.json").write_text(json.dumps({name: inputs}))
+    checker = ROOT / "tests" / "docs" / "figures.js"
+    command = [str(NODE), str(checker), str(PAGE), str(folder / "inputs.json")]
+    made = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(made.stdout)[name]
+
+
+def same(page, library, atol=1e-6):
+    page = torch.tensor(page, dtype=torch.float64)
+    torch.testing.assert_close(page, library.double(), atol=atol, rtol=0)
+
+
+# marginals
+
+
+@needs_node
+def test_marginals_have_the_librarys_steps_and_densities(tmp_path):
+    means = torch.tensor([[-2.0], [0.0], [2.0]], dtype=torch.float64)
+    weights = torch.tensor([0.3, 0.5, 0.2], dtype=torch.float64)
+    times = torch.linspace(0.98, 0, 101, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    x = 3 * torch.randn(100, generator=generator, dtype=torch.float64)
+    points, level = torch.stack([x, times[:-1]], 1), 0.7
+    inputs = {"points": points.tolist(), "noiseLevel": level, "levels": [0, 0.4, 1]}
+    page = in_node("marginals", inputs, tmp_path)
+    same(page["times"], times)
+    mixture = GaussianMixture(means, 0.25, weights)
+    velocity = mixture.velocity(x[:, None], times[:-1])
+    same(page["velocities"], velocity[:, 0], 1e-9)
+    same(page["densities"], mixture.log_marginal(x[:, None], times[:-1]).exp(), 1e-7)
+    grid, steps = Schedule(times.float()), torch.arange(100)
+    for shown, sampler in zip(page["steps"], (FlowSDE(level), ODE()), strict=True):
+        library = sampler.transition(x[:, None].float(), velocity.float(), grid, steps)
+        same([each["mean"] for each in shown], library.mean[:, 0], 3e-6)
+    noise = FlowSDE(level).transition(x[:, None].float(), velocity.float(), grid, steps).std
+    for shown in page["steps"]:
+        same([each["std"] for each in shown], noise, 1e-6)
+    # what the text says
+    right, wrong = page["wrong"]
+    assert max(right) < 0.06 and right[0] == wrong[0] and wrong[2] > wrong[1] > right[1] + 0.03
+
+
+# one noise, many ends
+
+
+@needs_node
+def test_paths_with_some_random_steps_are_the_librarys(tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    masks = torch.rand(20, 10, generator=generator) < 0.5
+    masks[0], masks[:, 2] = True, True
+    noise = torch.randn(20, 10, 2, generator=generator, dtype=torch.float64)
+    start = [0.4, -1.1]
+    inputs = {"start": start, "noise": noise.tolist(), "masks": masks.tolist()}
+    page = in_node("one-noise", inputs, tmp_path)
+    paths, grid = torch.tensor(page["paths"], dtype=torch.float64), uniform_schedule(10)
+    same(page["paths"][3][0], torch.tensor(start))
+    ring = GaussianMixture.ring()
+    for path, mask, draws in zip(paths, masks, noise, strict=True):
+        sampler, x = Windowed(FlowSDE(0.7), mask.nonzero().flatten().tolist()), path[:-1].float()
+        velocity, steps = ring.velocity(x, grid.times[:-1]), torch.arange(10)
+        library = sampler.transition(x, velocity, grid, steps)
+        same(path[1:].tolist(), library.mean + library.std[:, None] * draws, 5e-6)
+    # what the text says: early steps lead to other blobs, late ones do not
+    assert min(page["alone"][:2]) > 0.5 and max(page["alone"][6:]) < 0.05 and page["reached"] == 8
+
+
+# is it chance?
+
+
+@needs_node
+def test_intervals_and_their_errors_are_students(tmp_path):
+    from scipy import stats
+
+    generator = torch.Generator().manual_seed(2)
+    differences = [torch.randn(n, generator=generator).tolist() for n in range(2, 21)]
+    cases = [(n, d, bar) for n in (2, 3, 6, 20) for d in (0.0, 1.0) for bar in ("t", "sd", "se")]
+    page = in_node("chance", {"differences": differences, "cases": cases}, tmp_path)
+    same(page["quantiles"], torch.tensor([stats.t.ppf(0.975, d) for d in range(1, 20)]), 1e-8)
+    for shown, each in zip(page["intervals"], differences, strict=True):
+        library = mean(each)
+        same(
+            [shown[key] for key in ("value", "low", "high")],
+            torch.tensor([library.value, library.low, library.high], dtype=torch.float64),
+        )
+    reach = {"t": lambda n: stats.t.ppf(0.975, n - 1), "sd": lambda n: n**0.5, "se": lambda n: 1.0}
+    for (n, d, bar), shown in zip(cases, page["shares"], strict=True):
+        limit, shift = reach[bar](n), d * n**0.5
+        covers = stats.t.cdf(limit, n - 1) - stats.t.cdf(-limit, n - 1)
+        found = stats.nct.sf(limit, n - 1, shift) + stats.nct.cdf(-limit, n - 1, shift)
+        # four standard deviations of a share of 4,000
+        assert shown["covers"] == pytest.approx(
+            covers, abs=4 * (covers * (1 - covers) / 4000) ** 0.5 + 1e-3
+        )
+        assert shown["found"] == pytest.approx(
+            found, abs=4 * (found * (1 - found) / 4000) ** 0.5 + 1e-3
+        )
+
+
+# pictures, the notebook, the browser
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_figure_has_a_picture_and_cells_in_its_lessons(name):
+    assert 0 < (PAGE / f"{name}.png").stat().st_size < 26_000
+    output = interactive(name)._repr_mimebundle_()
+    assert len(output["text/html"]) < 60_000 and "<section" in output["text/html"]
+    assert "http" not in re.sub(r"http://www.w3.org/2000/svg", "", interactive(name).page())
+    (section,) = re.findall(
+        rf'<section class="fl-figure" id="{name}">.*?</section>', INDEX, re.DOTALL
+    )
+    lessons = re.findall(r"<em>(.*?)</em>", section.split("</p>")[0])
+    sources = [path.read_text() for path in (ROOT / "tutorials" / "source").glob("*.py")]
+    using = [
+        re.search(r"^# # \d+ · (.*)$", text, re.M)[1]
+        for text in sources
+        if f'interactive("{name}")' in text
+    ]
+    assert lessons and sorted(using) == sorted(lessons)
+
+
+def test_an_unknown_figure_is_refused():
+    with pytest.raises(ValueError, match="marginals"):
+        interactive("nothing")
