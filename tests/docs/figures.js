@@ -38,6 +38,25 @@ const compute = {
       shares: cases.map(([n, truth, bar]) => own.shares(own.intervals(drawn, n, truth, bar), truth)),
     };
   },
+
+  ratio({ noise, cases, ratios }) {
+    const own = figure("ratio");
+    return {
+      logs: noise.map(([mean, elements, delta, kind]) => own.logRatio(mean, elements, delta, kind)),
+      beyond: cases.map((each) => own.beyond(...each)),
+      moments: cases.map(([elements, delta, , kind]) => own.moments(elements, delta, kind)),
+      surrogates: ratios.map((each) => own.surrogate(...each)),
+    };
+  },
+
+  gradient({ groups, cases }) {
+    const own = figure("gradient"), drawn = own.draws(3, 2000);
+    return {
+      truth: own.truth(),
+      estimates: cases.map(([offset, baseline]) => groups.map((draws) => own.estimate(draws, offset, baseline))),
+      quality: cases.map(([offset, baseline, members]) => own.quality(drawn.map((group) => own.estimate(group.slice(0, members), offset, baseline)))),
+    };
+  },
 };
 
 process.stdout.write(JSON.stringify(Object.fromEntries(Object.entries(inputs).map(([name, given]) => [name, compute[name](given)]))));

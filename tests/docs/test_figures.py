@@ -2,7 +2,9 @@
 figure has a picture and a cell in its lessons, and all work in a browser.
 """
 
+import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -12,10 +14,14 @@ import torch
 from flowrl_course.figures import interactive
 from loading import ROOT
 
-from flowrl.core.types import Schedule
-from flowrl.flow import uniform_schedule
+from flowrl.bench.explain import explain
+from flowrl.bench.gradients import RawCredit
+from flowrl.core.types import Gaussian, Schedule
+from flowrl.credit import Uniform
+from flowrl.flow import log_prob, uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
-from flowrl.run.statistics import mean
+from flowrl.losses.terms import surrogate
+from flowrl.run.statistics import mean as t_mean
 from flowrl.samplers import ODE, FlowSDE, Windowed
 
 PAGE = ROOT / "docs" / "_static" / "figures"
@@ -106,7 +112,7 @@ def test_intervals_and_their_errors_are_students(tmp_path):
     page = in_node("chance", {"differences": differences, "cases": cases}, tmp_path)
     same(page["quantiles"], torch.tensor([stats.t.ppf(0.975, d) for d in range(1, 20)]), 1e-8)
     for shown, each in zip(page["intervals"], differences, strict=True):
-        library = mean(each)
+        library = t_mean(each)
         same(
             [shown[key] for key in ("value", "low", "high")],
             torch.tensor([library.value, library.low, library.high], dtype=torch.float64),
@@ -123,6 +129,106 @@ def test_intervals_and_their_errors_are_students(tmp_path):
         assert shown["found"] == pytest.approx(
             found, abs=4 * (found * (1 - found) / 4000) ** 0.5 + 1e-3
         )
+
+
+# ratio and clip
+
+
+@needs_node
+def test_ratios_and_their_clip_are_the_librarys(tmp_path):
+    from scipy import stats
+
+    noise, library = [], []
+    for k, (elements, delta) in enumerate(itertools.product((1, 8, 300), (1e-2, 0.3))):
+        draws = torch.randn(
+            1, elements, generator=torch.Generator().manual_seed(k), dtype=torch.float64
+        )
+        old, new = (
+            Gaussian(m * torch.ones_like(draws), torch.ones(1, dtype=torch.float64))
+            for m in (0.0, delta)
+        )
+        log = float(log_prob(new, draws) - log_prob(old, draws))
+        for kind, times in (("mean", 1), ("sum", elements)):
+            noise.append([float(draws.mean()), elements, delta, kind])
+            library.append(log * times)
+    cases = [
+        (d, delta, c, kind)
+        for d in (1, 64, 65536)
+        for delta in (1e-3, 0.05)
+        for c in (1e-4, 0.2)
+        for kind in ("mean", "sum")
+    ]
+    ratios = [(r, a, c) for r in (0.5, 0.95, 1.0, 1.05, 2.0) for a in (1, -1) for c in (1e-4, 0.1)]
+    page = in_node("ratio", {"noise": noise, "cases": cases, "ratios": ratios}, tmp_path)
+    for shown, value in zip(page["logs"], library, strict=True):
+        assert shown == pytest.approx(value, rel=1e-4, abs=1e-6)
+    r, a, c = torch.tensor(ratios, dtype=torch.float64).unbind(1)
+    same(
+        page["surrogates"],
+        torch.stack([surrogate(r[k : k + 1], a[k : k + 1], float(c[k]))[0] for k in range(len(r))]),
+    )
+    for (elements, delta, clip, kind), shown, own in zip(
+        cases, page["moments"], page["beyond"], strict=True
+    ):
+        times = elements if kind == "sum" else 1
+        assert shown["mean"] == pytest.approx(-times * delta**2 / 2)
+        assert shown["std"] == pytest.approx(times * delta / elements**0.5)
+        normal = stats.norm(shown["mean"], shown["std"])
+        same(
+            [own["above"], own["below"]],
+            torch.tensor([normal.sf(math.log1p(clip)), normal.cdf(math.log1p(-clip))]),
+        )
+
+
+# the policy gradient by hand
+
+
+@needs_node
+def test_gradients_are_the_librarys(tmp_path):
+    target, std, members = torch.tensor([1.2, 0.7], dtype=torch.float64), 0.5, 6
+    draws = std * torch.randn(
+        5, members, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
+    rules = {
+        "none": RawCredit(baseline=False),
+        "others": RawCredit(),
+        "grpo": Uniform(),
+        "group": Uniform(std=None),
+    }
+    cases = [(offset, name, size) for offset in (0.0, 5.0) for name in rules for size in (4, 16)]
+    page = in_node("gradient", {"groups": draws.tolist(), "cases": cases}, tmp_path)
+    # grad E exp(-|x - target|^2 / 2) in the mean, by differentiation of the closed form
+    mean = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
+    wide = 1 + std**2
+    expected = torch.exp(-(mean - target).square().sum() / (2 * wide)) / wide
+    (truth,) = torch.autograd.grad(expected, mean)
+    same(page["truth"], truth[0], 1e-12)
+    data = GaussianMixture(torch.zeros(1, 2), std, torch.ones(1))
+    assert data.expected_bump(target.float(), 1.0) == pytest.approx(expected.item())
+    rewards = torch.exp(-(draws - target).square().sum(-1) / 2)
+    for (offset, name, size), shown, quality in zip(
+        cases, page["estimates"], page["quality"], strict=True
+    ):
+        values = torch.stack([torch.zeros_like(rewards), rewards + offset], -1)
+        credit = explain(rules[name], values).advantages[..., 0]
+        policy = mean.expand(5 * members, 2)
+        logs = 2 * log_prob(Gaussian(policy, torch.full((5 * members,), std)), draws.view(-1, 2))
+        own = [
+            torch.autograd.grad(
+                (credit.flatten() * logs).view(5, members).mean(1)[k], mean, retain_graph=True
+            )[0][0]
+            for k in range(5)
+        ]
+        same(shown, torch.stack(own), 2e-5 if name == "grpo" else 1e-5)
+        bias = {"none": 1.0, "others": 1.0, "group": 1 - 1 / size}.get(name)
+        if bias is not None:
+            error = 4 * quality["spread"] / 2000**0.5
+            assert quality["along"] == pytest.approx(bias, abs=error)
+    # what the text says: an offset widens the cloud only without a baseline, and groups narrow it
+    spread = {case: quality["spread"] for case, quality in zip(cases, page["quality"], strict=True)}
+    assert spread[5.0, "none", 4] > 3 * spread[0.0, "none", 4]
+    assert spread[5.0, "group", 4] == pytest.approx(spread[0.0, "group", 4])
+    assert spread[0.0, "group", 16] < 0.6 * spread[0.0, "group", 4]
 
 
 # pictures, the notebook, the browser

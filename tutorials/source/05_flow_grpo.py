@@ -637,6 +637,14 @@ lesson.check_pushing(pushing)
 # pairs moved it, keeps its full gradient, which corrects the error. The clip therefore acts on one side only: it prevents pairs from moving further, and it keeps the gradients that move them back.
 
 # %% [markdown]
+# **Try it.** With 128 elements, as in this world, widen the clip range until no draw is clipped, then change the sign of the advantage: the clip acts on one side only.
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("ratio")
+
+# %% [markdown]
 # The next cell runs the collapse, and two remedies with the same learning rate and number of mini-batches: a clip range of $2 \times 10^{-3}$ alone, or a penalty on the KL divergence from the base model alone. The table also has
 # another KL, `approx_kl`: the divergence of the policy during the update from the one that sampled the iteration's images. It measures the change in one iteration.
 
