@@ -57,6 +57,14 @@ const compute = {
       quality: cases.map(([offset, baseline, members]) => own.quality(drawn.map((group) => own.estimate(group.slice(0, members), offset, baseline)))),
     };
   },
+
+  budget({ cases }) {
+    const own = figure("budget");
+    return cases.map(([method, settings]) => {
+      const counts = own.evaluations(method, settings);
+      return { ...counts, forwards: own.total(own.forwards(counts)) };
+    });
+  },
 };
 
 process.stdout.write(JSON.stringify(Object.fromEntries(Object.entries(inputs).map(([name, given]) => [name, compute[name](given)]))));

@@ -14,6 +14,7 @@ import torch
 from flowrl_course.figures import interactive
 from loading import ROOT
 
+from flowrl import preset
 from flowrl.bench.explain import explain
 from flowrl.bench.gradients import RawCredit
 from flowrl.core.types import Gaussian, Schedule
@@ -21,6 +22,7 @@ from flowrl.credit import Uniform
 from flowrl.flow import log_prob, uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses.terms import surrogate
+from flowrl.run.plan import plan
 from flowrl.run.statistics import mean as t_mean
 from flowrl.samplers import ODE, FlowSDE, Windowed
 
@@ -229,6 +231,56 @@ def test_gradients_are_the_librarys(tmp_path):
     assert spread[5.0, "none", 4] > 3 * spread[0.0, "none", 4]
     assert spread[5.0, "group", 4] == pytest.approx(spread[0.0, "group", 4])
     assert spread[0.0, "group", 16] < 0.6 * spread[0.0, "group", 4]
+
+
+# the budget of an iteration
+
+
+@needs_node
+def test_budgets_are_those_of_the_plan(tmp_path):
+    settings = [
+        (2, 10, 0, 9, False),
+        (3, 10, 2, 5, True),
+        (5, 7, 3, 1, False),
+        (2, 20, 4, 15, True),
+    ]
+    cases = [
+        (
+            method,
+            {
+                "groups": 3,
+                "members": m,
+                "steps": steps,
+                "first": first,
+                "count": count,
+                "substeps": 5,
+                "reference": kl,
+            },
+        )
+        for method in ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
+        for m, steps, first, count, kl in settings
+    ]
+    page = in_node("budget", {"cases": cases}, tmp_path)
+    for (method, own), shown in zip(cases, page, strict=True):
+        window = f"{own['first']}:{own['first'] + own['count']}"
+        config = preset("default").apply(
+            method=method,
+            groups=3,
+            group_size=own["members"],
+            num_steps=own["steps"],
+            window=window,
+            kl_weight=0.04 if own["reference"] else 0.0,
+            minibatches=1,
+        )
+        library = plan(config)
+        assert shown == {
+            "sampling": library.nfe - library.probe_nfe,
+            "probes": library.probe_nfe,
+            "update": library.train_nfe,
+            "gradients": library.gradient_nfe,
+            "images": library.reward_calls,
+            "forwards": library.forwards,
+        }, (method, own)
 
 
 # pictures, the notebook, the browser

@@ -354,6 +354,14 @@ lesson.check_plan(plan)
 # **Why.** With 12 members $0.9^{12} = 28\%$ of the groups are silent; with 11 members it would be 31%. Then 96 trajectories share 2,400 evaluations, 25 each. Ten steps with nine decisions would cost 37 per trajectory, so only a window fits. For example, five decisions fit with ten steps, and four with up to thirteen.
 
 # %% [markdown]
+# **Try it.** Change members, steps and random steps, and read from the first bar what Flow-GRPO pays for the rollout and for the update. The other bars belong to the methods of the next two lessons, which add estimates.
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("budget")
+
+# %% [markdown]
 # The next cell trains for 8 iterations of 8 groups of 12 with 10 steps, the plan of the solution. `train` (in `flowrl_course.runs`) is a loop over `Trainer.iteration`, as in `flowrl train`, followed by
 # a held-out evaluation of the averaged weights. To test the denoising reduction, the cell evaluates with 5, 10 and 40 steps.
 

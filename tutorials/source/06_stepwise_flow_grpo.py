@@ -661,6 +661,14 @@ lesson.check_choice_of_probe(choice_of_probe)
 # **Why.** Five estimates of five substeps cost $5 \cdot 4 = 20$ evaluations at any nodes; up to nine substeps fit. Completions fit only if the remaining steps are few, that is, at late nodes, where nothing is gained any more. Two substeps would be cheaper, but their early estimates above are farther from $R$. Substeps have the advantage that their cost does not depend on the number of sampling steps.
 
 # %% [markdown]
+# **Try it.** Move the sampling steps from 10 to 40 with all steps random, and compare the estimates of five substeps with full completions (TP-GRPO, the next lesson). Then train five steps only.
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("budget")
+
+# %% [markdown]
 # ## Training
 #
 # The clearer gradient suggests faster training. To test this, the next cell trains for six iterations with each rule, with the same settings and seed (about half a minute).

@@ -42,7 +42,7 @@
     const output = element("output", {});
     const slider = element("input", { type: "range", ...attributes, oninput: () => input(Number(slider.value)) });
     const box = element("label", { class: "fl-range" }, label, slider, output);
-    return { box, show: (value, text) => { slider.value = value; output.textContent = text; } };
+    return { box, limit: (max) => { slider.max = max; }, show: (value, text) => { slider.value = value; output.textContent = text; } };
   }
 
   const legend = () => element("div", { class: "fl-legend", "aria-hidden": "true" },
