@@ -65,6 +65,18 @@ const compute = {
       return { ...counts, forwards: own.total(own.forwards(counts)) };
     });
   },
+
+  estimates({ step }) {
+    const own = figure("estimates"), paths = own.paths(1, 40), list = (x) => [...x], { states } = paths[0];
+    const errors = Array.from({ length: 9 }, (_, k) => own.ladder(paths, k).map(({ images }) =>
+      Math.sqrt(images.reduce((sum, x, member) => sum + (own.reward(x) - own.reward(paths[member].states.at(-1))) ** 2, 0) / 40)));
+    return {
+      means: own.IMAGES.map(list), scores: own.SCORES, std: own.STD, width: own.WIDTH,
+      states: states.map(list), velocities: paths[0].velocities.map(list), reward: own.reward(states.at(-1)),
+      rungs: own.ladder(paths.slice(0, 1), step).map(({ count, cost, images }) => ({ count, cost, image: list(images[0]) })),
+      errors,
+    };
+  },
 };
 
 process.stdout.write(JSON.stringify(Object.fromEntries(Object.entries(inputs).map(([name, given]) => [name, compute[name](given)]))));

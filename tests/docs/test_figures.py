@@ -22,6 +22,7 @@ from flowrl.credit import Uniform
 from flowrl.flow import log_prob, uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses.terms import surrogate
+from flowrl.probes import Completion, Substeps
 from flowrl.run.plan import plan
 from flowrl.run.statistics import mean as t_mean
 from flowrl.samplers import ODE, FlowSDE, Windowed
@@ -281,6 +282,36 @@ def test_budgets_are_those_of_the_plan(tmp_path):
             "images": library.reward_calls,
             "forwards": library.forwards,
         }, (method, own)
+
+
+# the ladder of estimates
+
+
+@needs_node
+def test_estimates_are_the_librarys(tmp_path):
+    step, grid = 3, uniform_schedule(10)
+    page = in_node("estimates", {"step": step}, tmp_path)
+    means, scores, states = (
+        torch.tensor(page[key], dtype=torch.float64) for key in ("means", "scores", "states")
+    )
+    assert sorted(page["scores"]) == pytest.approx([0] * 2 + [1 / 3] * 5 + [2 / 3] * 4 + [1])
+    data = GaussianMixture(means, page["std"], torch.full((12,), 1 / 12, dtype=torch.float64))
+    times = 1 - torch.arange(10, dtype=torch.float64) / 10
+    same(page["velocities"], data.velocity(states[:-1], times), 1e-9)
+    for rung in page["rungs"]:
+        probe = Completion() if rung["count"] == "completion" else Substeps(rung["count"])
+        own, x, t = probe.grid(grid, step), states[step], times[step]
+        for length in own.lengths.double():
+            x, t = x - length * data.velocity(x[None], t[None])[0], t - length
+        assert rung["cost"] == len(own.lengths) - 1  # the rollout has the first velocity
+        same(rung["image"], x, 1e-6)
+        if rung["count"] == 1:
+            same(rung["image"], data.clean_and_noise(states[step][None], times[step][None])[0][0])
+    near = torch.exp(-(states[-1] - means).square().mean(1) / (2 * page["width"] ** 2))
+    assert page["reward"] == pytest.approx(float(scores @ near))
+    # what the text says: more steps help early, and none of them is exact
+    for errors in page["errors"][1:6]:
+        assert errors[3] < 0.8 * errors[0] and min(errors) > 0.1
 
 
 # pictures, the notebook, the browser

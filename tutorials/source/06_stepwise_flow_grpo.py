@@ -307,6 +307,14 @@ lesson.check_substeps(substep_estimate)
 # estimate. In `flowrl` the probe `Substeps(5)` does this for the states of all decisions and trajectories in at most $T + T' - 1$ network calls.
 
 # %% [markdown]
+# **Try it.** Twelve small images make the exact velocity a closed form. Move the step, and compare the free one-step estimate with those that cost evaluations: which is the first one that a judge of sharp images could score?
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("estimates")
+
+# %% [markdown]
 # The next cell compares your function with the library on the image model, and then four estimators: one, two and five steps, and the whole remaining ODE on the sampler's own grid (as in TP-GRPO, the next lesson). The same seed gives the same trajectories.
 
 # %%

@@ -98,7 +98,7 @@
       const made = chart({ width: size, height: 230, x: [0, 1.42], y: [-REACH, REACH], title, yTicks: [-2, 0, 2], margins: [24, 4, 34, 26],
         xTicks: [[0.02, "t = 1"], [0.5, "0.5"], [1, "0"]], xTitle: "noise → data; histogram at the line" });
       const t = TIMES[state.index], at = 1 - t, high = 0.38 / density(0, 0), size1 = (2 * REACH) / BINS;
-      for (const path of paths.filter((_, k) => k % 80 === 0)) {
+      for (const path of paths.filter((_, k) => k % 100 === 0)) {
         made.line(path.map((x, i) => [1 - TIMES[i], x]), `stroke: ${colour}; opacity: 0.45`, 1);
       }
       made.line([[at, -REACH], [at, REACH]], "stroke: var(--fl-ink)", 1.5, "4 3");

@@ -191,7 +191,10 @@ class InteractiveFigure:
             rf'<section class="fl-figure" id="{self._name}".*?</section>', self._index, re.DOTALL
         )
         scripts = re.findall(r'<script defer src="(.*?)"', self._index)
-        needed = [path for path in scripts if "/" in path or path == f"{self._name}.js"]
+        own = f"{self._name}.js"
+        world = "../first-look/credit.js"
+        unused = {world} if "flowrlCredit" not in self._text(own) else set()
+        needed = [path for path in scripts if path == own or ("/" in path and path not in unused)]
         sheets = re.findall(r'<link rel="stylesheet" href="(.*?)"', self._index)
         styles = "\n".join(self._text(path) for path in sheets)
         figure = re.sub(r"<noscript>.*?</noscript>", "", section[0] if section else "")
