@@ -77,6 +77,19 @@ const compute = {
       errors,
     };
   },
+
+  cloud({ starts, noise }) {
+    const own = figure("cloud"), credit = require(path.resolve(process.argv[2], "../first-look/credit.js")), rules = Object.keys(own.RULES);
+    const goal = credit.target(own.DEGREES), tables = credit.exactTables(goal), drawn = own.groups(3, 300, true);
+    const given = own.group(noise, noise.map((z, member) => credit.path(starts[member], z)), goal, tables);
+    const along = (steps) => steps.map((step) => step[0] * own.DIRECTION[0] + step[1] * own.DIRECTION[1]);
+    const both = (value) => Object.fromEntries(rules.map((rule) => [rule, [true, false].map((published) => value(rule, published))]));
+    return {
+      degrees: own.DEGREES, direction: own.DIRECTION, recorded: own.RECORDED,
+      given: both((rule, published) => own.summed(own.gradients(given, rule, published))),
+      drawn: both((rule, published) => drawn.map((group) => along(own.gradients(group, rule, published)))),
+    };
+  },
 };
 
 process.stdout.write(JSON.stringify(Object.fromEntries(Object.entries(inputs).map(([name, given]) => [name, compute[name](given)]))));

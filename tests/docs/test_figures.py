@@ -11,21 +11,27 @@ import subprocess
 
 import pytest
 import torch
+from browser import WIDTHS, needs_browser, result_of
 from flowrl_course.figures import interactive
 from loading import ROOT
 
 from flowrl import preset
+from flowrl.bench.exact import Exact
 from flowrl.bench.explain import explain
-from flowrl.bench.gradients import RawCredit
-from flowrl.core.types import Gaussian, Schedule
-from flowrl.credit import Uniform
+from flowrl.bench.gradients import RawCredit, Setting, pathwise_gradients, policy_gradients
+from flowrl.core.types import Gaussian, Prompt, Schedule
+from flowrl.credit import DenseGain, StepwiseGain, TurningPoint, Uniform
 from flowrl.flow import log_prob, uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses.terms import surrogate
 from flowrl.probes import Completion, Substeps
+from flowrl.rollout import Groups
 from flowrl.run.plan import plan
 from flowrl.run.statistics import mean as t_mean
+from flowrl.run.worlds import world
 from flowrl.samplers import ODE, FlowSDE, Windowed
+from flowrl.worlds.built_in import PolicyOptions
+from flowrl.worlds.mixture import DirectionReward
 
 PAGE = ROOT / "docs" / "_static" / "figures"
 INDEX = (PAGE / "index.html").read_text()
@@ -314,6 +320,70 @@ def test_estimates_are_the_librarys(tmp_path):
         assert errors[3] < 0.8 * errors[0] and min(errors) > 0.1
 
 
+# noise and bias of a credit
+
+
+@pytest.fixture(scope="module")
+def constant():
+    """The 2-D world, in which only a constant that is added to the velocity is trained."""
+    policy = world("mixture").policy(PolicyOptions())
+    policy.trainable = lambda: {"constant": policy.net[-1].bias}
+    prompts = [Prompt("towards 70 degrees", {"angle": 70})]
+    sampler = Windowed(FlowSDE(0.7), range(9))
+    return Setting(policy, sampler, policy.schedule(10), DirectionReward("soft"), prompts)
+
+
+def credits():
+    """As published, and not divided by a standard deviation, with the probes of the values."""
+    completed, exact = Completion(), Exact()
+    gain = RawCredit(0.0, completed)
+    yield "flow-grpo", Uniform(), RawCredit()
+    yield "gains", StepwiseGain(probe=completed), gain
+    yield "dense", DenseGain(probe=completed), gain
+    yield "tp", TurningPoint(), None
+    yield "exact", StepwiseGain(probe=exact), RawCredit(0.0, exact)
+
+
+@needs_node
+def test_gradients_of_batches_are_the_librarys(constant, tmp_path):
+    path = constant.rollout(
+        Groups(1, 12), torch.Generator().manual_seed(4), Completion()
+    ).trajectories
+    nodes, steps = path.nodes.flatten(2).double(), torch.arange(9)
+    noise = []
+    for k in steps:
+        step = torch.full((12,), int(k))
+        gaussian = constant.sampler.transition(
+            path.nodes[:, k], path.velocities[:, k], constant.schedule, step
+        )
+        noise.append((path.nodes[:, k + 1] - gaussian.mean).flatten(1) / gaussian.std[:, None])
+    inputs = {"starts": nodes[:, 0].tolist(), "noise": torch.stack(noise, 1).tolist()}
+    page = in_node("cloud", inputs, tmp_path)
+    for name, *rules in credits():
+        for shown, rule in zip(page["given"][name], rules, strict=True):
+            if rule is not None:
+                library = policy_gradients(constant, rule, batches=1, members=12, seed=4)[0]
+                same(shown, library, 2e-4)  # float32 paths
+    # the recorded means, against 300 other groups
+    for name, kinds in page["drawn"].items():
+        for recorded, own in zip(page["recorded"][name], kinds, strict=True):
+            steps_of = torch.tensor(own)
+            error = steps_of.std(0) / 300**0.5 * 1.1
+            assert ((steps_of.mean(0) - torch.tensor(recorded)).abs() < 4.5 * error).all(), name
+    exact = sum(page["recorded"]["exact"][1])
+    truth = pathwise_gradients(constant, batches=8, repeats=2048, decisions_only=True)
+    direction = torch.tensor(page["direction"])
+    assert float(truth.mean(0) @ direction) == pytest.approx(exact, rel=0.03)
+    assert torch.cosine_similarity(truth.mean(0), direction, dim=0) > 0.999
+    # what the text says
+    shares = {
+        name: torch.tensor(kinds[0]) / sum(kinds[0]) for name, kinds in page["recorded"].items()
+    }
+    right = torch.tensor(page["recorded"]["exact"][1]) / exact
+    assert (shares["flow-grpo"] - right).abs().max() < 0.01
+    assert shares["tp"][8] > 3 * right[8] and shares["gains"][0] > 1.6 * right[0]
+
+
 # pictures, the notebook, the browser
 
 
@@ -339,3 +409,38 @@ def test_a_figure_has_a_picture_and_cells_in_its_lessons(name):
 def test_an_unknown_figure_is_refused():
     with pytest.raises(ValueError, match="marginals"):
         interactive("nothing")
+
+
+SCRIPT = (ROOT / "tests" / "docs" / "figures_browser.js").read_text()
+
+
+def works(result):
+    """Every control redraws its figure, is large enough for a finger, and nothing overflows."""
+    assert result["overflow"] <= 0
+    assert result["smallest"] >= 40
+    assert sum(result["controls"].values()) > 0
+    for name, same_as_before in result["unchanged"].items():
+        assert not same_as_before, (name, same_as_before)
+    assert not result["broken"]
+    assert not result["overlapping"]
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_figures_work_in_a_browser(width, tmp_path):
+    result = result_of(tmp_path, (PAGE / "index.html").as_uri(), width, SCRIPT)
+    works(result)
+    assert list(result["controls"]) == NAMES
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_figure_works_in_a_notebook(tmp_path):
+    output = tmp_path / "output.html"
+    html = interactive("chance")._repr_mimebundle_()["text/html"]
+    output.write_text(f'<body data-jp-theme-light="false">{html}</body>')
+    script = SCRIPT.replace('["page"]', '["page", "iframe"]')
+    result = result_of(tmp_path, output.as_uri(), 700, script)
+    works(result)
+    assert result["theme"] == "dark" and result["picture"] == "none"

@@ -274,7 +274,7 @@
 
   const api = {
     DECISIONS, FIRST, MEANS, STD, STEPS, TIMES, advantages, balanced, completedValues, completion, exactTables, exactValues, gains, group,
-    lambdaGains, longTerm, normals, odeStep, path, reward, sdeFactors, sdeStep, selectedTurns, target, turningPoints, velocity,
+    lambdaGains, longTerm, normals, odeStep, path, reward, sdeFactors, sdeStep, selectedTurns, stepScores, target, turningPoints, velocity,
   };
   if (typeof module !== "undefined") module.exports = api;
   else root.flowrlCredit = api;
