@@ -76,9 +76,11 @@
     const note = says(), charts = element("div", { class: "fl-two" });
     place.append(rules.set, element("div", { class: "fl-row" }, kinds.set, count.box), note, charts);
 
-    /** Gradients of batches, in units of the exact gradient's length, along it and across. */
+    /** Gradients of batches, in units of the exact gradient's length, along it and across. Their mean is the recorded one, their noise that of the drawn groups. */
     function batches() {
-      const each = drawn.map((own) => summed(gradients(own, state.rule, state.published))), scale = state.published ? length(RECORDED[state.rule][0]) : exact;
+      const sums = drawn.map((own) => summed(gradients(own, state.rule, state.published))), recorded = length(RECORDED[state.rule][state.published ? 0 : 1]);
+      const shift = summed(sums).map((c, axis) => recorded * DIRECTION[axis] - c / GROUPS), each = sums.map((g) => g.map((c, axis) => c + shift[axis]));
+      const scale = state.published ? recorded : exact;
       let seed = 1;
       const pick = () => { seed = (seed * 48271) % 2147483647; return each[seed % GROUPS]; };
       return Array.from({ length: BATCHES }, () => {
@@ -93,7 +95,7 @@
       made.line([[-9, 0], [9, 0]], "stroke: var(--fl-grid)", 1);
       made.dots(points, 5, `stroke: ${shade}; opacity: 0.6`);
       made.add(arrow([made.x(0), made.y(0)], [made.x(1), made.y(0)], "stroke: var(--fl-ink)", 4));
-      const mean = [0, 1].map((axis) => points.reduce((sum, p) => sum + p[axis], 0) / points.length);
+      const mean = [state.published ? 1 : length(RECORDED[state.rule][1]) / exact, 0];
       made.dots([mean], 13, "stroke: var(--fl-back)");
       made.dots([mean], 9, `stroke: ${shade}`);
       made.text(0, 0, "exact gradient", { dy: 20, style: "paint-order: stroke; stroke: var(--fl-back); stroke-width: 4px" });

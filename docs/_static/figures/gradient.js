@@ -87,8 +87,10 @@
     }
 
     function cloud(estimates, mean, size) {
-      const { made, point } = plane(`${SHOWN} groups: their gradients`, size), scale = 1.25 / Math.hypot(...truth());
-      const factor = state.baseline === "grpo" ? Math.hypot(...truth()) / Math.hypot(...mean) : 1, end = (g) => g.map((c) => c * scale * factor);
+      const exact = Math.hypot(...truth()), factor = state.baseline === "grpo" ? exact / Math.hypot(...mean) : 1;
+      const sizes = estimates.map((g) => (1.25 * factor * Math.hypot(...g)) / exact).sort((a, b) => a - b);
+      const zoom = [1, 2, 4, 8, 16, 32].find((z) => sizes[Math.floor(0.85 * sizes.length)] < REACH * z) ?? 64, scale = 1.25 / exact / zoom;
+      const { made, point } = plane(`${SHOWN} groups: their gradients${zoom > 1 ? `, drawn at 1/${zoom}` : ""}`, size), end = (g) => g.map((c) => c * scale * factor);
       estimates.slice(0, 60).forEach((g) => made.line([[0, 0], end(g)], "stroke: var(--fl-up); opacity: 0.2", 1));
       made.dots(estimates.slice(0, SHOWN).map(end), 4, "stroke: var(--fl-up); opacity: 0.55");
       point([0, 0], truth().map((c) => c * scale), "stroke: var(--fl-ink)", 4);

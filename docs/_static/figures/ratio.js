@@ -51,6 +51,7 @@
     place.append(element("div", { class: "fl-row" }, kinds.set, signs.set), element("div", { class: "fl-row" }, elements.box, delta.box, clip.box), note, charts);
 
     const short = (value) => (value === 0 ? "0" : value >= 1e-3 ? String(Number(value.toPrecision(2))) : value.toExponential(0).replace("e-", "e−"));
+    const percent = (share) => `${(100 * share).toFixed(share > 5e-4 && share < 0.095 ? 1 : 0)}%`;
     const shades = { mean: "var(--fl-up)", sum: "var(--fl-down)" };
 
     function sizes(now, size) {
@@ -81,6 +82,8 @@
       for (const flat of [false, true]) {
         made.dots(points.filter((point) => point.flat === flat).map(({ at }) => at), 7, `stroke: var(--fl-${flat ? "down" : "up"}); opacity: 0.55`);
       }
+      const { above, below } = beyond(now.elements, now.delta, now.clip, state.kind);
+      [[-2.2, below], [0, 1 - above - below], [2.2, above]].forEach(([u, share]) => made.text(u, -3.1, percent(share), { "text-anchor": "middle", "font-weight": 600 }));
       return made.svg;
     }
 
@@ -94,7 +97,6 @@
       const size = width >= 600 ? (width - 16) / 2 : width;
       charts.replaceChildren(sizes(now, size), losses(now, size));
       const { above, below } = beyond(now.elements, now.delta, now.clip, state.kind), none = state.sign > 0 ? above : below;
-      const percent = (share) => `${(100 * share).toFixed(share > 5e-4 && share < 0.095 ? 1 : 0)}%`;
       note.textContent = `${percent(above)} of the draws are above the band 1 ± c, and ${percent(below)} below it. `
         + `With A = ${state.sign > 0 ? "+1" : "−1"}, the ${percent(none)} ${state.sign > 0 ? "above" : "below"} it have no gradient (orange).`;
     }
