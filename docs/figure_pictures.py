@@ -2,7 +2,7 @@
 
     python docs/figure_pictures.py [NAME ...]
 
-Needs chromium. Each picture is docs/_static/figures/NAME.png, 700 pixels wide, in 16 colours.
+Needs chromium. Each picture is docs/_static/figures/NAME.png, 700 pixels wide, in 48 colours.
 """
 
 import re
@@ -42,7 +42,7 @@ def draw(name: str, browser: str) -> None:
         image = Image.open(shot).convert("RGB")
         box = ImageChops.difference(image, Image.new("RGB", image.size, "white")).getbbox()
         image = image.crop((0, 0, WIDTH, (box[3] if box else 100) + 6))
-        small = image.quantize(16, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+        small = image.quantize(48, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         small.save(FOLDER / f"{name}.png", optimize=True)
         print(f"{name}.png: {(FOLDER / f'{name}.png').stat().st_size:,} bytes")
 

@@ -45,10 +45,10 @@
     const kinds = radios("Log-ratio over the elements", "fl-kind", [["mean", "mean"], ["sum", "sum"]], (kind) => update({ kind }));
     const signs = radios("Advantage", "fl-sign", [[1, "+1"], [-1, "−1"]], (sign) => update({ sign: Number(sign) }));
     const elements = range("Elements", { min: 0, max: 18, step: 1 }, (power) => update({ power }));
-    const delta = range("Change per element", { min: -4, max: -1, step: 0.1 }, (value) => update({ delta: value }));
+    const delta = range("Change (std)", { min: -4, max: -1, step: 0.1 }, (value) => update({ delta: value }));
     const clip = range("Clip range", { min: -5, max: -0.7, step: 0.1 }, (value) => update({ clip: value }));
     const note = says(), charts = element("div", { class: "fl-two" });
-    place.append(element("div", { class: "fl-row" }, kinds.set, signs.set), element("div", { class: "fl-row" }, elements.box, delta.box, clip.box), note, charts);
+    place.append(element("div", { class: "fl-row" }, kinds.set, signs.set), element("div", { class: "fl-sliders" }, elements.box, delta.box, clip.box), note, charts);
 
     const short = (value) => (value === 0 ? "0" : value >= 1e-3 ? String(Number(value.toPrecision(2))) : value.toExponential(0).replace("e-", "e−"));
     const percent = (share) => `${(100 * share).toFixed(share > 5e-4 && share < 0.095 ? 1 : 0)}%`;
@@ -92,7 +92,7 @@
       kinds.show(state.kind);
       signs.show(state.sign);
       elements.show(state.power, now.elements.toLocaleString("en"));
-      delta.show(state.delta, `${short(now.delta)} std`);
+      delta.show(state.delta, short(now.delta));
       clip.show(state.clip, short(now.clip));
       const size = width >= 600 ? (width - 16) / 2 : width;
       charts.replaceChildren(sizes(now, size), losses(now, size));
