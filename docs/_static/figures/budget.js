@@ -48,11 +48,11 @@
         xTitle: `${state.unit === "forwards" ? "forward passes" : "network evaluations"} of an iteration with ${GROUPS} groups`,
         label: costs.map(({ name, shown }) => `${name} ${total(shown)}`).join(", ") });
       for (const v of ticks) made.line([[v, 0], [v, 3]], "stroke: var(--fl-grid)", 1);
-      let place = 6;
+      let left = 6;
       for (const [part, name] of PARTS) {
-        made.add(element("rect", { x: place, y: 5, width: 12, height: 12, rx: 2, style: `fill: ${shades[part]}` }));
-        made.add(element("text", { x: place + 17, y: 15 }, name));
-        place += 36 + 7.5 * name.length;
+        made.add(element("rect", { x: left, y: 5, width: 12, height: 12, rx: 2, style: `fill: ${shades[part]}` }));
+        made.add(element("text", { x: left + 17, y: 15 }, name));
+        left += 36 + 7.5 * name.length;
       }
       costs.forEach(({ name, shown, counts }, row) => {
         let begin = 0;

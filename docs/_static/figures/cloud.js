@@ -19,7 +19,7 @@
 
   /** Minus the mean of the others, step by step. */
   const centred = (table) => table.map((row) => row.map((value, k) => {
-    const sum = table.reduce((total, other) => total + other[k], 0);
+    const sum = table.reduce((all, other) => all + other[k], 0);
     return value - (sum - value) / (table.length - 1);
   }));
 
@@ -60,14 +60,14 @@
   }
 
   const summed = (steps) => [0, 1].map((axis) => steps.reduce((sum, step) => sum + step[axis], 0));
-  const length = (steps) => steps.reduce((sum, value) => sum + value, 0);
+  const total = (steps) => steps.reduce((sum, value) => sum + value, 0);
 
   const api = { DEGREES, DIRECTION, RECORDED, RULES, gradients, group, groups, summed };
   if (typeof module !== "undefined") { module.exports = api; return; }
 
   root.flowrlDraw.figure("cloud", (place) => {
     const { arrow, chart, element, onWidth, radios, range, says } = root.flowrlDraw;
-    const state = { rule: "tp", published: true, count: 1 }, exact = length(RECORDED.exact[1]);
+    const state = { rule: "tp", published: true, count: 1 }, exact = total(RECORDED.exact[1]);
     let drawn, width = 0;
     const update = (changes) => { Object.assign(state, changes); draw(); };
     const rules = radios("Credit", "fl-cloud-rule", Object.entries(RULES).map(([key, [name]]) => [key, name]), (rule) => update({ rule }));
@@ -78,7 +78,7 @@
 
     /** Gradients of batches, in units of the exact gradient's length, along it and across. Their mean is the recorded one, their noise that of the drawn groups. */
     function batches() {
-      const sums = drawn.map((own) => summed(gradients(own, state.rule, state.published))), recorded = length(RECORDED[state.rule][state.published ? 0 : 1]);
+      const sums = drawn.map((own) => summed(gradients(own, state.rule, state.published))), recorded = total(RECORDED[state.rule][state.published ? 0 : 1]);
       const shift = summed(sums).map((c, axis) => recorded * DIRECTION[axis] - c / GROUPS), each = sums.map((g) => g.map((c, axis) => c + shift[axis]));
       const scale = state.published ? recorded : exact;
       let seed = 1;
@@ -95,7 +95,7 @@
       made.line([[-9, 0], [9, 0]], "stroke: var(--fl-grid)", 1);
       made.dots(points, 5, `stroke: ${shade}; opacity: 0.6`);
       made.add(arrow([made.x(0), made.y(0)], [made.x(1), made.y(0)], "stroke: var(--fl-ink)", 4));
-      const mean = [state.published ? 1 : length(RECORDED[state.rule][1]) / exact, 0];
+      const mean = [state.published ? 1 : total(RECORDED[state.rule][1]) / exact, 0];
       made.dots([mean], 13, "stroke: var(--fl-back)");
       made.dots([mean], 9, `stroke: ${shade}`);
       made.text(0, 0, "exact gradient", { dy: 20, style: "paint-order: stroke; stroke: var(--fl-back); stroke-width: 4px" });
@@ -103,11 +103,11 @@
     }
 
     function shares(size, shade) {
-      const own = RECORDED[state.rule][state.published ? 0 : 1], whole = state.published ? length(own) : exact, true_ = RECORDED.exact[1].map((value) => value / exact);
+      const own = RECORDED[state.rule][state.published ? 0 : 1], whole = state.published ? total(own) : exact, right = RECORDED.exact[1].map((value) => value / exact);
       const made = chart({ width: size, height: 290, x: [-0.5, DECISIONS - 0.5], y: [0, 0.24], title: "Share of each step (line: exact)", yTicks: [[0, "0%"], [0.1, "10%"], [0.2, "20%"]],
         xTicks: own.map((_, k) => k), xTitle: "step", margins: [26, 4, 36, 40] });
       own.forEach((value, k) => made.rect(k - 0.36, k + 0.36, 0, value / whole, `fill: ${shade}; opacity: 0.8`));
-      true_.forEach((value, k) => made.line([[k - 0.46, value], [k + 0.46, value]], "stroke: var(--fl-ink)", 3));
+      right.forEach((value, k) => made.line([[k - 0.46, value], [k + 0.46, value]], "stroke: var(--fl-ink)", 3));
       return made.svg;
     }
 
@@ -118,9 +118,9 @@
       const points = batches(), size = width >= 600 ? (width - 16) / 2 : width, shade = `var(--fl-${RULES[state.rule][1]})`;
       charts.replaceChildren(cloud(points, size, shade), shares(size, shade));
       const angles = points.map(([along, across]) => (Math.abs(Math.atan2(across, along)) * 180) / Math.PI).sort((a, b) => a - b);
-      const own = RECORDED[state.rule], factor = length(own[1]) / exact;
+      const own = RECORDED[state.rule], factor = total(own[1]) / exact;
       note.textContent = `The gradient of a typical batch is ${Math.round(angles[BATCHES / 2])}° away from the exact one. `
-        + (state.published ? `Step 0 has ${Math.round((100 * own[0][0]) / length(own[0]))}% of the mean gradient, and step 8 ${Math.round((100 * own[0][8]) / length(own[0]))}%; exact are ${Math.round((100 * RECORDED.exact[1][0]) / exact)}% and ${Math.round((100 * RECORDED.exact[1][8]) / exact)}%.`
+        + (state.published ? `Step 0 has ${Math.round((100 * own[0][0]) / total(own[0]))}% of the mean gradient, and step 8 ${Math.round((100 * own[0][8]) / total(own[0]))}%; exact are ${Math.round((100 * RECORDED.exact[1][0]) / exact)}% and ${Math.round((100 * RECORDED.exact[1][8]) / exact)}%.`
           : `The mean (large dot) is ${factor.toFixed(2)} times the exact gradient.`);
     }
 

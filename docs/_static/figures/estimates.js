@@ -106,9 +106,9 @@
     function picture(x, label, under) {
       const canvas = element("canvas", { width: SIZE, height: SIZE, role: "img", "aria-label": `${label}, ${under}` }), context = canvas.getContext("2d");
       const pixels = context.createImageData(SIZE, SIZE);
-      for (let place = 0; place < SIZE * SIZE; place++) {
-        for (let channel = 0; channel < 3; channel++) pixels.data[4 * place + channel] = Math.round(255 * Math.min(Math.max((x[3 * place + channel] / SCALE + 1) / 2, 0), 1));
-        pixels.data[4 * place + 3] = 255;
+      for (let k = 0; k < SIZE * SIZE; k++) {
+        for (let channel = 0; channel < 3; channel++) pixels.data[4 * k + channel] = Math.round(255 * Math.min(Math.max((x[3 * k + channel] / SCALE + 1) / 2, 0), 1));
+        pixels.data[4 * k + 3] = 255;
       }
       context.putImageData(pixels, 0, 0);
       return element("figure", {}, canvas, element("figcaption", {}, element("b", {}, label), ...under.split("; ").flatMap((line) => [element("br"), line])));
