@@ -80,7 +80,7 @@ const compute = {
 
   cloud({ starts, noise }) {
     const own = figure("cloud"), credit = require(path.resolve(process.argv[2], "../first-look/credit.js")), rules = Object.keys(own.RULES);
-    const goal = credit.target(own.DEGREES), tables = credit.exactTables(goal), drawn = own.groups(3, 300, true);
+    const goal = credit.target(own.DEGREES), tables = credit.exactTables(goal), drawn = Array.from({ length: 300 }, own.source(3));
     const given = own.group(noise, noise.map((z, member) => credit.path(starts[member], z)), goal, tables);
     const along = (steps) => steps.map((step) => step[0] * own.DIRECTION[0] + step[1] * own.DIRECTION[1]);
     const both = (value) => Object.fromEntries(rules.map((rule) => [rule, [true, false].map((published) => value(rule, published))]));

@@ -35,16 +35,15 @@
     exact: ["exact values", "line", (values) => credit.advantages("exact", values), credit.gains],
   };
 
-  /** Groups with independent initial noise: the noise of the steps, the states, and both kinds of values. */
-  function groups(seed, count, exactToo) {
-    const normal = credit.normals(seed), pair = () => [normal(), normal()], goal = credit.target(DEGREES);
-    const tables = exactToo ? credit.exactTables(goal) : null;
-    return Array.from({ length: count }, () => {
+  /** A function that draws a group with independent initial noise: the noise of the steps, the states, and both kinds of values. */
+  function source(seed) {
+    const normal = credit.normals(seed), pair = () => [normal(), normal()], goal = credit.target(DEGREES), tables = credit.exactTables(goal);
+    return () => {
       const noise = Array.from({ length: MEMBERS }, () => Array.from({ length: DECISIONS }, pair));
       return group(noise, noise.map((own) => credit.path(pair(), own)), goal, tables);
-    });
+    };
   }
-  const group = (noise, paths, goal, tables) => ({ noise, completed: credit.completedValues(paths, goal), exact: tables && credit.exactValues(paths, goal, tables) });
+  const group = (noise, paths, goal, tables) => ({ noise, completed: credit.completedValues(paths, goal), exact: credit.exactValues(paths, goal, tables) });
 
   /** d log pi / d constant is -drift z / std of every step. */
   const SLOPES = TIMES.slice(0, DECISIONS).map((t, k) => {
@@ -62,7 +61,7 @@
   const summed = (steps) => [0, 1].map((axis) => steps.reduce((sum, step) => sum + step[axis], 0));
   const total = (steps) => steps.reduce((sum, value) => sum + value, 0);
 
-  const api = { DEGREES, DIRECTION, RECORDED, RULES, gradients, group, groups, summed };
+  const api = { DEGREES, DIRECTION, RECORDED, RULES, gradients, group, source, summed };
   if (typeof module !== "undefined") { module.exports = api; return; }
 
   root.flowrlDraw.figure("cloud", (place) => {
@@ -124,10 +123,15 @@
           : `The mean (large dot) is ${factor.toFixed(2)} times the exact gradient.`);
     }
 
-    note.textContent = "Computing 300 groups ...";
+    note.textContent = `Computing ${GROUPS} groups ...`;
     setTimeout(() => {
-      drawn = groups(7, GROUPS, true);
-      onWidth(charts, (now) => { width = now; draw(); });
-    }, 30);
+      const next = source(7);
+      drawn = [];
+      (function more() {  // in parts, so that the page stays responsive
+        for (let k = 0; k < 15; k++) drawn.push(next());
+        if (drawn.length < GROUPS) setTimeout(more);
+        else onWidth(charts, (now) => { width = now; draw(); });
+      })();
+    });
   });
 })(typeof window === "undefined" ? globalThis : window);

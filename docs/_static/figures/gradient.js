@@ -8,11 +8,15 @@
 
   const BASELINES = {
     none: ["none", (rewards) => rewards],
-    group: ["group mean", (rewards) => rewards.map((r) => r - average(rewards))],
-    others: ["mean of the others", (rewards) => rewards.map((r) => ((r - average(rewards)) * rewards.length) / (rewards.length - 1))],
+    group: ["group mean", (rewards) => centred(rewards)],
+    others: ["mean of the others", (rewards) => centred(rewards).map((gap) => (gap * rewards.length) / (rewards.length - 1))],
     grpo: ["GRPO: mean, and divided by std", (rewards) => credit.advantages("flow-grpo", rewards.map((r) => [0, r])).map(([a]) => a)],
   };
   const average = (numbers) => numbers.reduce((sum, number) => sum + number, 0) / numbers.length;
+  const centred = (numbers) => {
+    const mean = average(numbers);
+    return numbers.map((number) => number - mean);
+  };
 
   /** exp(-d^2 / 2) with the distance d to the target, plus an offset. */
   const reward = (x, offset) => Math.exp(-((x[0] - TARGET[0]) ** 2 + (x[1] - TARGET[1]) ** 2) / 2) + offset;
