@@ -188,7 +188,7 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
-# **Try it.** The same in the plane. Raise the reward offset, first with the group mean and then without a baseline: the middle of the cloud stays, and its spread does not. Then raise the group size.
+# **Try it.** The same in the plane. Raise the reward offset, first with the group mean and then without a baseline: the middle of the cloud stays, and its spread grows only without a baseline. Then raise the group size.
 
 # %% tags=["hide-input"]
 from flowrl_course.figures import interactive

@@ -645,7 +645,7 @@ lesson.check_pushing(pushing)
 # pairs moved it, keeps its full gradient, which corrects the error. The clip therefore acts on one side only: it prevents pairs from moving further, and it keeps the gradients that move them back.
 
 # %% [markdown]
-# **Try it.** With 128 elements, as in this world, widen the clip range until no draw is clipped, then change the sign of the advantage: the clip acts on one side only.
+# **Try it.** Choose 128 elements, as in this world. Which draws have no gradient with $A = 1$, and which with $A = -1$? Then widen the clip range until all draws have one.
 
 # %% tags=["hide-input"]
 from flowrl_course.figures import interactive
