@@ -1,6 +1,8 @@
-"""Draws the pictures of the interactive figures, for print and for readers without scripts:
+"""Draws the pictures of the interactive figures, for print and for readers without scripts, and
+puts changed figures into the notebooks that hold them, without executing these:
 
     python docs/figure_pictures.py [NAME ...]
+    python docs/figure_pictures.py --notebooks
 
 Needs chromium. Each picture is docs/_static/figures/NAME.png, 700 pixels wide, in 48 colours.
 """
@@ -12,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import nbformat
 from PIL import Image, ImageChops
 
 FOLDER = Path(__file__).parent / "_static" / "figures"
@@ -47,7 +50,26 @@ def draw(name: str, browser: str) -> None:
         print(f"{name}.png: {(FOLDER / f'{name}.png').stat().st_size:,} bytes")
 
 
+def renew(path: Path) -> None:
+    """Replace the stored figures of a notebook by the present ones."""
+    from flowrl_course.figures import interactive
+
+    notebook, changed = nbformat.read(path, as_version=4), False
+    for cell in notebook.cells:
+        shown = re.search(r'^interactive\("(.*?)"\)$', cell.source, re.MULTILINE)
+        for output in cell.get("outputs", []) if shown else []:
+            data = interactive(shown[1])._repr_mimebundle_()
+            changed, output.data = changed or output.data != data, data
+    if changed:
+        path.write_text(nbformat.writes(notebook))
+        print(f"{path}: new figures")
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--notebooks"]:
+        for path in sorted((Path(__file__).parents[1] / "tutorials").rglob("[0-9][0-9]_*.ipynb")):
+            renew(path)
+        raise SystemExit
     browsers = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
     browser = next(filter(None, browsers), None)
     if browser is None:

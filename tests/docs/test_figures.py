@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 
+import nbformat
 import pytest
 import torch
 from browser import WIDTHS, needs_browser, result_of
@@ -404,6 +405,15 @@ def test_a_figure_has_a_picture_and_cells_in_its_lessons(name):
         if f'interactive("{name}")' in text
     ]
     assert lessons and sorted(using) == sorted(lessons)
+
+
+def test_stored_figures_are_the_present_ones():
+    """Otherwise run `python docs/figure_pictures.py --notebooks`."""
+    for path in sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.ipynb")):
+        for cell in nbformat.read(path, as_version=4).cells:
+            shown = re.search(r'^interactive\("(.*?)"\)$', cell.source, re.MULTILINE)
+            for output in cell.get("outputs", []) if shown else []:
+                assert output.data == interactive(shown[1])._repr_mimebundle_(), path.name
 
 
 def test_an_unknown_figure_is_refused():
