@@ -213,7 +213,8 @@ class InteractiveFigure:
         frame = "position: absolute; inset: 0; width: 100%; height: 100%; border: 0"
         html = (
             '<div style="position: relative; max-width: 48rem; overflow: hidden">'
-            f'<img src="data:image/png;base64,{picture}" alt="Interactive figure: {self._name}"'
+            f'<img src="data:image/png;base64,{picture}"'
+            f' alt="Interactive figure: {self._name}. Run the cell to see it."'
             ' style="width: 100%; display: block">'
             f"<iframe title='Interactive figure: {self._name}' style='{frame}' srcdoc='{page}'>"
             "</iframe></div>"
