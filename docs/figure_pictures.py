@@ -56,9 +56,9 @@ def renew(path: Path) -> None:
 
     notebook, changed = nbformat.read(path, as_version=4), False
     for cell in notebook.cells:
-        shown = re.search(r'^interactive\("(.*?)"\)$', cell.source, re.MULTILINE)
+        shown = re.search(r"^interactive\(.*\)$", cell.source, re.MULTILINE)
         for output in cell.get("outputs", []) if shown else []:
-            data = interactive(shown[1])._repr_mimebundle_()
+            data = eval(shown[0], {"interactive": interactive})._repr_mimebundle_()
             changed, output.data = changed or output.data != data, data
     if changed:
         path.write_text(nbformat.writes(notebook))

@@ -9,13 +9,14 @@ async function read() {
   await wait(4000);
   const frame = chain.slice(1).reduce((within, selector) => within.contentDocument.querySelector(selector), outer);
   const page = frame.contentDocument, view = frame.contentWindow;
-  const result = { controls: {}, unchanged: {}, broken: [], overlapping: [], theme: page.body.dataset.theme };
+  const result = { first: {}, controls: {}, unchanged: {}, broken: [], overlapping: [], theme: page.body.dataset.theme };
   result.picture = chain.length > 1 ? frame.previousElementSibling.style.display : "";
   for (const section of page.querySelectorAll(".fl-figure")) {
     const place = section.querySelector("[data-figure]"), name = section.id, unchanged = [];
     const state = () => [...place.querySelectorAll("svg, .fl-says, canvas")].map((part) => (part.tagName === "CANVAS" ? part.toDataURL() : part.outerHTML)).join("");
     const check = (label) => { if (/NaN|undefined|Infinity/.test(state())) result.broken.push(`${name}: ${label}`); };
     check("first");
+    result.first[name] = [...place.querySelectorAll("output")].map((output) => output.textContent);
     let count = 0;
     const used = async (label, act) => {
       const before = state();

@@ -617,7 +617,7 @@ plt.show()
 # %% tags=["hide-input"]
 from flowrl_course.figures import interactive
 
-interactive("ratio")
+interactive("ratio", elements=65536, change=0.001)
 
 # %% [markdown]
 # The printed spread with the mean is $\delta/\sqrt d$, in which $\delta$ is the change in standard deviations, here $10^{-3}$. Three consequences:

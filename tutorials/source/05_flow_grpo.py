@@ -645,12 +645,12 @@ lesson.check_pushing(pushing)
 # pairs moved it, keeps its full gradient, which corrects the error. The clip therefore acts on one side only: it prevents pairs from moving further, and it keeps the gradients that move them back.
 
 # %% [markdown]
-# **Try it.** Choose 128 elements, as in this world. Which draws have no gradient with $A = 1$, and which with $A = -1$? Then widen the clip range until all draws have one.
+# **Try it.** The figure begins with 128 elements, as in this world. Which draws have no gradient with $A = 1$, and which with $A = -1$? Then widen the clip range until all draws have one.
 
 # %% tags=["hide-input"]
 from flowrl_course.figures import interactive
 
-interactive("ratio")
+interactive("ratio", elements=128, change=0.01, clip=0.002)
 
 # %% [markdown]
 # The next cell runs the collapse, and two remedies with the same learning rate and number of mini-batches: a clip range of $2 \times 10^{-3}$ alone, or a penalty on the KL divergence from the base model alone. The table also has

@@ -518,12 +518,12 @@ lesson.check_wider(wider)
 # **Why.** A narrow range stops each pair after a small change, and Flow-GRPO, whose gradient is the noisiest, loses the most by this. With a wide range all rules can use large steps. The cell after the next figure measures this mechanism.
 
 # %% [markdown]
-# **Try it.** Choose a clip range of 0.002 and a change of 0.01 standard deviations, and go from 128 elements to 2: the change of the policy is the same, and more of its draws are beyond the range.
+# **Try it.** Go from 128 elements to 2: the change of the policy is the same, and more of its draws are beyond the range.
 
 # %% tags=["hide-input"]
 from flowrl_course.figures import interactive
 
-interactive("ratio")
+interactive("ratio", elements=128, change=0.01, clip=0.002)
 
 # %%
 CLIPS = (TIGHT, 2e-2, 2e-1)

@@ -700,7 +700,7 @@ plt.show()
 # %% tags=["hide-input"]
 from flowrl_course.figures import interactive
 
-interactive("budget")
+interactive("budget", members=24, reference=True)
 
 # %% [markdown]
 # The counts show what to optimise, whatever the rates are. Flow-GRPO spends almost three times as many passes on the update as on sampling, so a cheaper update (no KL, fewer trained steps) helps most. With the estimates of the other two methods, sampling needs more passes than the update, and ten times as many images need decoding and a reward. Their iterations become long if the reward model is slow.

@@ -26,9 +26,9 @@
   const api = { evaluations, forwards, total };
   if (typeof module !== "undefined") { module.exports = api; return; }
 
-  root.flowrlDraw.figure("budget", (place) => {
+  root.flowrlDraw.figure("budget", (place, start) => {
     const { chart, element, onWidth, radios, range, says } = root.flowrlDraw;
-    const state = { groups: GROUPS, members: 12, steps: 10, first: 0, count: 9, wanted: Infinity, substeps: 5, reference: false, unit: "forwards" };
+    const state = { groups: GROUPS, members: 12, steps: 10, first: 0, count: 9, wanted: Infinity, substeps: 5, reference: false, unit: "forwards", ...start };
     const shades = { sampling: "var(--fl-line)", probes: "var(--fl-amber)", update: "var(--fl-other)" };
     let width = 0;
     const update = (changes) => { Object.assign(state, changes); draw(); };

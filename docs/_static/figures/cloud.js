@@ -64,9 +64,9 @@
   const api = { DEGREES, DIRECTION, RECORDED, RULES, gradients, group, source, summed };
   if (typeof module !== "undefined") { module.exports = api; return; }
 
-  root.flowrlDraw.figure("cloud", (place) => {
+  root.flowrlDraw.figure("cloud", (place, start) => {
     const { arrow, chart, element, onWidth, radios, range, says } = root.flowrlDraw;
-    const state = { rule: "tp", published: true, count: 1 }, exact = total(RECORDED.exact[1]);
+    const state = { rule: "tp", published: true, count: 1, ...start }, exact = total(RECORDED.exact[1]);
     let drawn, width = 0;
     const update = (changes) => { Object.assign(state, changes); draw(); };
     const rules = radios("Credit", "fl-cloud-rule", Object.entries(RULES).map(([key, [name]]) => [key, name]), (rule) => update({ rule }));

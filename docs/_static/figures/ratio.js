@@ -36,9 +36,10 @@
   const api = { beyond, logRatio, moments, normalCdf, surrogate };
   if (typeof module !== "undefined") { module.exports = api; return; }
 
-  root.flowrlDraw.figure("ratio", (place) => {
+  root.flowrlDraw.figure("ratio", (place, start) => {
     const { chart, element, onWidth, radios, range, says } = root.flowrlDraw;
-    const state = { kind: "mean", sign: 1, power: 12, delta: -2.2, clip: -4 };
+    const { elements: count = 4096, change = 10 ** -2.2, clip: range0 = 1e-4 } = start;
+    const state = { kind: "mean", sign: 1, power: Math.round(Math.log2(count)), delta: Math.log10(change), clip: Math.log10(range0) };
     const normal = credit.normals(2), draws = Array.from({ length: PAIRS }, normal);
     let width = 0;
     const update = (changes) => { Object.assign(state, changes); draw(); };

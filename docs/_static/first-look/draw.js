@@ -122,12 +122,12 @@
 
   // Figures of the course
 
-  /** Draws a figure in its places on the page; an address with ?figure=NAME shows that one alone. */
+  /** Draws a figure in its places on the page, with the values that data-start has for its controls; an address with ?figure=NAME shows that one alone. */
   function figure(name, draw) {
     const only = new URLSearchParams(location.search).get("figure");
     for (const place of document.querySelectorAll(`[data-figure="${name}"]`)) {
       place.closest("section").hidden = only !== null && only !== name;
-      if (only === null || only === name) draw(place);
+      if (only === null || only === name) draw(place, JSON.parse(place.dataset.start ?? "{}"));
     }
     if (only !== null) document.querySelectorAll(".fl-opening").forEach((opening) => { opening.hidden = true; });
   }
