@@ -27,7 +27,7 @@
   if (typeof module !== "undefined") { module.exports = api; return; }
 
   root.flowrlDraw.figure("budget", (place, start) => {
-    const { chart, element, onWidth, radios, range, says } = root.flowrlDraw;
+    const { HALO, chart, element, onWidth, radios, range, says } = root.flowrlDraw;
     const state = { groups: GROUPS, members: 12, steps: 10, first: 0, count: 9, wanted: Infinity, substeps: 5, reference: false, unit: "forwards", ...start };
     const shades = { sampling: "var(--fl-line)", probes: "var(--fl-amber)", update: "var(--fl-other)" };
     let width = 0;
@@ -57,7 +57,7 @@
       costs.forEach(({ name, shown, counts }, row) => {
         let begin = 0;
         made.text(0, row + 0.3, `${name}: ${Math.round(total(shown)).toLocaleString("en")}${narrow ? "" : `; ${counts.images.toLocaleString("en")} images scored`}`, { "font-weight": 600,
-          style: "paint-order: stroke; stroke: var(--fl-back); stroke-width: 4px" });
+          style: HALO });
         for (const [part] of PARTS) {
           made.rect(begin, begin + shown[part], row + 0.4, row + 0.88, `fill: ${shades[part]}; stroke: var(--fl-back)`);
           begin += shown[part];

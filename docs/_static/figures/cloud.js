@@ -65,7 +65,7 @@
   if (typeof module !== "undefined") { module.exports = api; return; }
 
   root.flowrlDraw.figure("cloud", (place, start) => {
-    const { arrow, chart, element, onWidth, radios, range, says } = root.flowrlDraw;
+    const { HALO, arrow, chart, element, onWidth, radios, range, says } = root.flowrlDraw;
     const state = { rule: "tp", published: true, count: 1, ...start }, exact = total(RECORDED.exact[1]);
     let drawn, width = 0;
     const update = (changes) => { Object.assign(state, changes); draw(); };
@@ -97,7 +97,7 @@
       const mean = [state.published ? 1 : total(RECORDED[state.rule][1]) / exact, 0];
       made.dots([mean], 13, "stroke: var(--fl-back)");
       made.dots([mean], 9, `stroke: ${shade}`);
-      made.text(0, 0, "exact gradient", { dy: 20, style: "paint-order: stroke; stroke: var(--fl-back); stroke-width: 4px" });
+      made.text(0, 0, "exact gradient", { dy: 20, style: HALO });
       return made.svg;
     }
 

@@ -96,7 +96,7 @@
   if (typeof module !== "undefined") { module.exports = api; return; }
 
   root.flowrlDraw.figure("estimates", (place) => {
-    const { button, chart, element, onWidth, range, says } = root.flowrlDraw;
+    const { HALO, button, chart, element, onWidth, range, says } = root.flowrlDraw;
     const state = { step: 2, member: 0 };
     let drawn, width = 0;
     const step = range("Estimate before step", { min: 0, max: STEPS - 2, step: 1 }, (value) => { state.step = value; draw(); });
@@ -131,7 +131,7 @@
       points.forEach((point, k) => {
         const whole = rungs[k].count === "completion";
         made.dots([point], 11, `stroke: var(--fl-${whole ? "tp" : rungs[k].count === 5 ? "stepwise" : "flow-grpo"})`);
-        made.text(...point, whole ? "ODE" : String(rungs[k].count), { dy: whole ? 22 : -10, "text-anchor": "middle", style: "paint-order: stroke; stroke: var(--fl-back); stroke-width: 4px" });
+        made.text(...point, whole ? "ODE" : String(rungs[k].count), { dy: whole ? 22 : -10, "text-anchor": "middle", style: HALO });
       });
       box.replaceChildren(made.svg);
       note.textContent = `Before step ${state.step}, the one-step estimate is the mean of the images that are still possible; more steps of the ODE choose one of them. `

@@ -44,7 +44,7 @@
   if (typeof module !== "undefined") { module.exports = api; return; }
 
   root.flowrlDraw.figure("one-noise", (place) => {
-    const { button, chart, checks, element, onWidth, says } = root.flowrlDraw;
+    const { HALO, button, chart, checks, element, onWidth, says } = root.flowrlDraw;
     const only = (...steps) => NONE.map((_, i) => steps.includes(i)), first = (count) => NONE.map((_, i) => i < count);
     const state = { random: only(0), seed: 30 };
     let drawn, alone, width = 0;
@@ -76,7 +76,7 @@
       made.line(path(drawn.start, [], NONE), "stroke: var(--fl-ink)", 2.5);
       const [x, y] = drawn.start;
       made.add(element("circle", { cx: made.x(x), cy: made.y(y), r: 4.5, style: "fill: var(--fl-back); stroke: var(--fl-ink)", "stroke-width": 2 }));
-      made.text(x, y, "start", { dx: 9, dy: 4, style: "paint-order: stroke; stroke: var(--fl-back); stroke-width: 3px" });
+      made.text(x, y, "start", { dx: 9, dy: 4, style: HALO });
       return made.svg;
     }
 

@@ -37,7 +37,7 @@
   if (typeof module !== "undefined") { module.exports = api; return; }
 
   root.flowrlDraw.figure("ratio", (place, start) => {
-    const { chart, element, onWidth, radios, range, says } = root.flowrlDraw;
+    const { HALO, chart, element, onWidth, radios, range, says } = root.flowrlDraw;
     const { elements: count = 4096, change = 10 ** -2.2, clip: range0 = 1e-4 } = start;
     const state = { kind: "mean", sign: 1, power: Math.round(Math.log2(count)), delta: Math.log10(change), clip: Math.log10(range0) };
     const normal = credit.normals(2), draws = Array.from({ length: PAIRS }, normal);
@@ -60,12 +60,12 @@
         yTicks: [[-6, "1e−6"], [-4, "1e−4"], [-2, "0.01"], [0, "1"], [2, "100"]], xTitle: "elements of the latent", margins: [26, 14, 36, 40] });
       const inside = (value) => Math.min(Math.max(Math.log10(value), -6), 3);
       made.line([[0, state.clip], [18, state.clip]], "stroke: var(--fl-ink)", 1.5, "5 4");
-      made.text(0.3, state.clip, `clip range ${short(now.clip)}`, { dy: -5, class: "fl-soft" });
+      made.text(0.3, state.clip, `clip range ${short(now.clip)}`, { dy: -5, class: "fl-soft", style: HALO });
       for (const kind of ["mean", "sum"]) {
         const typical = (power) => { const { mean, std } = moments(2 ** power, now.delta, kind); return inside(Math.hypot(mean, std)); };
         made.line(Array.from({ length: 37 }, (_, k) => [k / 2, typical(k / 2)]), `stroke: ${shades[kind]}; opacity: ${kind === state.kind ? 1 : 0.5}`, 2.5);
         if (kind === state.kind) made.dots([[state.power, typical(state.power)]], 11, `stroke: ${shades[kind]}`);
-        made.text(17.7, typical(17.5), kind, { "text-anchor": "end", dy: -9, "font-weight": 600, style: `fill: ${shades[kind]}; paint-order: stroke; stroke: var(--fl-back); stroke-width: 4px` });
+        made.text(17.7, typical(17.5), kind, { "text-anchor": "end", dy: -9, "font-weight": 600, style: `fill: ${shades[kind]}; ${HALO}` });
       }
       return made.svg;
     }
@@ -98,7 +98,7 @@
       const size = width >= 600 ? (width - 16) / 2 : width;
       charts.replaceChildren(sizes(now, size), losses(now, size));
       const { above, below } = beyond(now.elements, now.delta, now.clip, state.kind), none = state.sign > 0 ? above : below;
-      note.textContent = `${percent(above)} of the draws are above the band 1 ± c, and ${percent(below)} below it. `
+      note.textContent = above + below < 5e-4 ? "All draws are within the band 1 ± c, and all have a gradient." : `${percent(above)} of the draws are above the band 1 ± c, and ${percent(below)} below it. `
         + `With A = ${state.sign > 0 ? "+1" : "−1"}, the ${percent(none)} ${state.sign > 0 ? "above" : "below"} it have no gradient (orange).`;
     }
 

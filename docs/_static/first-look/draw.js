@@ -76,6 +76,9 @@
 
   // Charts
 
+  /** Style of a text that crosses lines. */
+  const HALO = "paint-order: stroke; stroke: var(--fl-back); stroke-width: 4px";
+
   const lineThrough = (points) => `M${points.map(([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L")}`;
 
   /** One path for many points, drawn as round ends of lines without length. */
@@ -155,5 +158,5 @@
     fit();
   }
 
-  root.flowrlDraw = { arrow, button, chart, checks, colour, dots, element, figure, inFrame, legend, lineThrough, onWidth, radios, range, says, signed, tint };
+  root.flowrlDraw = { HALO, arrow, button, chart, checks, colour, dots, element, figure, inFrame, legend, lineThrough, onWidth, radios, range, says, signed, tint };
 })(window);
