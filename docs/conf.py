@@ -1,9 +1,10 @@
 """The documentation site: `sphinx-build -W --keep-going -b html docs docs/_build/html`."""
 
 import html
+import os
 import re
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -194,25 +195,41 @@ def add_coverage(app: object, page: str, source: list[str]) -> None:
     source[0] = re.sub(r"^\{coverage\}$", lambda _: made, source[0], flags=re.MULTILINE)
 
 
-def add_first_look(app: object, page: str, source: list[str]) -> None:
-    """In place of the line `{first-look}`: the content of _static/first-look/index.html, which is
-    also a page of its own, for readers of a clone without the built site.
+INTERACTIVE = ("first-look", "figures")
+"""Pages whose content is that of _static/PAGE/index.html."""
+
+
+def content(page: str) -> tuple[str, list[str], list[str]]:
+    """What is within main in _static/PAGE/index.html, and its style sheets and scripts as paths
+    within _static.
     """
-    if page == "first-look":
-        file = HERE / "_static" / "first-look" / "index.html"
-        app.env.note_dependency(str(file))
-        (main,) = re.findall(r"<main>\n(.*?)</main>", file.read_text(), re.DOTALL)
-        source[0] = source[0].replace("{first-look}", f"```{{raw}} html\n{main}```")
+    text = (HERE / "_static" / page / "index.html").read_text()
+    (main,) = re.findall(r"<main>\n(.*?)</main>", text, re.DOTALL)
+    files = [
+        [str(PurePosixPath(os.path.normpath(f"{page}/{name}"))) for name in re.findall(kind, text)]
+        for kind in (r'<link rel="stylesheet" href="(.*?)"', r'<script defer src="(.*?)"')
+    ]
+    return re.sub(r'<img src="', f'<img src="_static/{page}/', main), *files
 
 
-def add_first_look_scripts(
-    app: object, page: str, template: str, context: dict, tree: object
-) -> None:
-    """The figures of the page first-look."""
-    if page == "first-look":
-        app.add_css_file("first-look/page.css")
-        for name in ("credit.js", "page.js"):
-            app.add_js_file(f"first-look/{name}", loading_method="defer")
+def add_figures(app: object, page: str, source: list[str]) -> None:
+    """In place of the line `{PAGE}`: the content of _static/PAGE/index.html, which is also a page
+    of its own, for readers of a clone without the built site.
+    """
+    if page in INTERACTIVE:
+        app.env.note_dependency(str(HERE / "_static" / page / "index.html"))
+        main = re.sub(r"\n\n+", "\n", content(page)[0])
+        source[0] = source[0].replace(f"{{{page}}}", f"```{{raw}} html\n{main}```")
+
+
+def add_figures_scripts(app: object, page: str, template: str, context: dict, tree: object) -> None:
+    """The files of the interactive figures."""
+    if page in INTERACTIVE:
+        _, styles, scripts = content(page)
+        for name in styles:
+            app.add_css_file(name)
+        for name in scripts:
+            app.add_js_file(name, loading_method="defer")
 
 
 def mark_wide_figures(app: object, tree: object, page: str) -> None:
@@ -239,8 +256,8 @@ def setup(app: object) -> None:
     write_course(HERE)
     write_reference(HERE)
     app.connect("source-read", add_coverage)  # type: ignore[attr-defined]
-    app.connect("source-read", add_first_look)  # type: ignore[attr-defined]
-    app.connect("html-page-context", add_first_look_scripts)  # type: ignore[attr-defined]
+    app.connect("source-read", add_figures)  # type: ignore[attr-defined]
+    app.connect("html-page-context", add_figures_scripts)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", plain)  # type: ignore[attr-defined]
     app.add_html_math_renderer("katex", (formula, None), (formula, None))  # type: ignore[attr-defined]
     for mark in (mark_tables, mark_wide_figures):

@@ -1,6 +1,5 @@
 """The page "First look": its numbers are the library's, and its figures work in a browser."""
 
-import html
 import itertools
 import json
 import re
@@ -11,6 +10,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from browser import WIDTHS, chromium, needs_browser, result_of
 from loading import ROOT
 from PIL import Image
 from seeded import rand, seeded
@@ -229,31 +229,7 @@ def test_the_page_needs_no_network():
 
 # Figures, in a browser
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium, to draw the page")
-WIDTHS = (390, 1280)
-FRAMED = """<!doctype html>
-<body style="margin: 0">
-<iframe id="page" src="{address}" style="border: 0; width: {width}px; height: 3200px"></iframe>
-<pre id="result"></pre>
-<script>{script}</script>
-"""
-
-
-def chromium(folder, width, script, *options):
-    """Open the page from its file, in a frame of `width` pixels next to a script that may use it.
-    Returns the result of the command, whose errors have the browser's console.
-    """
-    address = f"{(PAGE / 'index.html').as_uri()}#rule=tp&member=2"
-    page = folder / f"framed-{width}.html"
-    page.write_text(FRAMED.format(address=address, width=width, script=script))
-    command = [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu"]
-    command += ["--allow-file-access-from-files", f"--user-data-dir={folder / 'profile'}"]
-    command += ["--enable-logging=stderr", "--virtual-time-budget=60000", "--hide-scrollbars"]
-    command += [f"--window-size={max(WIDTHS)},3200", *options, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+ADDRESS = f"{(PAGE / 'index.html').as_uri()}#rule=tp&member=2"
 
 
 @pytest.mark.slow
@@ -261,11 +237,7 @@ def chromium(folder, width, script, *options):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_figures_work_in_a_browser(width, tmp_path):
     script = (ROOT / "tests" / "docs" / "first_look_browser.js").read_text()
-    shown = chromium(tmp_path, width, script, "--dump-dom")
-    assert "CONSOLE" not in shown.stderr, shown.stderr
-    (text,) = re.findall(r'<pre id="result">(.*?)</pre>', shown.stdout, re.DOTALL)
-    result = json.loads(html.unescape(text))
-    assert "error" not in result, result["error"]
+    result = result_of(tmp_path, ADDRESS, width, script)
     assert result["moved"] and result["overflow"] <= 0
     assert result["smallest"] >= 40
     assert len(result["colours"]) == 5 and all(map(len, result["colours"].values()))
@@ -288,10 +260,8 @@ def test_figures_work_in_a_browser(width, tmp_path):
 def test_figures_are_drawn(width, tmp_path):
     """The picture of the page, with all steps shown at once for readers who prefer less motion."""
     picture = tmp_path / "page.png"
-    shown = chromium(
-        tmp_path, width, "", f"--screenshot={picture}", "--force-prefers-reduced-motion"
-    )
-    assert "CONSOLE" not in shown.stderr, shown.stderr
+    options = (f"--screenshot={picture}", "--force-prefers-reduced-motion")
+    chromium(tmp_path, ADDRESS, width, "", *options)
     pixels = torch.tensor(np.asarray(Image.open(picture).convert("RGB"))).int()[:, :width]
     blue = (pixels[..., 2] - pixels[..., 0] > 60).sum()
     orange = (pixels[..., 0] - pixels[..., 2] > 60).sum()

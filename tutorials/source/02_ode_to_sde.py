@@ -297,6 +297,14 @@ clean(axes[2])
 plt.show()
 
 # %% [markdown]
+# **Try it.** Raise the noise level in one dimension, where the exact density can be drawn. With the score correction the histogram keeps following the density at every time; without it the points spread.
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("marginals")
+
+# %% [markdown]
 # With the correction the spread is that of the data at every noise level. Without it the spread grows with the noise level: by about a fifth at $a = 0.4$, to more than twice that of the data at $a = 1$. An implementation without the correction raises no error, and even its training works.
 # Only its samples are too noisy. So compare the spread of every new sampler with that of the ODE.
 #
@@ -523,6 +531,14 @@ lesson.check_random_step(random_step)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** Early the standard deviation is large and the point is still between the blobs, so a small move changes the blob to which the ODE leads. Late the point is inside a blob, and the noise is too small to leave it.
+
+# %% [markdown]
+# **Try it.** Choose the random steps of 240 paths from one noise. Which ones send the paths to other blobs, and which only move them within a blob?
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("one-noise")
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=3.0)

@@ -188,6 +188,14 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
+# **Try it.** The same in the plane. Raise the reward offset, first with the group mean and then without a baseline: the middle of the cloud stays, and its spread grows only without a baseline. Then raise the group size.
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("gradient")
+
+# %% [markdown]
 # All constant baselines give the exact gradient on average, within the sampling error. An offset of 5 in the reward multiplies the noise by about 9 if $b = 0$. With the mean reward as the baseline the offset has no effect. With the mean of the *own group* the average is $1 - 1/G$ times the exact gradient: the mean contains the sample's own reward, which
 # depends on the action. This factor changes the length of the gradient, not its direction.
 #
@@ -602,6 +610,14 @@ axes.set(
 )
 clean(axes)
 plt.show()
+
+# %% [markdown]
+# **Try it.** Change the number of elements, first with the mean and then with the sum, and watch the share of draws beyond the clip range.
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("ratio", elements=65536, change=0.001)
 
 # %% [markdown]
 # The printed spread with the mean is $\delta/\sqrt d$, in which $\delta$ is the change in standard deviations, here $10^{-3}$. Three consequences:

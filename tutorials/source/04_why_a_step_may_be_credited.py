@@ -833,6 +833,14 @@ for window in ("0:9", "2:7"):
 # decisions alone, window 2:7: cosine with the gradient of all steps 0.97..1.00, length 0.62..0.72
 
 # %% [markdown]
+# **Try it.** For two weights, a constant that is added to the velocity, a gradient is a point in the plane. More groups in a batch shrink the cloud of every rule, but they do not change the share of each step. Compare Flow-GRPO with the gains and the turning points of the next lessons, as published and not divided by a standard deviation.
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("cloud")
+
+# %% [markdown]
 # All intervals contain the scale 1, so each credit gives the true gradient on average. However, the noise of one batch of 216 trajectories is about four times as large with uniform credit. So it needs about fifteen batches for the precision of one batch with exact credit.
 #
 # The last two rows measure what the ODE steps contribute to the gradient, the terms that the lesson on GRPO dropped. If only the last step follows the ODE, they are 4% of its length. In the window `2:7`, they are a third, in nearly the same direction.

@@ -163,6 +163,14 @@ lesson.check_strongest_step(strongest_step)
 # %% [markdown] tags=["explanation"]
 # **Why.** Near $t = 1$ the state is compatible with many images, so its noise selects one of them. Near $t = 0$ the image is nearly determined: the network treats added noise as noise, and the remaining steps remove most of it. In addition, the noise of a late step is small, as the last printed row shows.
 
+# %% [markdown]
+# **Try it.** The same question in the plane: choose the random steps of a group that starts from one noise. If only late steps are random, all members end at the same blob, and the group has nothing to compare.
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("one-noise")
+
 # %%
 spread = {}
 for task in ("preference", "compositional"):
@@ -344,6 +352,14 @@ lesson.check_plan(plan)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** With 12 members $0.9^{12} = 28\%$ of the groups are silent; with 11 members it would be 31%. Then 96 trajectories share 2,400 evaluations, 25 each. Ten steps with nine decisions would cost 37 per trajectory, so only a window fits. For example, five decisions fit with ten steps, and four with up to thirteen.
+
+# %% [markdown]
+# **Try it.** Change members, steps and random steps, and read from the first bar what Flow-GRPO pays for the rollout and for the update. The other bars belong to the methods of the next two lessons, which add estimates.
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("budget")
 
 # %% [markdown]
 # The next cell trains for 8 iterations of 8 groups of 12 with 10 steps, the plan of the solution. `train` (in `flowrl_course.runs`) is a loop over `Trainer.iteration`, as in `flowrl train`, followed by
@@ -627,6 +643,14 @@ lesson.check_pushing(pushing)
 # %% [markdown] tags=["explanation"]
 # **Why.** The maximum is the *pessimistic* of two losses. A good pair ($A > 0$) whose ratio has grown beyond $1 + c$ has gradient 0. However, a good pair whose ratio *fell* below $1 - c$, because updates for other
 # pairs moved it, keeps its full gradient, which corrects the error. The clip therefore acts on one side only: it prevents pairs from moving further, and it keeps the gradients that move them back.
+
+# %% [markdown]
+# **Try it.** The figure begins with 128 elements, as in this world. Which draws have no gradient with $A = 1$, and which with $A = -1$? Then widen the clip range until all draws have one.
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("ratio", elements=128, change=0.01, clip=0.002)
 
 # %% [markdown]
 # The next cell runs the collapse, and two remedies with the same learning rate and number of mini-batches: a clip range of $2 \times 10^{-3}$ alone, or a penalty on the KL divergence from the base model alone. The table also has

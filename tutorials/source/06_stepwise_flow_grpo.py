@@ -307,6 +307,14 @@ lesson.check_substeps(substep_estimate)
 # estimate. In `flowrl` the probe `Substeps(5)` does this for the states of all decisions and trajectories in at most $T + T' - 1$ network calls.
 
 # %% [markdown]
+# **Try it.** Twelve small images make the exact velocity a closed form. Move the step, and compare the free one-step estimate with those that cost evaluations: which is the first one that a judge of sharp images could score?
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("estimates")
+
+# %% [markdown]
 # The next cell compares your function with the library on the image model, and then four estimators: one, two and five steps, and the whole remaining ODE on the sampler's own grid (as in TP-GRPO, the next lesson). The same seed gives the same trajectories.
 
 # %%
@@ -659,6 +667,14 @@ lesson.check_choice_of_probe(choice_of_probe)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** Five estimates of five substeps cost $5 \cdot 4 = 20$ evaluations at any nodes; up to nine substeps fit. Completions fit only if the remaining steps are few, that is, at late nodes, where nothing is gained any more. Two substeps would be cheaper, but their early estimates above are farther from $R$. Substeps have the advantage that their cost does not depend on the number of sampling steps.
+
+# %% [markdown]
+# **Try it.** Move the sampling steps from 10 to 40 with all steps random, and compare the estimates of five substeps with full completions (TP-GRPO, the next lesson). Then train five steps only.
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("budget")
 
 # %% [markdown]
 # ## Training

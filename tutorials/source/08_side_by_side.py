@@ -266,6 +266,14 @@ lesson.check_apart(apart_by_chance)
 # %% [markdown] tags=["explanation"]
 # **Why.** The means of three seeds vary with the standard deviation $\mathrm{SD}/\sqrt 3$, so a gap of two SD would be rare. But SD is estimated from the same three numbers, and is often far too small by chance. Then the bars are short, and do not overlap although nothing differs.
 
+# %% [markdown]
+# **Try it.** The figure simulates 4,000 comparisons of two rules, paired by seed. Leave the true difference at 0 and exchange the 95% interval for the other bars. Then raise the true difference to 1: how many seeds find it in 80% of the comparisons?
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("chance")
+
 # %%
 same = torch.stack(
     [run.reward[-1] for run in [*runs["flow-grpo", TIGHT], *(tight_run("flow-grpo", seed) for seed in range(6, 10))]]
@@ -508,6 +516,14 @@ lesson.check_wider(wider)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** A narrow range stops each pair after a small change, and Flow-GRPO, whose gradient is the noisiest, loses the most by this. With a wide range all rules can use large steps. The cell after the next figure measures this mechanism.
+
+# %% [markdown]
+# **Try it.** Go from 128 elements to 2: the change of the policy is the same, and more of its draws are beyond the range.
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("ratio", elements=128, change=0.01, clip=0.002)
 
 # %%
 CLIPS = (TIGHT, 2e-2, 2e-1)

@@ -695,6 +695,14 @@ clean(axes)
 plt.show()
 
 # %% [markdown]
+# **Try it.** Plan an iteration of your own. Which of the settings changes the estimates, which the update, and which both?
+
+# %% tags=["hide-input"]
+from flowrl_course.figures import interactive
+
+interactive("budget", members=24, reference=True)
+
+# %% [markdown]
 # The counts show what to optimise, whatever the rates are. Flow-GRPO spends almost three times as many passes on the update as on sampling, so a cheaper update (no KL, fewer trained steps) helps most. With the estimates of the other two methods, sampling needs more passes than the update, and ten times as many images need decoding and a reward. Their iterations become long if the reward model is slow.
 # The setting `chunk` divides the rollout into parts. With `overlap_rewards` the rewards of one part are computed during the sampling of the next, if the policy is on a GPU or a server computes the reward.
 #

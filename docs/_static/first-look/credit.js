@@ -41,13 +41,17 @@
     return [x[0] - (t - s) * v[0], x[1] - (t - s) * v[1]];
   }
 
+  /** Flow-GRPO's random step from time t to time s has the mean keep x - drift v, and this standard deviation. */
+  function sdeFactors(t, s, noiseLevel = NOISE_LEVEL) {
+    const delta = t - s, sigma = noiseLevel * Math.sqrt(t / (1 - (t > 1 - 1e-6 ? s : t)));
+    const half = (sigma * sigma) / (2 * t);
+    return { keep: 1 - half * delta, drift: (1 + half * (1 - t)) * delta, std: sigma * Math.sqrt(delta) };
+  }
+
   /** Mean and standard deviation of Flow-GRPO's random step, from time t to time s. */
   function sdeStep(x, t, s) {
-    const v = velocity(x, t), delta = t - s;
-    const sigma = NOISE_LEVEL * Math.sqrt(t / (1 - (t > 1 - 1e-6 ? s : t)));
-    const half = (sigma * sigma) / (2 * t);
-    const keep = 1 - half * delta, drift = (1 + half * (1 - t)) * delta;
-    return { mean: [keep * x[0] - drift * v[0], keep * x[1] - drift * v[1]], std: sigma * Math.sqrt(delta) };
+    const v = velocity(x, t), { keep, drift, std } = sdeFactors(t, s);
+    return { mean: [keep * x[0] - drift * v[0], keep * x[1] - drift * v[1]], std };
   }
 
   /** The states of a path: random steps with the given noise [decision], then one step of the ODE. */
@@ -270,7 +274,7 @@
 
   const api = {
     DECISIONS, FIRST, MEANS, STD, STEPS, TIMES, advantages, balanced, completedValues, completion, exactTables, exactValues, gains, group,
-    lambdaGains, longTerm, odeStep, path, reward, sdeStep, selectedTurns, target, turningPoints, velocity,
+    lambdaGains, longTerm, normals, odeStep, path, reward, sdeFactors, sdeStep, selectedTurns, stepScores, target, turningPoints, velocity,
   };
   if (typeof module !== "undefined") module.exports = api;
   else root.flowrlCredit = api;

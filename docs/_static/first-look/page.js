@@ -3,6 +3,7 @@
 
 (function () {
   const credit = window.flowrlCredit;
+  const { colour, element, legend, onWidth, radios, range, signed, tint } = window.flowrlDraw;
   const { degrees: DEGREES, members: MEMBERS } = credit.FIRST, STEP_MS = 420;
   const RULES = {
     "flow-grpo": ["Flow-GRPO", "Every step of a path gets the same credit: its final reward, compared with the group's."],
@@ -11,63 +12,6 @@
     tp: ["TP-GRPO: turning points", "A step gets its gain. At a turning point (ringed), the path turns towards its final trend: that step gets the whole change to the end."],
     exact: ["Exact values", "A step gets the gain of the exact value: the mean final reward over all random continuations, computed on a grid with an error below 0.01. This takes a plane; images have too many dimensions."],
   };
-
-  // Elements and numbers
-
-  function element(name, attributes = {}, ...children) {
-    const svg = ["svg", "g", "line", "circle", "path", "rect", "text", "title"].includes(name);
-    const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
-    for (const [key, value] of Object.entries(attributes)) {
-      if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-      else if (value !== false && value !== undefined) made.setAttribute(key, value === true ? "" : value);
-    }
-    made.append(...children);
-    return made;
-  }
-
-  const signed = (value, digits = 2) => {
-    const text = Math.abs(value).toFixed(digits);
-    return (Number(text) === 0 ? "" : value < 0 ? "−" : "+") + text;
-  };
-
-  /** One colour map for all advantages: grey at 0, full colour from 2 on. */
-  function colour(advantage) {
-    const share = Math.round(Math.min(Math.abs(advantage) / 2, 1) * 100);
-    return `color-mix(in srgb, var(--fl-${advantage < 0 ? "down" : "up"}) ${share}%, var(--fl-zero))`;
-  }
-
-  const tint = (advantage) => `color-mix(in srgb, ${colour(advantage)} 40%, var(--fl-back))`;
-
-  /** A group of radio buttons; `choices`: [value, label]. */
-  function radios(legend, name, choices, change, numbers = false) {
-    const inputs = choices.map(([value, label]) => [
-      element("input", { type: "radio", name, value, "aria-label": numbers && `${legend} ${label}`, onchange: () => change(value) }), label]);
-    const box = element("div", { class: numbers ? "fl-choices fl-numbers" : "fl-choices" },
-      ...inputs.map(([input, label]) => element("label", {}, input, element("span", {}, label))));
-    const set = element("fieldset", {}, element("legend", {}, legend), box);
-    return { set, show: (value) => inputs.forEach(([input]) => { input.checked = input.value === String(value); }) };
-  }
-
-  function range(label, attributes, input) {
-    const output = element("output", {});
-    const slider = element("input", { type: "range", ...attributes, oninput: () => input(Number(slider.value)) });
-    const box = element("label", { class: "fl-range" }, label, slider, output);
-    return { box, show: (value, text) => { slider.value = value; output.textContent = text; } };
-  }
-
-  const legend = () => element("div", { class: "fl-legend", "aria-hidden": "true" },
-    "−2 less likely", element("i"), "more likely +2");
-
-  /** Calls `draw(width)` now and when the width changes. */
-  function onWidth(box, draw) {
-    let width = 0;
-    const measure = () => {
-      const now = Math.round(box.clientWidth);
-      if (now !== width && now > 0) draw(width = now);
-    };
-    new ResizeObserver(() => requestAnimationFrame(measure)).observe(box);
-    measure();
-  }
 
   // Credit along a path
 

@@ -1,6 +1,11 @@
 """Figures that several lessons use; colours are those of `flowrl.run.report.style`."""
 
+import base64
+import html
+import json
 import math
+import os.path
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +43,7 @@ __all__ = [
     "ImageRow",
     "animation",
     "clean",
+    "interactive",
     "panels",
     "pixels",
     "plane",
@@ -150,3 +156,74 @@ def animation(
         moving.save(str(path), writer=PillowWriter(fps=max(1, round(frames / seconds))), dpi=dpi)
         plt.close(figure)
         return Image(data=path.read_bytes(), format="gif")
+
+
+def interactive(name: str, **start: Any) -> Any:
+    """An interactive figure of the page docs/_static/figures, to be the last expression of a cell:
+    a frame that holds the whole figure, above its picture for readers without scripts. `start` has
+    first values of its controls, such as elements=128 for "ratio".
+
+    Raises `ValueError` for an unknown name.
+    """
+    return InteractiveFigure(name, start)
+
+
+class InteractiveFigure:
+    """One section of docs/_static/figures/index.html, as HTML and as a picture."""
+
+    def __init__(self, name: str, start: dict[str, Any]) -> None:
+        here = Path(__file__).parent  # in the wheel, or in the repository
+        places = (here / "static", here.parents[2] / "docs" / "_static")
+        self._folder = next(place for place in places if place.is_dir()) / "figures"
+        self._name, self._start = name, start
+        self._index = (self._folder / "index.html").read_text(encoding="utf-8")
+        names = re.findall(r'<section class="fl-figure" id="(.*?)"', self._index)
+        if name not in names:
+            raise ValueError(f"no interactive figure {name!r}; there are {', '.join(names)}")
+
+    def _text(self, path: str) -> str:
+        """A file that the page names, without indentation and comments of a whole line."""
+        file = Path(os.path.normpath(self._folder / path))
+        lines = map(str.strip, file.read_text(encoding="utf-8").splitlines())
+        text = "\n".join(line for line in lines if line and not line.startswith("// "))
+        text = re.sub(r"^/\*\* .*\*/\n", "", text, flags=re.MULTILINE)
+        return re.sub(r"^/\*.*?\*/\n", "", text, flags=re.DOTALL | re.MULTILINE)
+
+    def page(self) -> str:
+        """The figure with its styles and scripts, as one HTML file without a network."""
+        section = re.search(
+            rf'<section class="fl-figure" id="{self._name}".*?</section>', self._index, re.DOTALL
+        )
+        scripts = re.findall(r'<script defer src="(.*?)"', self._index)
+        own = f"{self._name}.js"
+        world = "../first-look/credit.js"
+        unused = {world} if "flowrlCredit" not in self._text(own) else set()
+        needed = [path for path in scripts if path == own or ("/" in path and path not in unused)]
+        sheets = re.findall(r'<link rel="stylesheet" href="(.*?)"', self._index)
+        styles = "\n".join(self._text(path) for path in sheets)
+        figure = re.sub(r"<noscript>.*?</noscript>", "", section[0] if section else "")
+        if self._start:
+            start = html.escape(json.dumps(self._start))
+            figure = figure.replace("<div data-figure", f'<div data-start="{start}" data-figure')
+        # without scripts the frame is empty, and the picture below it is seen
+        return (
+            f'<!doctype html><html lang="en"><meta charset="utf-8"><style>{styles}</style>'
+            "<noscript><style>html, body { background: none !important; }</style></noscript>"
+            f'<body class="fl-framed"><div class="first-look">{figure}</div>'
+            + "".join(f"<script>{self._text(path)}</script>" for path in needed)
+            + "<script>flowrlDraw.inFrame();</script></body></html>"
+        )
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, str]:
+        picture = base64.b64encode((self._folder / f"{self._name}.png").read_bytes()).decode()
+        page = self.page().replace("&", "&amp;").replace("'", "&#39;")
+        frame = "position: absolute; inset: 0; width: 100%; height: 100%; border: 0"
+        shown = (
+            '<div style="position: relative; max-width: 48rem; overflow: hidden">'
+            f'<img src="data:image/png;base64,{picture}"'
+            f' alt="Interactive figure: {self._name}. Run the cell to see it."'
+            ' style="width: 100%; display: block">'
+            f"<iframe title='Interactive figure: {self._name}' style='{frame}' srcdoc='{page}'>"
+            "</iframe></div>"
+        )
+        return {"text/html": shown, "text/plain": f"Interactive figure: {self._name}"}
