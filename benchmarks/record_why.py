@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any, cast
 
 import matplotlib.pyplot as plt
@@ -210,7 +210,9 @@ def bars(summaries: Mapping[str, Any]) -> dict[str, tuple[list[float], float]]:
 
 
 def figure(found: Mapping[str, Any]) -> Any:
-    """The cost with each change taken back, and what a batch is worth at its cost."""
+    """The cost with each change taken back, and what a batch is worth at its cost: the geometric
+    mean of the tasks and states, which are the dots.
+    """
     made, axes = plt.subplots(1, 2, figsize=(11.0, 3.6), layout="constrained")
     for place, (arm, known) in enumerate(found["costs"].items()):
         colour = "#54a24b" if place == 0 else "#4c78a8" if "Flow-GRPO" in arm else "#bab0ac"
@@ -227,10 +229,10 @@ def figure(found: Mapping[str, Any]) -> Any:
     for place, (name, (values, cost)) in enumerate(labels.items()):
         colour = "#54a24b" if name.startswith("DiffusionNFT") else "#4c78a8"
         worth_of = np.array(values) / cost
-        axes[1].barh(place, worth_of.mean(), 0.7, color=colour)
+        axes[1].barh(place, geometric_mean(worth_of), 0.7, color=colour)
         axes[1].plot(worth_of, [place] * len(worth_of), "k.", ms=3)
     axes[1].set_yticks(range(len(labels)), list(labels), fontsize=8.5)
-    axes[1].set(xlabel="signal / noise of a batch over its cost", xlim=0)
+    axes[1].set(xlabel="signal / noise of a batch over its cost", xscale="log", xlim=(0.02, 5))
     axes[1].set_title("Gradients of 8 prompts")
     for axis in axes:
         axis.invert_yaxis()
@@ -258,7 +260,8 @@ def main() -> None:
         print(f"{arm}: {row['text']}, {row['fell']} of 8 fell")
     for label, (values, cost) in bars(known["gradients"]).items():
         each = " ".join(f"{value:.3f}" for value in values)
-        print(f"{label}: {np.mean(values):.3f} at {cost:.2f} of the cost; {each}")
+        own = geometric_mean(values)
+        print(f"{label}: {own:.3f} at {cost:.2f} of the cost, {own / cost:.3f}; {each}")
     write_bytes(FIGURE, png(figure(known)))
 
 

@@ -197,6 +197,8 @@ class Record:
     """Rank the arms and the standing record on two tasks and four seeds with half of the budget;
     nothing is entered.
     """
+    whole: bool = False
+    """With `quick`: all tasks and the whole budget, on the four seeds."""
     why: str = ""
     """One line on why the arm is cheap, for the table."""
     search_runs: Annotated[int, Ge(0)] = 0
@@ -220,13 +222,14 @@ class Record:
             self.world, self.out, shlex.join(["flowrl", *sys.argv[1:]]), self.workers, _say
         )
         if self.quick:
-            rows = ranked(arms, self.records, runner)
+            rows = ranked(arms, self.records, runner, self.whole)
             if rows is None:
                 return _paused()
             for name, ratio, tasks, fallen in rows:
                 each = ", ".join(f"{task} {own.text()}" for task, own in tasks.items())
                 print(f"{ratio.text():<22} {each}; {fallen} collapsed  {name}")
             return 0
+        require(not self.whole, "whole", True, "only with --quick")
         require(len(arms) == 1, "arms", ", ".join(arms), "one arm, or several with --quick")
         require(bool(self.why), "why", self.why, "one line on why the arm is cheap")
         ((name, settings),) = arms.items()

@@ -397,19 +397,23 @@ def text_of(done: Try) -> str:
 
 
 def ranked(
-    arms: Mapping[str, Settings], records: Path, runner: Runner
+    arms: Mapping[str, Settings], records: Path, runner: Runner, whole: bool = False
 ) -> list[tuple[str, CostRatio, dict[str, CostRatio], int]] | None:
     """The quick mode: of the arms and the standing record, cheapest first, the name, the cost over
     Flow-GRPO's in the verdict, that of each task, and the number of runs that fell; None if Ctrl-C
-    paused it.
+    paused it. `whole`: on all tasks and with the whole budget.
     """
     contest = CONTESTS[runner.world]
     record = standing(read_tries(records, runner.world))
     beside = {f"{record.name} (the record)": record.settings} if record else {}
-    tasks = QUICK_TASKS[runner.world]
+    tasks, share = QUICK_TASKS[runner.world], QUICK_SHARE
+    if whole:
+        tasks, share = tuple(contest.tasks), 1.0
+    for settings in arms.values():  # before the first run
+        check(contest.run(tasks[0], settings, 0))
     rows = list[tuple[str, CostRatio, dict[str, CostRatio], int]]()
     for arm, settings in {**beside, **arms}.items():  # a file each: other arms may follow later
-        made = runner.run({arm: settings}, QUICK_SEEDS, tasks, QUICK_SHARE)
+        made = runner.run({arm: settings}, QUICK_SEEDS, tasks, share)
         if made is None:
             return None
         known = {task: made[arm][task].curves for task in tasks}

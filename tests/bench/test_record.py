@@ -198,6 +198,14 @@ def test_the_command(repository, monkeypatch, capsys):
     command = ["bench", "record", "arm.yaml", "--world", "points", "--workers", "1"]
     assert main([*command, "--quick"]) == 0
     assert "collapsed  half" in capsys.readouterr().out
+    assert main([*command, "--quick", "--whole"]) == 0
+    assert "collapsed  half" in capsys.readouterr().out
+    assert main([*command, "--whole"]) == 2
+    assert "only with --quick" in capsys.readouterr().err
+    (repository / "wrong.yaml").write_text("arms: {half: {groups: 2}, mine: {credit: no.py:Rule}}")
+    assert main([*command[:2], "wrong.yaml", *command[3:], "--quick", "--trust"]) == 2
+    captured = capsys.readouterr()
+    assert f"{repository}/no.py does not exist" in captured.err and not captured.out
     assert main(command) == 2
     assert "why" in capsys.readouterr().err
     command += ["--why", "fewer prompts"]

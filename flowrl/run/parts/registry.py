@@ -337,7 +337,7 @@ def find_maker(kind: str, spec: Spec) -> Any:
         return _by_name(kind, spec.name)
     place, _, name = spec.name.rpartition(":")
     if spec.file is not None and not spec.file.is_file():
-        raise ConfigError(f"{kind}: the file {spec.file} does not exist")
+        raise ConfigError(f"{kind}: the file {spec.file.absolute()} does not exist")
     with _named(f"{kind}: importing {place}"):
         module = file_module(spec.file) if spec.file else importlib.import_module(place)
     if not hasattr(module, name):
