@@ -141,9 +141,35 @@ SLOPE_AND_R2 = "(together / values).clamp(max=1), together.square() / (values * 
     [
         (
             "lesson_03",
-            "check_iteration",
+            "check_credit",
             "reward_of(nodes[-1], direction)",
             "(-(nodes[-1] - 2 * direction).square().sum(1) / 2).exp()",
+        ),
+        ("lesson_03", "check_credit", "repeat(1,", "expand(-1,"),
+        ("lesson_03", "check_credit", "view(-1, MEMBERS)", "unflatten(0, (PROMPTS, -1))"),
+        (
+            "lesson_03",
+            "check_rollout",
+            "[torch.randn(len(direction), 2, generator=generator)]",
+            "[torch.randn(2, len(direction), generator=generator).T]",
+        ),
+        (
+            "lesson_03",
+            "check_update",
+            "torch.cartesian_prod(torch.arange(len(direction)), torch.arange(STEPS - 1))",
+            "torch.cartesian_prod(torch.arange(STEPS - 1), torch.arange(len(direction))).flip(1)",
+        ),
+        (
+            "lesson_03",
+            "check_update",
+            "torch.randperm(len(every), generator=generator)",
+            "torch.rand(len(every), generator=generator).argsort()",
+        ),
+        (
+            "lesson_03",
+            "check_update",
+            "        loss.backward()\n        optimizer.step()",
+            "        loss.backward()\n        optimizer.step()\n        optimizer.zero_grad()",
         ),
         (
             "lesson_04",

@@ -341,42 +341,31 @@ lesson.check_kl(kl)
 # %% [markdown]
 # ## The whole loop, without the library
 #
-# The velocity is the exact velocity of the ring plus the output of a small network, which starts at zero and has the prompt as an input. The rest uses the functions above: roll out, score, compare within groups, update.
+# The velocity is the exact velocity of the ring plus the output of a small network, which starts at zero and has the prompt as an input. The next three exercises write the parts of an iteration: roll out, credit, update.
 
 # %% tags=["setup"]
 STEPS, PROMPTS, MEMBERS, LEVEL = 10, 16, 12, 0.7
 torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(5, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
+net = nn.Sequential(
+    nn.Linear(5, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2)
+)
 nn.init.zeros_(net[-1].weight)
 nn.init.zeros_(net[-1].bias)
 times = torch.linspace(1, 0, STEPS + 1)
 
 
 def velocity(x, t, direction):
-    """Exact velocity plus the network's correction."""
+    """Exact velocity plus the network's correction; t is [sample]."""
     return ring.velocity(x, t) + net(torch.cat([x, t[:, None], direction], dim=1))
 
 
 def transition(x, i, direction):
-    """Mean and std of the policy at step i [sample]; at t = 1 sigma uses the next grid time in its denominator."""
+    """Mean and std of the policy at step i [sample]; sigma uses times[1] where t = 1."""
     t, s = times[i], times[i + 1]
     v = velocity(x, t, direction)
     variance = LEVEL**2 * t / (1 - torch.where(t == 1, times[1], t))
     pull = (variance * (t - s) / (2 * t))[:, None] * (x + (1 - t[:, None]) * v)
     return x - (t - s)[:, None] * v - pull, (variance * (t - s)).sqrt()
-
-
-def rollout(direction, generator, steps=STEPS - 1):
-    """Nodes [node, sample, dim]; the first `steps` steps are random, the rest follow the ODE."""
-    nodes = [torch.randn(len(direction), 2, generator=generator)]
-    for i in range(STEPS):
-        x, step = nodes[-1], torch.full((len(direction),), i)
-        if i < steps:
-            mean, std = transition(x, step, direction)
-            nodes.append(mean + std[:, None] * torch.randn(x.shape, generator=generator))
-        else:
-            nodes.append(x - (times[i] - times[i + 1]) * velocity(x, times[step], direction))
-    return torch.stack(nodes)
 
 
 def reward_of(points, direction):
@@ -391,61 +380,146 @@ def directions(count, generator):
 
 
 # %% [markdown]
-# ### Exercise 6 · the training loop
+# ### Exercise 6 · the rollout
 #
-# *Difficulty: harder · kind: code · importance: essential · time: 30 minutes*
+# *Difficulty: medium · kind: code · importance: essential · time: 10 minutes*
 #
-# Write one iteration with the functions above, in these steps. The first five need no gradients.
+# Write the sampler. `direction` is `[sample, 2]`. Node 0 is standard normal noise. The first `random_steps` of the `STEPS` steps draw the next node from the policy, and the others are ODE steps with the policy's velocity. Return all nodes, `[node, sample, 2]`. Take all random numbers from `generator`.
 #
-# 1. Draw `PROMPTS` directions, and repeat each for `MEMBERS` members; the members of a prompt are adjacent.
-# 2. Roll out, and compute the reward of the last node.
-# 3. Compute the group advantages, one number per sample.
-# 4. List all pairs (sample, step) of the `STEPS - 1` random steps, step by step within a sample: pair number `sample * (STEPS - 1) + step`. `torch.cartesian_prod` makes this list.
-# 5. Compute the log-probability of the transition of every pair, under the policy that drew it. `transition(x, step, direction)` takes pairs: `x` `[pair, dim]`, `step` `[pair]`, `direction` `[pair, 2]`.
-# 6. Shuffle the pairs with `torch.randperm`, and split them into `minibatches` chunks. For each chunk, compute the new log-probabilities and `clipped_loss`, and take one step of the optimizer.
-#
-# Take all random numbers from `generator`, in the order directions, rollout, permutation. The function returns nothing: it changes the weights.
+# `transition(x, step, direction)` and `velocity(x, t, direction)` expect one step and one time for every sample, as tensors `[sample]`. Training uses the default, `STEPS - 1` random steps; evaluation uses `random_steps=0`.
 
 
 # %% tags=["exercise"]
-def iteration(optimizer, generator, clip_range, minibatches):
-    """One iteration of GRPO: rollout, reward, credit, update."""
-    with torch.no_grad():
-        direction = directions(PROMPTS, generator)
-        ...  # repeat, roll out, score, compare, log-probabilities before the update
-    ...  # update
+def rollout(direction, generator, random_steps=STEPS - 1):
+    """Nodes [node, sample, dim]; the steps after the first `random_steps` follow the ODE."""
+    nodes = [...]
+    return torch.stack(nodes)
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** `torch.cartesian_prod(torch.arange(samples), torch.arange(STEPS - 1)).unbind(1)` gives the pairs as two tensors, `sample` and `step`. The states of the pairs are `nodes[step, sample]`, their successors `nodes[step + 1, sample]`, and their advantages `advantage[sample]`.
+# **Hint.** `torch.full((len(direction),), i)` is step $i$ for every sample, and `times[step]` its time. A random step is `mean + std[:, None] * noise` with fresh noise. An ODE step from $t$ to $s$ subtracts $(t - s)\,v$.
 
 
 # %% tags=["solution"]
-def iteration(optimizer, generator, clip_range, minibatches):
-    """One iteration of GRPO: rollout, reward, credit, update."""
+def rollout(direction, generator, random_steps=STEPS - 1):
+    """Nodes [node, sample, dim]; the steps after the first `random_steps` follow the ODE."""
+    nodes = [torch.randn(len(direction), 2, generator=generator)]
+    for i in range(STEPS):
+        x, step = nodes[-1], torch.full((len(direction),), i)
+        if i < random_steps:
+            mean, std = transition(x, step, direction)
+            nodes.append(mean + std[:, None] * torch.randn(x.shape, generator=generator))
+        else:
+            v = velocity(x, times[step], direction)
+            nodes.append(x - (times[i] - times[i + 1]) * v)
+    return torch.stack(nodes)
+
+
+# %%
+lesson.check_rollout(rollout, net)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The rollout keeps all nodes, because the update needs the state and the action of every decision. The last step follows the ODE. Its noise would remain in the finished sample, and no later step could remove it.
+
+# %% [markdown]
+# ### Exercise 7 · the credit
+#
+# *Difficulty: medium · kind: code · importance: essential · time: 6 minutes*
+#
+# `nodes` is the result of a rollout with the default number of random steps. Its samples are `MEMBERS` samples of the first prompt, then `MEMBERS` of the second, and so on. Return one advantage for every *decision*, `[sample, decision]`: GRPO credits all decisions of a sample with the group advantage of its reward.
+
+
+# %% tags=["exercise"]
+def credit(nodes, direction):
+    """The advantage of every decision [sample, decision]."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Which node is the finished sample? `group_advantage` takes `[prompt, member]`; `view(-1, MEMBERS)` makes the groups. How many of the steps are decisions?
+
+
+# %% tags=["solution"]
+def credit(nodes, direction):
+    """The advantage of every decision [sample, decision]."""
+    rewards = reward_of(nodes[-1], direction)
+    advantage = group_advantage(rewards.view(-1, MEMBERS)).flatten()
+    return advantage[:, None].repeat(1, STEPS - 1)
+
+
+# %%
+lesson.check_credit(credit)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Nothing in the reward says which decision was good, so all nine get the same number. The last step is not a decision: it draws nothing, and has no log-probability. This function is the only part that differs between the three papers of this course.
+
+# %% [markdown]
+# ### Exercise 8 · the update
+#
+# *Difficulty: harder · kind: code · importance: essential · time: 20 minutes*
+#
+# `nodes`, `direction` and `advantage` are the results above. Train on all pairs (sample, decision):
+#
+# 1. Compute the log-probability of every transition under the policy that drew it, without gradients.
+# 2. Shuffle all pairs with `torch.randperm` and `generator`, and split them into `minibatches` chunks.
+# 3. For each chunk compute the new log-probabilities and `clipped_loss`, and take one step of the optimizer.
+#
+# `torch.cartesian_prod(torch.arange(samples), torch.arange(STEPS - 1)).unbind(1)` lists all pairs as two tensors. The function returns nothing.
+
+
+# %% tags=["exercise"]
+def update(optimizer, nodes, direction, advantage, clip_range, minibatches, generator):
+    """One pass over all pairs (sample, decision), with one optimizer step per mini-batch."""
+    ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** With the two tensors `sample` and `step`, the states are `nodes[step, sample]`, the next states `nodes[step + 1, sample]`, and the advantages `advantage[sample, step]`. When must the old log-probabilities be computed?
+
+
+# %% tags=["solution"]
+def update(optimizer, nodes, direction, advantage, clip_range, minibatches, generator):
+    """One pass over all pairs (sample, decision), with one optimizer step per mini-batch."""
+
+    def log_probs(sample, step):
+        gaussian = transition(nodes[step, sample], step, direction[sample])
+        return log_prob(nodes[step + 1, sample], *gaussian)
+
+    every = torch.cartesian_prod(torch.arange(len(direction)), torch.arange(STEPS - 1))
     with torch.no_grad():
-        direction = directions(PROMPTS, generator).repeat_interleave(MEMBERS, 0)
-        nodes = rollout(direction, generator)
-        advantage = group_advantage(reward_of(nodes[-1], direction).view(PROMPTS, MEMBERS)).flatten()
-        sample, step = torch.cartesian_prod(torch.arange(len(direction)), torch.arange(STEPS - 1)).unbind(1)
-        before = log_prob(nodes[step + 1, sample], *transition(nodes[step, sample], step, direction[sample]))
-    for part in torch.randperm(len(sample), generator=generator).chunk(minibatches):
-        chosen, i = sample[part], step[part]
-        after = log_prob(nodes[i + 1, chosen], *transition(nodes[i, chosen], i, direction[chosen]))
-        loss = clipped_loss(after, before[part], advantage[chosen], clip_range)
+        old = log_probs(*every.unbind(1))
+    for part in torch.randperm(len(every), generator=generator).chunk(minibatches):
+        sample, step = every[part].unbind(1)
+        loss = clipped_loss(
+            log_probs(sample, step), old[part], advantage[sample, step], clip_range
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
 
 # %%
-lesson.check_iteration(iteration, net)
+lesson.check_update(update, net)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The four parts of `flowrl` are visible here: sampler (`rollout`), reward, credit (`group_advantage`), and loss. Only the credit differs between the three papers. Without gradients the first half costs no memory for activations; the old log-probabilities must come from the weights that drew the trajectories, so they are computed before the first step of the optimizer.
+# **Why.** The old log-probabilities belong to the weights that drew the trajectories, so they are computed once, before the first step of the optimizer. Steps 1 and 2 of this exercise and both earlier ones need no gradients. This saves the memory of the activations.
 
 # %% [markdown]
-# With your iteration, training is a loop of a few lines. We evaluate with the ODE on prompts that are not used in training.
+# An iteration joins the three parts. They are `flowrl`'s sampler, credit rule and update.
+
+
+# %%
+def iteration(optimizer, generator, clip_range, minibatches):
+    """One iteration of GRPO."""
+    with torch.no_grad():
+        direction = directions(PROMPTS, generator).repeat_interleave(MEMBERS, 0)
+        nodes = rollout(direction, generator)
+        advantage = credit(nodes, direction)
+    update(optimizer, nodes, direction, advantage, clip_range, minibatches, generator)
+
+
+# %% [markdown]
+# Training is a loop of a few lines. We evaluate with the ODE on prompts that are not used in training.
 
 
 # %%
@@ -457,7 +531,7 @@ def train(iterations, seed=0, clip_range=2e-2, minibatches=4):
     for _ in range(iterations):
         with torch.no_grad():
             held_out = directions(256, torch.Generator().manual_seed(99))
-            curve.append(float(reward_of(rollout(held_out, torch.Generator().manual_seed(98), steps=0)[-1], held_out).mean()))
+            curve.append(float(reward_of(rollout(held_out, torch.Generator().manual_seed(98), random_steps=0)[-1], held_out).mean()))
         iteration(optimizer, generator, clip_range, minibatches)
     return curve
 
@@ -477,7 +551,7 @@ for cell, degrees in zip(axes[1:], (45, 170, 290), strict=True):
     angle = math.radians(degrees)
     direction = torch.tensor([[math.cos(angle), math.sin(angle)]]).repeat(300, 1)
     with torch.no_grad():
-        points = rollout(direction, torch.Generator().manual_seed(7), steps=0)[-1]
+        points = rollout(direction, torch.Generator().manual_seed(7), random_steps=0)[-1]
     plane(cell, f"towards {degrees} degrees")
     cell.scatter(*ring.sample(400, torch.Generator().manual_seed(0)).T, s=3, color="#d5d8dd")
     cell.scatter(*(2 * direction[0]), s=260, marker="*", facecolor="none", edgecolor=ACCENT)
@@ -503,7 +577,7 @@ plt.show()
 #
 # ## Before the next run: a prediction
 #
-# ### Exercise 7 · one mini-batch
+# ### Exercise 9 · one mini-batch
 #
 # *Difficulty: medium · kind: prediction · importance: useful · time: 3 minutes*
 #
@@ -610,7 +684,7 @@ plt.show()
 # - A clip of $10^{-4}$ is not stricter than PPO's usual 0.2. With 65,536 elements the spread reaches it at a change of $10^{-4} \cdot 256 = 0.026$ standard deviations, and the ratio of whole latents may then be as large as 700.
 # - With the mean, $\rho$ no longer reweights samples correctly. At $\rho = 1$ the gradient of the loss is still the policy gradient, divided by $d$. Adam is not sensitive to this constant factor.
 #
-# ### Exercise 8 · translate a clip range
+# ### Exercise 10 · translate a clip range
 #
 # *Difficulty: medium · kind: formula · importance: useful · time: 5 minutes*
 #
@@ -651,7 +725,7 @@ for elements in (2, 128, 16384):
 # %% [markdown]
 # ## Failed runs
 #
-# ### Exercise 9 · read a run
+# ### Exercise 11 · read a run
 #
 # *Difficulty: medium · kind: debugging · importance: useful · time: 8 minutes*
 #
@@ -687,7 +761,7 @@ lesson.check_diagnosis(diagnosis)
 # reward, all advantages are 0: check the spread within groups first.
 
 # %% [markdown]
-# ### Exercise 10 · find the bug
+# ### Exercise 12 · find the bug
 #
 # *Difficulty: medium · kind: debugging · importance: useful · time: 6 minutes*
 #
