@@ -84,7 +84,12 @@ def own_checks(lesson):
 
 
 BEGUN = {
-    *("lesson_01.check_train", "lesson_01.check_euler", "lesson_04.check_repaired"),
+    *(
+        "lesson_01.check_train",
+        "lesson_01.check_euler",
+        "lesson_04.check_repaired",
+        "lesson_03.check_group_advantage",
+    ),
     *("lesson_04.check_lambda", "lesson_08.check_summary", "lesson_09.check_mended"),
 }
 """Exercises whose starting cells have an answer to be continued or mended."""
@@ -141,9 +146,21 @@ SLOPE_AND_R2 = "(together / values).clamp(max=1), together.square() / (values * 
     [
         (
             "lesson_03",
-            "check_credit",
-            "reward_of(nodes[-1], direction)",
-            "(-(nodes[-1] - 2 * direction).square().sum(1) / 2).exp()",
+            "check_clipped_loss",
+            "torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range)).mean()",
+            "-(advantage * torch.where(advantage > 0, ratio.clamp(max=1 + clip_range), ratio.clamp(min=1 - clip_range))).mean()",
+        ),
+        (
+            "lesson_03",
+            "check_group_advantage",
+            "rewards.std(dim=1, correction=0, keepdim=True)",
+            "centred.square().mean(-1, keepdim=True).sqrt()",
+        ),
+        (
+            "lesson_03",
+            "check_kl",
+            "return (mean - reference_mean).square().mean(dim=1) / (2 * std**2)",
+            "p, q = (torch.distributions.Normal(m, std[:, None]) for m in (mean, reference_mean))\n    return torch.distributions.kl_divergence(p, q).mean(1)",
         ),
         ("lesson_03", "check_credit", "repeat(1,", "expand(-1,"),
         ("lesson_03", "check_credit", "view(-1, MEMBERS)", "unflatten(0, (PROMPTS, -1))"),

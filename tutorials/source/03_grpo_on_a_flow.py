@@ -16,12 +16,13 @@
 # **After this lesson you can** treat denoising as a decision process, derive the policy gradient and its baseline, write the log-probability, the group's advantage, the clipped loss and the KL penalty, and train a flow with them: first with plain
 # PyTorch in under 80 lines, then with the library in ten.
 #
-# **Time** 110 minutes, of which the computer needs less than one. **You need** the lesson on ODE and SDE.
+# **Time** 125 minutes, of which the computer needs less than one. **You need** the lesson on ODE and SDE.
 #
 # The data are the ring again, now with *prompts*: "towards 45 degrees" describes points at that angle, and the reward is $\exp(-d^2/2)$ for a point at distance $d$ from the target. The base model samples from the ring and ignores the prompt.
 
 # %% tags=["hide-input"]
 import math
+from copy import deepcopy
 from functools import partial
 
 import matplotlib.pyplot as plt
@@ -65,9 +66,7 @@ opening()
 # | episode | $T$ steps from noise to image |
 # | reward | one number $R$, for the finished image |
 #
-# To make an action more likely, the update needs its log-probability. For a Gaussian with mean $\mu$ and standard deviation $\mathrm{std}$ per element (that of the whole step, $\sigma_t\sqrt\Delta$ in the lesson on ODE and SDE),
-#
-# $$\log \pi(x) = -\frac{(x-\mu)^2}{2\,\mathrm{std}^2} - \log\mathrm{std} - \tfrac12\log 2\pi .$$
+# To make an action more likely, the update needs its log-probability. The elements of the next state are independent given $z_i$: each is Gaussian with its mean $\mu$ and with the standard deviation $\mathrm{std}$ of the whole step, $\sigma_t\sqrt\Delta$ in the lesson on ODE and SDE.
 #
 # A latent has many elements. The log-density of the whole latent is the sum over them; public code uses the **mean**, so that ratios of probabilities do not grow with the resolution (an image latent of SD3.5 has 65,536 elements). The section *Mean or sum?* below explains what this means for the clip range.
 #
@@ -75,7 +74,7 @@ opening()
 #
 # *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
 #
-# `x` and `mean` are `[sample, dim]`, `std` is `[sample]`. Return `[sample]`, the mean over elements.
+# Write the log-density of the next state, as its mean over elements. `x` and `mean` are `[sample, dim]`, `std` is `[sample]`; return `[sample]`. Include the terms without $\mu$.
 
 
 # %% tags=["exercise"]
@@ -85,7 +84,7 @@ def log_prob(x, mean, std):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute the mean over elements of $(x-\mu)^2$ first, `[sample]`. The other two terms are equal for all elements of a sample, so their mean is the term itself.
+# **Hint.** The density of one element is $\frac{1}{\sqrt{2\pi}\,\mathrm{std}}\exp\big(-\frac{(x-\mu)^2}{2\,\mathrm{std}^2}\big)$. Take the logarithm. Only one of its three terms differs between the elements of a sample.
 
 
 # %% tags=["solution"]
@@ -99,7 +98,11 @@ def log_prob(x, mean, std):
 lesson.check_log_prob(log_prob)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Only the first term depends on the network; the other terms cancel in every ratio. They stay because `log_prob` should return a log-density. Code that omits them *and* the factor
+# **Why.** The log-density of an element is
+#
+# $$\log \pi(x) = -\frac{(x-\mu)^2}{2\,\mathrm{std}^2} - \log\mathrm{std} - \tfrac12\log 2\pi .$$
+#
+# Only the first term depends on the network; the other terms cancel in every ratio. They stay because `log_prob` should return a log-density. Code that omits them *and* the factor
 # $1/(2\,\mathrm{std}^2)$ silently weighs the steps by $2\,\mathrm{std}^2$.
 
 # %% [markdown]
@@ -193,25 +196,31 @@ plt.show()
 #
 # ## The group as the baseline
 #
-# GRPO (Shao et al. 2024, arXiv 2402.03300) needs no learned value function. It draws a *group* of $G$ samples for one prompt, uses the mean of the group as the baseline, and divides by the group's standard deviation,
+# GRPO (Shao et al. 2024, arXiv 2402.03300) needs no learned value function. It draws a *group* of $G$ samples for one prompt, uses the mean of the group as the baseline, and divides by the group's standard deviation. The result is the *group advantage* $A_{p,m}$ of member $m$ of prompt $p$.
 #
-# $$A_{p,m} = \frac{R_{p,m} - \operatorname{mean}_m R_p}{\operatorname{std}_m R_p + 10^{-4}} .$$
+# ### Exercise 3 · repair the group advantage
 #
-# ### Exercise 3 · group advantage
+# *Difficulty: easy · kind: debugging · importance: essential · time: 6 minutes*
 #
-# *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
+# `rewards` is `[prompt, member]`. A group advantage must have these properties:
 #
-# `rewards` is `[prompt, member]`. Use the population standard deviation (divide by $G$).
+# - The reward of other prompts has no effect on a group's advantages.
+# - A constant added to all rewards of a group has no effect; neither has a positive factor (apart from the last property).
+# - The advantages of a group have mean 0, and their mean square is 1.
+# - A group of equal rewards gets 0. For this, the public code adds $10^{-4}$ to the standard deviation.
+#
+# The draft below runs whenever there are as many prompts as members, and for some other shapes. It has three mistakes. Repair it.
 
 
 # %% tags=["exercise"]
 def group_advantage(rewards):
     """How much better than the group, in its standard deviations: [prompt, member]."""
-    return ...
+    centred = rewards - rewards.mean(dim=0)
+    return centred / rewards.std(dim=1, keepdim=True)
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Reduce over `dim=1` with `keepdim=True`. `torch.std` divides by $G - 1$ unless you pass `correction=0`.
+# **Hint.** Which axis has the members? With which divisor is the mean square of the advantages exactly 1? `torch.std` divides by $G - 1$ unless you pass `correction=0`. What is 0/0?
 
 
 # %% tags=["solution"]
@@ -225,7 +234,11 @@ def group_advantage(rewards):
 lesson.check_group_advantage(group_advantage)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The comparison within a prompt removes the difficulty of the prompt. With the $10^{-4}$, a group of equal rewards gets 0 instead of 0/0. The division by the standard deviation has a cost: groups in which
+# **Why.** The properties determine the advantage,
+#
+# $$A_{p,m} = \frac{R_{p,m} - \operatorname{mean}_m R_p}{\operatorname{std}_m R_p + 10^{-4}} ,$$
+#
+# with the population standard deviation (divide by $G$). The draft compared the same member of different prompts, which does not fail, because `[member]` broadcasts to `[prompt, member]`. The comparison within a prompt removes the difficulty of the prompt. With the $10^{-4}$, a group of equal rewards gets 0 instead of 0/0. The division by the standard deviation has a cost: groups in which
 # nearly all rewards are equal count as much as others, so their noise is amplified.
 
 # %% [markdown]
@@ -233,9 +246,7 @@ lesson.check_group_advantage(group_advantage)
 #
 # To make an action with $A > 0$ more likely and one with $A < 0$ less likely, follow the gradient of $A \log\pi$. Samples are drawn once and used for several updates. After the first update, the current policy is no longer the one that sampled, so each term is
 # reweighted by the ratio $\rho = \pi/\pi_\text{old} = \exp(\log\pi - \log\pi_\text{old})$: the loss is $-A\rho$, and at $\rho = 1$ its gradient is $-A\,\nabla\log\pi$. The reweighted loss is accurate only near $\rho = 1$. The clip of PPO (Schulman et al. 2017, arXiv
-# 1707.06347) with *clip range* $c$ removes the incentive to go further:
-#
-# $$L = \operatorname{mean}\ \max\big(-A\rho,\ -A\,\operatorname{clip}(\rho, 1-c, 1+c)\big).$$
+# 1707.06347) with *clip range* $c$ removes the incentive to go further in the direction of the advantage: once a pair with $A > 0$ has $\rho > 1 + c$, or a pair with $A < 0$ has $\rho < 1 - c$, its loss stays constant. Everywhere else it is $-A\rho$, also for a ratio that has moved far in the *wrong* direction.
 #
 # <details><summary><b>The importance-sampling identity</b></summary>
 #
@@ -250,9 +261,9 @@ lesson.check_group_advantage(group_advantage)
 #
 # ### Exercise 4 · the clipped loss
 #
-# *Difficulty: medium · kind: formula · importance: essential · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 8 minutes*
 #
-# All three inputs are `[pair]`: one entry for each (sample, step).
+# Write this loss. It is a continuous function of each ratio; return its mean over pairs. The three tensors are `[pair]`: one entry for each (sample, step). Before you write code, sketch the loss of a pair with $A = 1$ and of one with $A = -1$ as a function of $\rho$.
 
 
 # %% tags=["exercise"]
@@ -262,7 +273,7 @@ def clipped_loss(new_log_prob, old_log_prob, advantage, clip_range):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute the ratio from the difference of the log-probabilities. `torch.maximum` compares two tensors element by element; take the mean last.
+# **Hint.** Compare your sketch with $-A\rho$ and with $-A\operatorname{clip}(\rho, 1-c, 1+c)$: which of the two is it for small, and which for large ratios? Both signs of $A$ have the same answer. Compute the ratio from the difference of the log-probabilities, and take the mean last.
 
 
 # %% tags=["solution"]
@@ -276,7 +287,11 @@ def clipped_loss(new_log_prob, old_log_prob, advantage, clip_range):
 lesson.check_clipped_loss(clipped_loss)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** For a *loss* the pessimistic choice is the maximum. For a positive advantage, a ratio above $1 + c$ has no gradient, but a ratio below $1 - c$ still has a gradient, which points back towards 1. The minimum does the
+# **Why.** The loss is
+#
+# $$L = \operatorname{mean}\ \max\big(-A\rho,\ -A\,\operatorname{clip}(\rho, 1-c, 1+c)\big).$$
+#
+# For a *loss* the pessimistic choice is the maximum. For a positive advantage, a ratio above $1 + c$ has no gradient, but a ratio below $1 - c$ still has a gradient, which points back towards 1. The minimum does the
 # reverse: it stops corrections and does not limit the change of the policy.
 
 # %% [markdown]
@@ -303,17 +318,13 @@ plt.show()
 # %% [markdown]
 # ## A penalty on the distance from the base model
 #
-# A reward rarely measures everything that matters. A penalty on the distance from the base model preserves what the reward does not measure. In each step both policies are Gaussians with the same standard deviation, for which
-#
-# $$\mathrm{KL}(\pi \,\|\, \pi_\text{ref}) = \frac{\|\mu - \mu_\text{ref}\|^2}{2\,\mathrm{std}^2},$$
-#
-# again as a mean over elements, so with the mean of $(\mu - \mu_\text{ref})^2$ instead of its sum.
+# A reward rarely measures everything that matters. A penalty on the distance from the base model preserves what the reward does not measure. The distance is the KL divergence of each step, $\mathrm{KL}(\pi \,\|\, \pi_\text{ref}) = \mathbb E_\pi[\log\pi - \log\pi_\text{ref}]$, again as a mean over elements. Both policies have the same standard deviation, since it does not depend on the network.
 #
 # ### Exercise 5 · KL
 #
-# *Difficulty: easy · kind: formula · importance: useful · time: 3 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 6 minutes*
 #
-# `mean` and `reference_mean` are `[sample, dim]`, `std` is `[sample]`. Return `[sample]`.
+# Find the expectation in closed form. `mean` and `reference_mean` are `[sample, dim]`, `std` is `[sample]`; return `[sample]`. How does the KL change if the step is half as noisy?
 
 
 # %% tags=["exercise"]
@@ -323,7 +334,7 @@ def kl(mean, reference_mean, std):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute the mean over elements of the squared difference of the means, `[sample]`, and divide by twice the variance.
+# **Hint.** For one element, write $x = \mu + \mathrm{std}\,\varepsilon$ and insert it into the difference of the two log-densities. Which terms cancel, and which have mean 0?
 
 
 # %% tags=["solution"]
@@ -336,7 +347,11 @@ def kl(mean, reference_mean, std):
 lesson.check_kl(kl)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** With equal standard deviations the logarithms cancel. $\mathrm{std}$ belongs to the *transition*, $\sigma_t\sqrt\Delta$ for Flow-SDE; one public code base uses $\sigma_t$ without $\sqrt\Delta$, which weighs the steps differently.
+# **Why.** With $x = \mu + \mathrm{std}\,\varepsilon$ and $\delta = \mu - \mu_\text{ref}$ the difference of the log-densities is $\big((\mathrm{std}\,\varepsilon + \delta)^2 - (\mathrm{std}\,\varepsilon)^2\big)/(2\,\mathrm{std}^2)$. The mixed term has mean 0. What remains, for a whole latent, is
+#
+# $$\mathrm{KL}(\pi \,\|\, \pi_\text{ref}) = \frac{\|\mu - \mu_\text{ref}\|^2}{2\,\mathrm{std}^2},$$
+#
+# and per element the mean of the squares instead of their sum. With half the noise the same change of the mean has four times the KL. $\mathrm{std}$ belongs to the *transition*, $\sigma_t\sqrt\Delta$ for Flow-SDE; one public code base uses $\sigma_t$ without $\sqrt\Delta$, which weighs the steps differently.
 
 # %% [markdown]
 # ## The whole loop, without the library
@@ -351,6 +366,7 @@ net = nn.Sequential(
 )
 nn.init.zeros_(net[-1].weight)
 nn.init.zeros_(net[-1].bias)
+untrained = deepcopy(net.state_dict())
 times = torch.linspace(1, 0, STEPS + 1)
 
 
@@ -426,11 +442,11 @@ lesson.check_rollout(rollout, net)
 #
 # *Difficulty: medium · kind: code · importance: essential · time: 6 minutes*
 #
-# `nodes` is the result of a rollout with the default number of random steps. Its samples are `MEMBERS` samples of the first prompt, then `MEMBERS` of the second, and so on. Return one advantage for every *decision*, `[sample, decision]`: GRPO credits all decisions of a sample with the group advantage of its reward.
+# `nodes` is the result of a rollout with the default number of random steps. Its samples are `MEMBERS` samples of the first prompt, then `MEMBERS` of the second, and so on. `score(points, direction)` computes rewards `[sample]`. Return one advantage for every *decision*, `[sample, decision]`: GRPO credits all decisions of a sample with the group advantage of its reward.
 
 
 # %% tags=["exercise"]
-def credit(nodes, direction):
+def credit(nodes, direction, score=reward_of):
     """The advantage of every decision [sample, decision]."""
     return ...
 
@@ -440,9 +456,9 @@ def credit(nodes, direction):
 
 
 # %% tags=["solution"]
-def credit(nodes, direction):
+def credit(nodes, direction, score=reward_of):
     """The advantage of every decision [sample, decision]."""
-    rewards = reward_of(nodes[-1], direction)
+    rewards = score(nodes[-1], direction)
     advantage = group_advantage(rewards.view(-1, MEMBERS)).flatten()
     return advantage[:, None].repeat(1, STEPS - 1)
 
@@ -509,12 +525,12 @@ lesson.check_update(update, net)
 
 
 # %%
-def iteration(optimizer, generator, clip_range, minibatches):
+def iteration(optimizer, generator, clip_range, minibatches, score=reward_of):
     """One iteration of GRPO."""
     with torch.no_grad():
         direction = directions(PROMPTS, generator).repeat_interleave(MEMBERS, 0)
         nodes = rollout(direction, generator)
-        advantage = credit(nodes, direction)
+        advantage = credit(nodes, direction, score)
     update(optimizer, nodes, direction, advantage, clip_range, minibatches, generator)
 
 
@@ -574,6 +590,82 @@ plt.show()
 # %% [markdown]
 # The reward rises, at the cost of diversity: for each prompt all 300 samples, from 300 different noises, end at nearly the same point. The reward is largest at one point, so a policy that only maximises it loses all diversity, here that of the whole
 # ring and even that within a blob. The KL penalty of exercise 5, which this loop omits, limits this loss.
+
+# %% [markdown]
+# ## Why not differentiate the reward?
+#
+# Our reward is differentiable. Then the weights can also be trained by backpropagation from the reward through the ODE's last step (the idea of ReFL, arXiv 2304.05977, and of DRaFT-1, arXiv 2309.17400) or through all steps (as in AlignProp, arXiv 2310.03739). The next two cells compare both with GRPO at equal cost in network evaluations. A backward pass counts as two, so a sample costs GRPO $10 + 9 + 3 \cdot 9 = 46$ evaluations (rollout, old log-probabilities, update), and backpropagation through $K$ of the ten steps $10 + 2K$.
+#
+# There are three scores to maximise. The first is the lesson's reward. The second is 1 near the target and 0 elsewhere. The third can be hacked, as a learned reward may be: far outside the ring, where there are no data, it is larger than at the target.
+
+
+# %%
+def hit(x, direction):
+    """1 near the target, 0 elsewhere."""
+    return 0.5 + 0.5 * (reward_of(x, direction) - 0.6).sign()
+
+
+def hackable(x, direction):
+    """The reward, plus up to 1.6 outside the ring."""
+    return reward_of(x, direction) + 0.8 * (x.norm(dim=1) - 2.2).clamp(0, 2)
+
+
+def differentiate(optimizer, generator, score, last):
+    """One update by backpropagation through the `last` steps of the ODE."""
+    direction = directions(PROMPTS, generator).repeat_interleave(MEMBERS, 0)
+    with torch.no_grad():
+        x = rollout(direction, generator, random_steps=0)[STEPS - last]
+    for i in range(STEPS - last, STEPS):
+        v = velocity(x, times[torch.full((len(x),), i)], direction)
+        x = x - (times[i] - times[i + 1]) * v
+    optimizer.zero_grad()
+    (-score(x, direction).mean()).backward()
+    optimizer.step()
+
+
+# %%
+def compare(score, last, iterations, seed):
+    """Score and reward of held-out prompts at the cost of `iterations` of GRPO."""
+    net.load_state_dict(untrained)
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
+    for _ in range(iterations * 46 // (STEPS + 2 * last) if last else iterations):
+        if last:
+            differentiate(optimizer, generator, score, last)
+        else:
+            iteration(optimizer, generator, 2e-2, 4, score)
+    direction = directions(256, torch.Generator().manual_seed(99))
+    with torch.no_grad():
+        x = rollout(direction, torch.Generator().manual_seed(98), random_steps=0)[-1]
+    return [float(form(x, direction).mean()) for form in (score, reward_of)]
+
+
+LAST = {"GRPO": 0, "last step": 1, "all steps": 10}
+plan = [(score, method, 20) for score in (reward_of, hit, hackable) for method in LAST]
+print("score      cost  method     its mean, three seeds  reward, three seeds")
+for score, method, iterations in [*plan, (hackable, "GRPO", 60)]:
+    runs = torch.tensor([compare(score, LAST[method], iterations, seed) for seed in range(3)])
+    columns = ("  ".join(f"{value:4.2f}" for value in column) for column in runs.T)
+    print(f"{score.__name__:9}  {iterations:4d}  {method:9} ", "    ".join(columns))
+
+# %% [markdown] tags=["expected"]
+# score      cost  method     its mean, three seeds  reward, three seeds
+# reward_of    20  GRPO       0.55..0.75  0.55..0.75  0.55..0.75    0.55..0.75  0.55..0.75  0.55..0.75
+# reward_of    20  last step  0.97..1.00  0.97..1.00  0.97..1.00    0.97..1.00  0.97..1.00  0.97..1.00
+# reward_of    20  all steps  0.40..0.75  0.40..0.75  0.40..0.75    0.40..0.75  0.40..0.75  0.40..0.75
+# hit          20  GRPO       0.40..0.65  0.40..0.65  0.40..0.65    0.45..0.68  0.45..0.68  0.45..0.68
+# hit          20  last step  0.14  0.14  0.14    0.17  0.17  0.17
+# hit          20  all steps  0.14  0.14  0.14    0.17  0.17  0.17
+# hackable     20  GRPO       0.50..0.70  0.50..0.70  0.50..0.70    0.35..0.60  0.35..0.60  0.35..0.60
+# hackable     20  last step  1.55..1.60  1.55..1.60  1.55..1.60    0.00..0.02  0.00..0.02  0.00..0.02
+# hackable     20  all steps  0.90..1.40  0.90..1.40  0.90..1.40    0.02..0.15  0.02..0.15  0.02..0.15
+# hackable     60  GRPO       1.40..1.70  1.40..1.70  1.40..1.70    0.02..0.20  0.02..0.20  0.02..0.20
+
+# %% [markdown]
+# (The cost is in iterations of GRPO.) For the smooth reward, the gradient through the last step is far more efficient than GRPO. The gradient through all steps is not: its updates cost more, so there are 30 of them instead of 76, and with the same learning rate each raises the reward less. A reward of 0 and 1 has the gradient 0 almost everywhere. There backpropagation learns nothing, and GRPO learns as before.
+# With the hackable score, every method in the end maximises the score and loses the reward that was meant. Backpropagation gets there within the smaller budget, in which GRPO still raises the reward from 0.17 to about 0.5; with three times the budget GRPO has lost it as well. So the policy gradient does not protect against a flawed reward. It exploits the flaw more slowly, which leaves more time to notice it on a second metric. The KL penalty and early stopping work for both kinds of gradient.
+#
+# For images there are two more differences. Backpropagation needs the activations of the network, of the decoder and of the reward network in memory. And many rewards, such as text recognition, detectors, judges behind a server and human ratings, have no usable gradient.
 #
 # ## Before the next run: a prediction
 #

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -122,38 +123,45 @@ def check_group_advantage(answer: Answer) -> None:
     rewards = spread * torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
     rewards = rewards + torch.arange(-1.0, 3.0)[:, None]
 
-    def score(mean: Tensor, std: Tensor) -> Tensor:
-        return (rewards - mean) / (std + 1e-4)
-
-    mean, std = rewards.mean(1, keepdim=True), rewards.std(1, correction=0, keepdim=True)
-    silent = tensor(answer(torch.full((2, 3), 0.7)), (2, 3), "the advantages")
-    expect(
-        bool(torch.isfinite(silent).all()),
-        "a group of equal rewards gives nan: add 1e-4 to the std",
-    )
-    expect(float(silent.abs().max()) < 1e-2, "a group of equal rewards must get 0")
-    got = tensor(answer(rewards), (4, 6), "the advantages")
-    mistakes = {
-        "the whole batch is one group here: take mean and std over the members of each "
-        "prompt (dim=1, keepdim=True)": score(rewards.mean(), rewards.std(correction=0)),
-        "this compares the same member of different prompts: reduce over dim=1": score(
-            rewards.mean(0, keepdim=True), rewards.std(0, correction=0, keepdim=True)
-        ),
-        "this divides by G - 1: torch's std does so by default; write correction=0": score(
-            mean, rewards.std(1, keepdim=True)
-        ),
-        "the mean is taken off, but not divided by the std": rewards - mean,
-        "divided by the variance": (
-            (rewards - mean) / (rewards.var(1, correction=0, keepdim=True) + 1e-4)
-        ),
+    means = {
+        "": rewards.mean(1, keepdim=True),
+        "the mean of the same member over all prompts is subtracted: take the mean over the members"
+        " of each prompt (dim=1, keepdim=True)": rewards.mean(0, keepdim=True),
+        "the mean of all prompts is subtracted: take the mean over the members of each prompt"
+        " (dim=1, keepdim=True)": rewards.mean(),
     }
+    stds = {
+        "": rewards.std(1, correction=0, keepdim=True),
+        "this divides by G - 1: torch's std does so by default; write correction=0": rewards.std(
+            1, keepdim=True
+        ),
+        "the std of all prompts is used: take the std of each prompt": rewards.std(correction=0),
+        "the std of the same member over all prompts is used: take dim=1": rewards.std(
+            0, correction=0, keepdim=True
+        ),
+        "divided by the variance: take the standard deviation": rewards.var(
+            1, correction=0, keepdim=True
+        ),
+        "the mean is taken off, but not divided by the std of the group": torch.tensor(1 - 1e-4),
+    }
+    got = tensor(answer(rewards), (4, 6), "the advantages")
+    right = (rewards - means[""]) / (stds[""] + 1e-4)
+    mistakes = {"the sign is wrong: more reward than the group is positive": -right}
+    for (of_mean, mean), (of_std, std), small in product(means.items(), stds.items(), (1e-4, 0.0)):
+        message = of_mean or of_std or "a group of equal rewards gives nan: add 1e-4 to the std"
+        if (of_mean or of_std or not small) and same(got, (rewards - mean) / (std + small), 1e-6):
+            mistakes[message] = (rewards - mean) / (std + small)
     close(
         got,
-        score(mean, std),
-        "this is not (R - mean) / (std + 1e-4) within each prompt",
+        right,
+        "this is not the deviation from the group's mean in its (population) standard deviations,"
+        " within each prompt; add 1e-4 to the std",
         mistakes,
         1e-6,
     )
+    silent = tensor(answer(torch.full((2, 3), 0.7)), (2, 3), "the advantages")
+    expect(bool(torch.isfinite(silent).all()), "a group of equal rewards gives nan: add 1e-4")
+    expect(float(silent.abs().max()) < 1e-2, "a group of equal rewards must get 0")
 
 
 @check("Exercise 4")
@@ -413,7 +421,7 @@ def _check_steps(notebook: dict[str, Any], nodes: Tensor, direction: Tensor, cou
 
 @check("Exercise 7")
 def check_credit(answer: Answer) -> None:
-    """`answer(nodes, direction)` is the group advantage at every decision."""
+    """`answer(nodes, direction, score)` is the group advantage at every decision."""
     notebook, generator = inspect.unwrap(answer).__globals__, torch.Generator().manual_seed(6)
     members, steps, count = (notebook[name] for name in ("MEMBERS", "STEPS", "PROMPTS"))
     direction = _unit(count).repeat_interleave(members, 0)
@@ -468,6 +476,9 @@ def check_credit(answer: Answer) -> None:
         "this is not the group advantage of the sample's reward at every decision",
         {text: table(value) for text, value in mistakes.items()},
     )
+    doubled = answer(nodes, direction, lambda points, _: (points - 1).square().sum(-1))
+    other = score((nodes[-1] - 1).square().sum(-1).view(count, members))
+    expect(same(doubled, table(other)), "another score has no effect: compute rewards with `score`")
 
 
 @dataclass(frozen=True)
