@@ -49,7 +49,10 @@ def opening():
     def draw(frame):
         node = min(frame, 40)
         dots.set_offsets(path[node])
-        axes.set_title(f"t = {float(times[node]):.2f}   ({'noise' if node == 0 else 'data' if node == 40 else 'on the way'})")
+        axes.set_title(
+            f"t = {float(times[node]):.2f}  "
+            f" ({'noise' if node == 0 else 'data' if node == 40 else 'on the way'})"
+        )
 
     return animation(figure, draw, frames=52, seconds=4)
 
@@ -213,7 +216,15 @@ lesson.check_train(train)
 
 # %%
 torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(3, 96), nn.SiLU(), nn.Linear(96, 96), nn.SiLU(), nn.Linear(96, 96), nn.SiLU(), nn.Linear(96, 2))
+net = nn.Sequential(
+    nn.Linear(3, 96),
+    nn.SiLU(),
+    nn.Linear(96, 96),
+    nn.SiLU(),
+    nn.Linear(96, 96),
+    nn.SiLU(),
+    nn.Linear(96, 2),
+)
 
 
 def learned(x, t):
@@ -225,7 +236,10 @@ optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
 rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / 4000)
 optimizer.register_step_post_hook(lambda *_: rate.step())
 losses = train(learned, optimizer, ring, 4000, generator)
-print(f"loss: first 100 updates {sum(losses[:100]) / 100:.2f}, last 100 updates {sum(losses[-100:]) / 100:.2f}")
+print(
+    f"loss: first 100 updates {sum(losses[:100]) / 100:.2f}, last 100 updates"
+    f" {sum(losses[-100:]) / 100:.2f}"
+)
 
 # %% [markdown] tags=["expected"]
 # loss: first 100 updates 2.45..2.60, last 100 updates 1.95..2.07
@@ -261,8 +275,13 @@ lesson.check_exact_loss(exact_loss)
 # So the loss alone is a poor measure of a flow's quality. Compare it with the loss of a better model, or look at samples.
 
 # %%
-many = ring.sample(20000, torch.Generator().manual_seed(2)), torch.randn(20000, 2, generator=torch.Generator().manual_seed(3))
-exact = flow_matching_loss(ring.velocity, *many, torch.rand(20000, generator=torch.Generator().manual_seed(4)))
+many = (
+    ring.sample(20000, torch.Generator().manual_seed(2)),
+    torch.randn(20000, 2, generator=torch.Generator().manual_seed(3)),
+)
+exact = flow_matching_loss(
+    ring.velocity, *many, torch.rand(20000, generator=torch.Generator().manual_seed(4))
+)
 print(f"loss of the exact velocity: {float(exact):.2f}")
 
 # %% [markdown]
@@ -278,16 +297,32 @@ for cell, t in zip(axes[:3], (0.9, 0.5, 0.15), strict=True):
         guess = learned(grid, time)
     plane(cell, f"direction of travel at t = {t:g}")
     for field, shade, label in ((exact, DATA, "exact"), (guess, ACCENT, "learned")):
-        cell.quiver(*grid.T, *(-field.T), color=shade, angles="xy", scale=40, width=0.006, alpha=0.8, label=label)
+        cell.quiver(
+            *grid.T,
+            *(-field.T),
+            color=shade,
+            angles="xy",
+            scale=40,
+            width=0.006,
+            alpha=0.8,
+            label=label,
+        )
 axes[0].legend(loc="lower left", fontsize=8, framealpha=0.9)
 errors = []
 for t in (ts := torch.linspace(0.02, 1, 25)):
-    x = interpolate(ring.sample(4000, generator), torch.randn(4000, 2, generator=generator), t.expand(4000))
+    x = interpolate(
+        ring.sample(4000, generator), torch.randn(4000, 2, generator=generator), t.expand(4000)
+    )
     with torch.no_grad():
         gap = learned(x, t.expand(4000)) - ring.velocity(x, t.expand(4000))
     errors.append(float(gap.square().mean().sqrt()))
 axes[3].plot(ts, errors, color=ACCENT)
-axes[3].set(xlabel="time t", title="error where the data are", ylim=(0, None), ylabel="root mean square")
+axes[3].set(
+    xlabel="time t",
+    title="error where the data are",
+    ylim=(0, None),
+    ylabel="root mean square",
+)
 clean(axes[3])
 plt.show()
 
@@ -424,23 +459,36 @@ lesson.check_tweedie(tweedie)
 # %% tags=["hide-input"]
 times = torch.linspace(1, 0, 41)
 path = euler(ring.velocity, noise[:600], times)
-estimates = torch.stack([tweedie(x, ring.velocity(x, t.expand(600)), t.expand(600)) for x, t in zip(path, times, strict=True)])
+estimates = torch.stack(
+    [
+        tweedie(x, ring.velocity(x, t.expand(600)), t.expand(600))
+        for x, t in zip(path, times, strict=True)
+    ]
+)
 figure, axes = panels(4, width=2.9, height=3.0)
 for cell, node in zip(axes[:3], (8, 16, 28), strict=True):
     plane(cell, f"t = {float(times[node]):.2f}")
     cell.scatter(*path[node].T, s=4, color=NOISE, alpha=0.5, label="state $x_t$")
-    cell.scatter(*estimates[node].T, s=4, color=ACCENT, alpha=0.7, label=r"estimate $\hat x_0$")
+    cell.scatter(
+        *estimates[node].T, s=4, color=ACCENT, alpha=0.7, label=r"estimate $\hat x_0$"
+    )
 axes[0].legend(loc="upper left", fontsize=8, framealpha=0.9)
 distance = (estimates - path[-1]).norm(dim=2).mean(1)
 axes[3].plot(times, distance, color=ACCENT, label="estimate")
 axes[3].plot(times, (path - path[-1]).norm(dim=2).mean(1), color=NOISE, label="state")
-axes[3].set(xlim=(1, 0), ylim=(0, None), xlabel="time t (noise → data)", title="mean distance from the final point")
+axes[3].set(
+    xlim=(1, 0),
+    ylim=(0, None),
+    xlabel="time t (noise → data)",
+    title="mean distance from the final point",
+)
 axes[3].legend(frameon=False, fontsize=8)
 clean(axes[3])
 plt.show()
 mode, early = (torch.cdist(e, ring.means).argmin(1) for e in (path[-1], estimates[4]))
 print(
-    f"t = {float(times[4]):.1f}: the blob nearest to the estimate is the final one in {float((mode == early).float().mean()):.0%} of the samples"
+    f"t = {float(times[4]):.1f}: the blob nearest to the estimate is the final one in"
+    f" {float((mode == early).float().mean()):.0%} of the samples"
 )
 
 # %% [markdown]
@@ -460,17 +508,24 @@ from flowrl.rollout import Usage, solve
 from flowrl.worlds import PolicyOptions
 
 mixture = world("mixture")
-policy = mixture.policy(PolicyOptions())  # the exact field of this ring plus a network that starts at zero
+# the exact field of this ring plus a network that starts at zero
+policy = mixture.policy(PolicyOptions())
 prompts = [mixture.parse("towards 45 degrees")] * 200
 usage = Usage()
 start = torch.randn(200, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
 points = solve(policy, policy.schedule(20), policy.encode(prompts), start, usage)
 reference = euler(ring.velocity, start.flatten(1), torch.linspace(1, 0, 21))[-1]
 print(
-    f"{usage.nfe} network evaluations in {usage.calls} calls; largest difference from ours {float((points.flatten(1) - reference).abs().max()):.1e}"
+    f"{usage.nfe} network evaluations in {usage.calls} calls; largest difference from ours"
+    f" {float((points.flatten(1) - reference).abs().max()):.1e}"
 )
 x, t = path[10], times[10].expand(600)
-print("tweedie agrees:", torch.allclose(library_tweedie(x, ring.velocity(x, t), t), tweedie(x, ring.velocity(x, t), t)))
+print(
+    "tweedie agrees:",
+    torch.allclose(
+        library_tweedie(x, ring.velocity(x, t), t), tweedie(x, ring.velocity(x, t), t)
+    ),
+)
 
 # %% [markdown] tags=["expected"]
 # 4000 network evaluations in 20 calls; largest difference from ours 0..1e-4
@@ -499,7 +554,10 @@ def euler_error(noise, steps):
 # %% tags=["solution"]
 def euler_error(noise, steps):
     """Root mean square distance of the T-step result from the 640-step result."""
-    ends = [euler(ring.velocity, noise, torch.linspace(1, 0, count + 1))[-1] for count in (steps, 640)]
+    ends = [
+        euler(ring.velocity, noise, torch.linspace(1, 0, count + 1))[-1]
+        for count in (steps, 640)
+    ]
     return float((ends[0] - ends[1]).square().sum(dim=1).mean().sqrt())
 
 
@@ -515,7 +573,9 @@ measured = [euler_error(noise[:400], count) for count in counts]
 figure, axes = panels(width=4.6, height=3.0)
 axes.loglog(counts, measured, "o-", color=DATA, label="measured")
 axes.loglog(counts, [measured[2] * 10 / c for c in counts], ":", color=NOISE, label="∝ 1 / T")
-axes.set(xlabel="steps T", ylabel="error of the end point", title="Euler's method is of first order")
+axes.set(
+    xlabel="steps T", ylabel="error of the end point", title="Euler's method is of first order"
+)
 axes.set_xticks(counts, [str(c) for c in counts])
 axes.minorticks_off()
 axes.legend(frameon=False)
@@ -565,8 +625,8 @@ accurate = euler(ring.velocity, noise[:400], torch.linspace(1, 0, 641))[-1]
 for evaluations in (10, 20, 40):
     gap = better_ends(ring.velocity, noise[:400], evaluations) - accurate
     print(
-        f"{evaluations} evaluations: error {euler_error(noise[:400], evaluations):.4f} with Euler,"
-        f" {float(gap.square().sum(1).mean().sqrt()):.4f} with your solver"
+        f"{evaluations} evaluations: error {euler_error(noise[:400], evaluations):.4f} with"
+        f" Euler, {float(gap.square().sum(1).mean().sqrt()):.4f} with your solver"
     )
 
 # %% [markdown]

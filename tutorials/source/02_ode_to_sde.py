@@ -37,28 +37,44 @@ ring = GaussianMixture.ring()
 
 
 def follow(sampler, noise, steps, seed=0, data=ring):
-    """All nodes [node, sample, dim] of a sampler of `flowrl` with the exact velocity of the data."""
+    """All nodes [node, sample, dim] of a sampler of `flowrl` with the exact velocity of the
+    data.
+    """
     generator = torch.Generator().manual_seed(seed)
     schedule, nodes = uniform_schedule(steps), [noise]
     for i in range(steps):
         x, index = nodes[-1], torch.full((len(noise),), i)
-        gaussian = sampler.transition(x, data.velocity(x, schedule.times[i].expand(len(x))), schedule, index)
-        nodes.append(gaussian.mean + gaussian.std[:, None] * torch.randn(x.shape, generator=generator))
+        gaussian = sampler.transition(
+            x, data.velocity(x, schedule.times[i].expand(len(x))), schedule, index
+        )
+        nodes.append(
+            gaussian.mean + gaussian.std[:, None] * torch.randn(x.shape, generator=generator)
+        )
     return torch.stack(nodes)
 
 
 def opening():
     """One noise, one ODE path, sixty SDE paths."""
     start = torch.tensor([[0.9, 1.3]]).repeat(60, 1)
-    straight, random = follow(ODE(), start, 40), follow(Windowed(FlowSDE(0.7), range(39)), start, 40)
+    straight, random = (
+        follow(ODE(), start, 40),
+        follow(Windowed(FlowSDE(0.7), range(39)), start, 40),
+    )
     figure, axes = panels(2, width=3.2, height=3.5)
     parts = []
-    for cell, path, title, shade in ((axes[0], straight, "ODE: one end", DATA), (axes[1], random, "SDE: a policy", ACCENT)):
+    for cell, path, title, shade in (
+        (axes[0], straight, "ODE: one end", DATA),
+        (axes[1], random, "SDE: a policy", ACCENT),
+    ):
         plane(cell, title)
-        cell.scatter(*ring.sample(400, torch.Generator().manual_seed(0)).T, s=3, color="#d5d8dd")
+        cell.scatter(
+            *ring.sample(400, torch.Generator().manual_seed(0)).T, s=3, color="#d5d8dd"
+        )
         cell.scatter(*start[0], s=30, color=NOISE, zorder=3)
         dots = cell.scatter(*path[0].T, s=8, color=shade, zorder=4)
-        lines = [cell.plot([], [], color=shade, linewidth=0.5, alpha=0.4)[0] for _ in range(60)]
+        lines = [
+            cell.plot([], [], color=shade, linewidth=0.5, alpha=0.4)[0] for _ in range(60)
+        ]
         parts.append((path, dots, lines))
 
     def draw(frame):
@@ -196,13 +212,21 @@ lesson.check_flow_sde(flow_sde_step)
 # Are the marginals really the same? Let us take 250 small steps, and compare samples of the SDE with samples of the ODE from other noise, halfway and at the end. We compare the quantiles of the distance from the centre, then the points themselves.
 
 # %%
-start = [torch.randn(2500, 2, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
-by_ode, by_sde = follow(ODE(), start[0], 250), follow(Windowed(FlowSDE(0.7), range(249)), start[1], 250)
+start = [
+    torch.randn(2500, 2, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
+]
+by_ode, by_sde = (
+    follow(ODE(), start[0], 250),
+    follow(Windowed(FlowSDE(0.7), range(249)), start[1], 250),
+)
 levels = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9])
 for name, node in (("t = 0.5", 125), ("t = 0", 250)):
     for kind, path in (("ODE", by_ode), ("SDE", by_sde)):
         quantiles = torch.quantile(path[node].norm(dim=1), levels)
-        print(f"{name:8} {kind}: quantiles of |x| " + "  ".join(f"{q:.2f}" for q in quantiles.tolist()))
+        print(
+            f"{name:8} {kind}: quantiles of |x| "
+            + "  ".join(f"{q:.2f}" for q in quantiles.tolist())
+        )
 
 # %% tags=["hide-input"]
 figure, axes = panels(4, width=2.6, height=2.8)
@@ -213,7 +237,9 @@ for cell, path, node, title in (
     (axes[3], by_sde, 250, "SDE, t = 0"),
 ):
     plane(cell, title)
-    cell.scatter(*path[node, :1500].T, s=2, alpha=0.5, color=DATA if "ODE" in title else ACCENT)
+    cell.scatter(
+        *path[node, :1500].T, s=2, alpha=0.5, color=DATA if "ODE" in title else ACCENT
+    )
 plt.show()
 
 # %% [markdown]
@@ -263,11 +289,17 @@ lesson.check_sde_ends(sde_ends)
 # %%
 times = torch.linspace(0.98, 0, 120).tolist()
 generator = torch.Generator().manual_seed(2)
-clean_points, noise_points = ring.sample(2000, generator), torch.randn(2000, 2, generator=generator)
+clean_points, noise_points = (
+    ring.sample(2000, generator),
+    torch.randn(2000, 2, generator=generator),
+)
 first = (1 - times[0]) * clean_points + times[0] * noise_points
 noise_levels = [0.0, 0.2, 0.4, 0.7, 1.0]
 ends = {
-    correct: [sde_ends(ring.velocity, first, times, level, correct, torch.Generator().manual_seed(3)) for level in noise_levels]
+    correct: [
+        sde_ends(ring.velocity, first, times, level, correct, torch.Generator().manual_seed(3))
+        for level in noise_levels
+    ]
     for correct in (True, False)
 }
 
@@ -288,10 +320,17 @@ figure, axes = panels(3, width=3.2, height=3.0)
 for cell, correct in zip(axes[:2], (True, False), strict=True):
     plane(cell, f"a = 0.7, {'with' if correct else 'without'} the correction")
     cell.scatter(*ends[correct][3].T, s=2, alpha=0.5, color=DATA if correct else ACCENT)
-for correct, shade, label, height in ((True, DATA, "with", 0.27), (False, ACCENT, "without", 0.6)):
+for correct, shade, label, height in (
+    (True, DATA, "with", 0.27),
+    (False, ACCENT, "without", 0.6),
+):
     axes[2].plot(noise_levels, spread_of[correct], "o-", color=shade, markersize=4)
     axes[2].text(0.35, height, label, color=shade)
-axes[2].set(xlabel="noise level a", ylabel="distance to the nearest centre (rms)", title="The correction preserves the spread")
+axes[2].set(
+    xlabel="noise level a",
+    ylabel="distance to the nearest centre (rms)",
+    title="The correction preserves the spread",
+)
 axes[2].set_ylim(0, None)
 clean(axes[2])
 plt.show()
@@ -305,9 +344,14 @@ plt.show()
 # %%
 for steps in (15, 60, 240):
     grid = torch.linspace(0.98, 0, steps + 1).tolist()
-    ours = sde_ends(ring.velocity, first[:1000], grid, 0.7, True, torch.Generator().manual_seed(3))
+    ours = sde_ends(
+        ring.velocity, first[:1000], grid, 0.7, True, torch.Generator().manual_seed(3)
+    )
     theirs = lesson.colleague_ends(ring.velocity, first[:1000], grid, 0.7)
-    print(f"{steps:3d} steps: spread {blob_spread(ours):.2f} with your loop, {blob_spread(theirs):.2f} with the colleague's")
+    print(
+        f"{steps:3d} steps: spread {blob_spread(ours):.2f} with your loop,"
+        f" {blob_spread(theirs):.2f} with the colleague's"
+    )
 
 # %% [markdown]
 # ### Exercise 4 · read the log
@@ -456,10 +500,18 @@ for cell, (name, kernel) in zip(axes[:5], kernels.items(), strict=True):
     plane(cell, name.replace(", ", "\n"), extent=2.6)
     cell.scatter(*final[:1500].T, s=2, alpha=0.5, color=ACCENT)
     nearest = torch.cdist(final, sharp.means).min(dim=1).values
-    print(f"{name:28} median distance to the nearest blob's centre {float(nearest.median()):.3f}")
+    print(
+        f"{name:28} median distance to the nearest blob's centre {float(nearest.median()):.3f}"
+    )
 plane(axes[5], "data", extent=2.6)
-axes[5].scatter(*sharp.sample(1500, torch.Generator().manual_seed(8)).T, s=2, alpha=0.5, color=DATA)
-exact = torch.cdist(sharp.sample(20000, torch.Generator().manual_seed(9)), sharp.means).min(dim=1).values
+axes[5].scatter(
+    *sharp.sample(1500, torch.Generator().manual_seed(8)).T, s=2, alpha=0.5, color=DATA
+)
+exact = (
+    torch.cdist(sharp.sample(20000, torch.Generator().manual_seed(9)), sharp.means)
+    .min(dim=1)
+    .values
+)
 print(f"{'data':28} median distance to the nearest blob's centre {float(exact.median()):.3f}")
 plt.show()
 
@@ -531,10 +583,14 @@ shades = {"Flow-SDE 0.7": DATA, "CPS 0.7": ACCENT, "DDIM-SDE 0.7": OTHERS[0]}
 for name, shade in shades.items():
     stds = transition_stds(kernels[name], schedule)
     axes[0].plot(range(10), stds, "o-", color=shade, label=name, markersize=4)
-axes[0].set(xlabel="step", ylabel="std of the transition", title="0 = not a decision", xticks=range(10))
+axes[0].set(
+    xlabel="step", ylabel="std of the transition", title="0 = not a decision", xticks=range(10)
+)
 axes[0].legend(frameon=False, fontsize=8)
 clean(axes[0])
-same_start = torch.randn(300, 2, generator=torch.Generator().manual_seed(4)).repeat_interleave(20, 0)
+same_start = torch.randn(300, 2, generator=torch.Generator().manual_seed(4)).repeat_interleave(
+    20, 0
+)
 spread, changed = [], []
 for step in range(10):
     final = follow(Windowed(FlowSDE(0.7), [step]), same_start, 10).unflatten(1, (300, 20))[-1]
@@ -595,11 +651,18 @@ x = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
 velocity = ring.velocity(x, schedule.times[index])
 for sampler in (FlowSDE(0.7), CPS(0.7), Windowed(FlowSDE(0.7), range(2, 6))):
     gaussian = sampler.transition(x, velocity, schedule, index)
-    print(f"{sampler!s:62} std at steps 3, 3, 7, 9: {[round(s, 3) for s in gaussian.std.tolist()]}")
+    print(
+        f"{sampler!s:62} std at steps 3, 3, 7, 9:"
+        f" {[round(s, 3) for s in gaussian.std.tolist()]}"
+    )
 t, s = float(schedule.times[3]), float(schedule.times[4])
 mean, std = flow_sde_step(x[:2], velocity[:2], t, s, 0.7)
 library = FlowSDE(0.7).transition(x[:2], velocity[:2], schedule, index[:2])
-print("ours agrees:", torch.allclose(mean, library.mean, atol=1e-6), abs(std - float(library.std[0])) < 1e-6)
+print(
+    "ours agrees:",
+    torch.allclose(mean, library.mean, atol=1e-6),
+    abs(std - float(library.std[0])) < 1e-6,
+)
 
 # %% [markdown]
 # ## Quiz

@@ -48,7 +48,9 @@ def opening():
     plane(axes[0], "reward for “towards 45 degrees”")
     axes[0].contourf(x, y, reward, levels=12, cmap="Blues")
     plane(axes[1], "samples before training")
-    axes[1].scatter(*ring.sample(500, torch.Generator().manual_seed(0)).T, s=4, color=NOISE, alpha=0.6)
+    axes[1].scatter(
+        *ring.sample(500, torch.Generator().manual_seed(0)).T, s=4, color=NOISE, alpha=0.6
+    )
     axes[1].scatter(*target, s=90, marker="*", color=ACCENT)
     plt.show()
 
@@ -176,16 +178,25 @@ for size in (2, 4, 12):
     means = grouped.mean(dim=1, keepdim=True).expand_as(grouped).flatten()
     estimate = gradient_samples(x[: len(means)], mu, width, grouped.flatten(), means)
     print(
-        f"b = mean of a group of {size:2d}       mean {estimate.mean():6.3f}, which is {float(estimate.mean()) / truth:.2f} of the exact gradient"
+        f"b = mean of a group of {size:2d}       mean {estimate.mean():6.3f}, which is"
+        f" {float(estimate.mean()) / truth:.2f} of the exact gradient"
     )
 
 # %% tags=["hide-input"]
 figure, axes = panels(width=4.8, height=3.0)
 shifts = torch.linspace(-1, 2, 31)
-axes.plot(shifts, [gradient_samples(x, mu, width, reward, float(b)).std() for b in shifts], color=DATA)
+axes.plot(
+    shifts,
+    [gradient_samples(x, mu, width, reward, float(b)).std() for b in shifts],
+    color=DATA,
+)
 axes.axvline(float(reward.mean()), color=ACCENT, linestyle=":")
 axes.text(float(reward.mean()) + 0.05, 2.9, "mean reward", color=ACCENT)
-axes.set(xlabel="baseline b", ylabel="std of one sample's estimate", title="Every baseline has the right mean; the noise differs")
+axes.set(
+    xlabel="baseline b",
+    ylabel="std of one sample's estimate",
+    title="Every baseline has the right mean; the noise differs",
+)
 axes.set_ylim(0, None)
 clean(axes)
 plt.show()
@@ -280,7 +291,9 @@ def clipped_loss(new_log_prob, old_log_prob, advantage, clip_range):
 def clipped_loss(new_log_prob, old_log_prob, advantage, clip_range):
     """PPO's clipped objective as a loss, one number."""
     ratio = (new_log_prob - old_log_prob).exp()
-    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range)).mean()
+    return torch.maximum(
+        -advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range)
+    ).mean()
 
 
 # %%
@@ -301,11 +314,17 @@ lesson.check_clipped_loss(clipped_loss)
 figure, axes = panels(2, width=3.6, height=2.7)
 ratios = torch.linspace(0.5, 1.5, 101)
 for cell, sign in zip(axes, (1.0, -1.0), strict=True):
-    lost = [clipped_loss(rho.log(), torch.tensor(0.0), torch.tensor(sign), 0.2) for rho in ratios]
+    lost = [
+        clipped_loss(rho.log(), torch.tensor(0.0), torch.tensor(sign), 0.2) for rho in ratios
+    ]
     cell.axvspan(0.8, 1.2, color=NOISE, alpha=0.08)
     cell.plot(ratios, -sign * ratios, ":", color=NOISE, label="without clip")
     cell.plot(ratios, lost, color=ACCENT, label="with clip")
-    title = "A = +1: nothing to gain above 1 + c" if sign > 0 else "A = -1: nothing to gain below 1 - c"
+    title = (
+        "A = +1: nothing to gain above 1 + c"
+        if sign > 0
+        else "A = -1: nothing to gain below 1 - c"
+    )
     cell.set(xlabel="ratio $\\rho$", ylabel="loss of the pair")
     cell.set_title(title, fontsize=10)
     cell.legend(frameon=False, fontsize=8)
@@ -547,13 +566,17 @@ def train(iterations, seed=0, clip_range=2e-2, minibatches=4):
     for _ in range(iterations):
         with torch.no_grad():
             held_out = directions(256, torch.Generator().manual_seed(99))
-            curve.append(float(reward_of(rollout(held_out, torch.Generator().manual_seed(98), random_steps=0)[-1], held_out).mean()))
+            points = rollout(held_out, torch.Generator().manual_seed(98), random_steps=0)[-1]
+            curve.append(float(reward_of(points, held_out).mean()))
         iteration(optimizer, generator, clip_range, minibatches)
     return curve
 
 
 curve = train(60)
-print(f"reward of held-out prompts: {curve[0]:.3f} before, {curve[20]:.3f} after 20 iterations, {curve[-1]:.3f} at the end")
+print(
+    f"reward of held-out prompts: {curve[0]:.3f} before, {curve[20]:.3f} after 20 iterations,"
+    f" {curve[-1]:.3f} at the end"
+)
 
 # %% [markdown] tags=["expected"]
 # reward of held-out prompts: 0.174 before, 0.55..0.70 after 20 iterations, 0.97..1.00 at the end
@@ -561,7 +584,9 @@ print(f"reward of held-out prompts: {curve[0]:.3f} before, {curve[20]:.3f} after
 # %% tags=["hide-input"]
 figure, axes = panels(4, width=2.9, height=3.0)
 axes[0].plot(curve, color=COLOURS["flow-grpo"])
-axes[0].set(xlabel="iteration", ylabel="reward, held-out prompts", title="own loop", ylim=(0, 1))
+axes[0].set(
+    xlabel="iteration", ylabel="reward, held-out prompts", title="own loop", ylim=(0, 1)
+)
 clean(axes[0])
 for cell, degrees in zip(axes[1:], (45, 170, 290), strict=True):
     angle = math.radians(degrees)
@@ -573,9 +598,12 @@ for cell, degrees in zip(axes[1:], (45, 170, 290), strict=True):
     cell.scatter(*(2 * direction[0]), s=260, marker="*", facecolor="none", edgecolor=ACCENT)
     cell.scatter(*points.T, s=8, color=DATA, alpha=0.6)
     print(
-        f"towards {degrees} degrees: reward {reward_of(points, direction).mean():.3f}, standard deviation {points.std(0).mean():.3f}"
+        f"towards {degrees} degrees: reward {reward_of(points, direction).mean():.3f},"
+        f" standard deviation {points.std(0).mean():.3f}"
     )
-axes[1].text(0, -3.0, "300 samples (blue), target (star)", ha="center", fontsize=8, color=NOISE)
+axes[1].text(
+    0, -3.0, "300 samples (blue), target (star)", ha="center", fontsize=8, color=NOISE
+)
 print(f"one blob of the ring: standard deviation {ring.std:.3f}")
 plt.show()
 
@@ -708,18 +736,27 @@ from flowrl.samplers import FlowSDE
 
 mixture = world("mixture")
 reward, prompts = mixture.reward("soft"), mixture.prompts("direction", "train")
-method = Method("flow-grpo", FlowSDE(0.7), loss=ClippedLoss(clip_range=2e-2))  # trains all steps but the last
+# trains all steps but the last
+method = Method("flow-grpo", FlowSDE(0.7), loss=ClippedLoss(clip_range=2e-2))
 numbers = {
     "groups": 16,
     "members": 12,
     "steps": 10,
     "optimizer": partial(torch.optim.AdamW, lr=3e-3, betas=(0.9, 0.99), weight_decay=1e-4),
 }
-trainer = Trainer(mixture.policy(PolicyOptions()), method, reward, prompts, updates=Updates(minibatches=4), **numbers)
+trainer = Trainer(
+    mixture.policy(PolicyOptions()),
+    method,
+    reward,
+    prompts,
+    updates=Updates(minibatches=4),
+    **numbers,
+)
 history = [trainer.iteration() for _ in range(30)]
 for row in history[::10] + history[-1:]:
     print(
-        f"iteration {row['iteration']:2d}: training reward {row['reward_mean']:.3f}, clipped {row['clip_fraction']:.0%}, ratio {row['ratio_mean']:.4f}"
+        f"iteration {row['iteration']:2d}: training reward {row['reward_mean']:.3f}, clipped"
+        f" {row['clip_fraction']:.0%}, ratio {row['ratio_mean']:.4f}"
     )
 
 # %% [markdown] tags=["expected"]
@@ -729,9 +766,19 @@ for row in history[::10] + history[-1:]:
 # iteration 30: training reward 0.82..0.93, clipped 17..27%, ratio 0.9900..1.0100
 
 # %%
-trainer = Trainer(mixture.policy(PolicyOptions()), method, reward, prompts, updates=Updates(minibatches=1), **numbers)
+trainer = Trainer(
+    mixture.policy(PolicyOptions()),
+    method,
+    reward,
+    prompts,
+    updates=Updates(minibatches=1),
+    **numbers,
+)
 for row in [trainer.iteration() for _ in range(3)]:
-    print(f"one mini-batch, iteration {row['iteration']}: clipped {row['clip_fraction']:.0%}, ratio {row['ratio_mean']:.4f}")
+    print(
+        f"one mini-batch, iteration {row['iteration']}: clipped {row['clip_fraction']:.0%},"
+        f" ratio {row['ratio_mean']:.4f}"
+    )
 
 # %% [markdown]
 # ## Mean or sum?
@@ -750,10 +797,14 @@ for size in sizes:
     terms = (noise.square() - (noise - change).square()) / 2
     spread["sum"].append(float(terms.sum(1).exp().std()))
     spread["mean"].append(float(terms.mean(1).exp().std()))
-    print(f"{size:6d} elements: std of the ratio {spread['sum'][-1]:.1e} with the sum, {spread['mean'][-1]:.1e} with the mean")
+    print(
+        f"{size:6d} elements: std of the ratio {spread['sum'][-1]:.1e} with the sum,"
+        f" {spread['mean'][-1]:.1e} with the mean"
+    )
 low, high = (65536 * math.log1p(sign * 1e-4) for sign in (-1, 1))
 print(
-    f"a mean ratio of 1 ± 1e-4 with 65536 elements is a ratio of the whole latents from 1/{math.exp(-low):.0f} to {math.exp(high):.0f}"
+    "a mean ratio of 1 ± 1e-4 with 65536 elements is a ratio of the whole latents from"
+    f" 1/{math.exp(-low):.0f} to {math.exp(high):.0f}"
 )
 
 # %% tags=["hide-input"]
@@ -764,7 +815,10 @@ for name, shade in (("sum", ACCENT), ("mean", DATA)):
 axes.axhline(1e-4, color=NOISE, linestyle=":", linewidth=1)
 axes.text(3e3, 1.25e-4, "Flow-GRPO's clip range, 1e-4", fontsize=8, color=NOISE)
 axes.set(
-    xlabel="elements of the latent", ylabel="std of the ratio", title="the ratio after the same small change", xlim=(1.5, 3e5)
+    xlabel="elements of the latent",
+    ylabel="std of the ratio",
+    title="the ratio after the same small change",
+    xlim=(1.5, 3e5),
 )
 clean(axes)
 plt.show()
@@ -811,7 +865,8 @@ lesson.check_translated_clip(translated_clip)
 # %%
 for elements in (2, 128, 16384):
     print(
-        f"Flow-GRPO's clip range of 1e-4 at 65536 elements corresponds to {translated_clip(1e-4, 65536, elements):.1e} at {elements} elements"
+        "Flow-GRPO's clip range of 1e-4 at 65536 elements corresponds to"
+        f" {translated_clip(1e-4, 65536, elements):.1e} at {elements} elements"
     )
 
 # %% [markdown]

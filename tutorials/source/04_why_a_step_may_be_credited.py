@@ -33,7 +33,13 @@ from flowrl.credit import generalised_gains, process_rewards, reward_to_go, turn
 from flowrl.probes import NoProbe
 from flowrl.rollout import Groups
 from flowrl.bench.exact import Exact, exact_advantages
-from flowrl.bench.gradients import RawCredit, Setting, alignment, pathwise_gradients, policy_gradients
+from flowrl.bench.gradients import (
+    RawCredit,
+    Setting,
+    alignment,
+    pathwise_gradients,
+    policy_gradients,
+)
 from flowrl_course import lesson_04 as lesson
 from flowrl_course.chain import CALM, TARGET, Chain, reward, velocity, walk
 from flowrl_course.figures import ACCENT, DATA, INK, NOISE, OTHERS, clean, panels, plane
@@ -50,27 +56,40 @@ slope = float(chain.gradient() @ TOWARDS)
 def opening():
     """Samples in two winds, and the expected reward for all strengths."""
     figure, axes = panels(3, width=3.4, height=3.3)
-    for cell, strength, title in ((axes[0], 0.0, "calm"), (axes[1], 1.0, "wind 1 towards the target")):
+    for cell, strength, title in (
+        (axes[0], 0.0, "calm"),
+        (axes[1], 1.0, "wind 1 towards the target"),
+    ):
         points = chain.roll(600, seed=1, wind=strength * TOWARDS)[-1]
         plane(cell, title)
         cell.scatter(*points.T, s=5, color=DATA, alpha=0.6)
         cell.scatter(*TARGET, s=120, marker="*", color=ACCENT, zorder=3)
         if strength:
             cell.annotate(
-                "", TOWARDS.tolist(), (0, 0), arrowprops={"arrowstyle": "-|>", "color": INK, "shrinkA": 0, "shrinkB": 0}
+                "",
+                TOWARDS.tolist(),
+                (0, 0),
+                arrowprops={"arrowstyle": "-|>", "color": INK, "shrinkA": 0, "shrinkB": 0},
             )
             cell.text(-0.9, -0.5, "θ", color=INK)
     axes[2].plot(strengths, heights, color=INK)
     axes[2].plot(strengths[:16], heights[0] + slope * strengths[:16], ":", color=ACCENT)
     axes[2].text(0.75, 0.27, f"slope in calm {slope:.3f}", color=ACCENT)
-    axes[2].set(xlabel="strength of the wind", ylabel="expected reward J", title="exact J, all winds towards the target")
+    axes[2].set(
+        xlabel="strength of the wind",
+        ylabel="expected reward J",
+        title="exact J, all winds towards the target",
+    )
     clean(axes[2])
     plt.show()
 
 
 opening()
 print(f"exact J in calm: {float(heights[0]):.4f}")
-print("exact gradient of J by the wind, in calm: " + " ".join(f"{part:.4f}" for part in chain.gradient().tolist()))
+print(
+    "exact gradient of J by the wind, in calm: "
+    + " ".join(f"{part:.4f}" for part in chain.gradient().tolist())
+)
 
 # %% [markdown]
 # The curve on the right is not an average over samples. The expected reward $J$ is computed by dynamic programming on a grid, backwards from the reward, and the computation is differentiated with respect to the wind. (The lesson What is a step worth? writes this program; here it is inside `Chain.objective`, `Chain.gradient` and `Chain.values`.)
@@ -126,7 +145,13 @@ lesson.check_score(score)
 def scores_of(chain, nodes, wind=CALM):
     """psi of all decisions [sample, decision, 2]; nodes is [node, sample, 2]."""
     steps = range(chain.decisions)
-    return torch.stack([score(nodes[k + 1], chain.mean(nodes[k], k, wind), chain.stds[k], chain.pushes[k]) for k in steps], 1)
+    return torch.stack(
+        [
+            score(nodes[k + 1], chain.mean(nodes[k], k, wind), chain.stds[k], chain.pushes[k])
+            for k in steps
+        ],
+        1,
+    )
 
 
 def estimates(credit, scores):
@@ -142,7 +167,10 @@ def noise_of(samples, truth):
 def report(name, samples, truth):
     """The mean of estimates with its standard error, beside the truth, and the noise."""
     error = samples.std(0) / len(samples) ** 0.5
-    parts = "  ".join(f"{float(m):6.3f} ± {float(e):.3f}" for m, e in zip(samples.mean(0), error, strict=True))
+    parts = "  ".join(
+        f"{float(m):6.3f} ± {float(e):.3f}"
+        for m, e in zip(samples.mean(0), error, strict=True)
+    )
     print(f"{name:<26} {parts}   noise {noise_of(samples, truth):4.1f}")
 
 
@@ -153,7 +181,11 @@ scores, truth = scores_of(chain, nodes), chain.gradient()
 everywhere = torch.ones(1, chain.decisions)
 print(f"{'exact gradient':<26} " + "           ".join(f"{float(part):6.3f}" for part in truth))
 report("R", estimates(rewards[:, None] * everywhere, scores), truth)
-report("R - mean reward", estimates((rewards - rewards.mean())[:, None] * everywhere, scores), truth)
+report(
+    "R - mean reward",
+    estimates((rewards - rewards.mean())[:, None] * everywhere, scores),
+    truth,
+)
 
 # %% [markdown]
 # The average is right, but the noise is large: more than five times the gradient's length with $R$, and 4.5 times with the mean reward as a baseline. In the rest of the lesson we reduce this noise. Which other credits $A_k$ can replace $R$ in $\sum_k\psi_k A_k$, so that the mean stays the same and the noise falls?
@@ -194,7 +226,16 @@ vanishes = {"A": ..., "B": ..., "C": ..., "D": ..., "E": ..., "F": ..., "G": ...
 # **Hint.** Decision 4 draws $z_5$. Apply the two rules in turn: is $f$ known before this draw? If not, what is the mean of $f$ once $z_5$ is known?
 
 # %% tags=["solution"]
-vanishes = {"A": True, "B": True, "C": False, "D": True, "E": True, "F": True, "G": True, "H": False}
+vanishes = {
+    "A": True,
+    "B": True,
+    "C": False,
+    "D": True,
+    "E": True,
+    "F": True,
+    "G": True,
+    "H": False,
+}
 
 # %%
 lesson.check_vanishing(vanishes)
@@ -219,7 +260,10 @@ for letter, f in candidates.items():
     terms = scores[:, 4] @ TOWARDS * f
     error = float(terms.std() / len(terms) ** 0.5)
     away = abs(float(terms.mean())) / error
-    print(f"{letter}  mean {float(terms.mean()):7.4f} ± {error:.4f}   {'not 0' if away > 4 else 'consistent with 0'}")
+    print(
+        f"{letter}  mean {float(terms.mean()):7.4f} ± {error:.4f}  "
+        f" {'not 0' if away > 4 else 'consistent with 0'}"
+    )
 
 # %% [markdown]
 # The measurement agrees: only C and H differ from 0 by more than four standard errors, and H is about a quarter of C.
@@ -261,7 +305,9 @@ lesson.check_baseline(baseline)
 
 # %%
 constant = (rewards - rewards.mean())[:, None] * everywhere
-guessed = rewards[:, None] - torch.stack([baseline(nodes[k], chain.times[k]) for k in range(chain.decisions)], 1)
+guessed = rewards[:, None] - torch.stack(
+    [baseline(nodes[k], chain.times[k]) for k in range(chain.decisions)], 1
+)
 to_go = rewards[:, None] - values[:, :-1]
 print(f"{'exact gradient':<26} " + "           ".join(f"{float(part):6.3f}" for part in truth))
 report("R - mean reward", estimates(constant, scores), truth)
@@ -297,10 +343,17 @@ mean, spread = products.mean(0), products.std(0)
 significance = (mean / (spread / len(nodes[0]) ** 0.5)).abs()
 off = ~torch.eye(9, dtype=torch.bool)
 print(f"sum of the diagonal {float(mean.diagonal().sum()):.4f}; exact {slope:.4f}")
-print(f"largest |mean| off the diagonal, in standard errors: {float(significance[off].max()):.1f}")
-print(f"smallest mean on the diagonal, in standard errors: {float(significance.diagonal().min()):.1f}")
 print(
-    f"share of the squares off the diagonal, which are pure noise: {float(spread[off].square().sum() / spread.square().sum()):.0%}"
+    "largest |mean| off the diagonal, in standard errors:"
+    f" {float(significance[off].max()):.1f}"
+)
+print(
+    "smallest mean on the diagonal, in standard errors:"
+    f" {float(significance.diagonal().min()):.1f}"
+)
+print(
+    "share of the squares off the diagonal, which are pure noise:"
+    f" {float(spread[off].square().sum() / spread.square().sum()):.0%}"
 )
 
 # %% tags=["hide-input"]
@@ -310,9 +363,21 @@ for cell, table, title in (
     (axes[1], spread, "noise: most of it below the diagonal"),
 ):
     shown = cell.imshow(table, cmap="Blues", vmin=0)
-    cell.set(xlabel="gain of decision j", ylabel="score of decision k", title=title, xticks=range(9), yticks=range(9))
+    cell.set(
+        xlabel="gain of decision j",
+        ylabel="score of decision k",
+        title=title,
+        xticks=range(9),
+        yticks=range(9),
+    )
     figure.colorbar(shown, ax=cell, shrink=0.8)
-axes[1].stairs([j + 0.5 for j in range(9)], [j - 0.5 for j in range(10)], baseline=None, color=ACCENT, linewidth=1.5)
+axes[1].stairs(
+    [j + 0.5 for j in range(9)],
+    [j - 0.5 for j in range(10)],
+    baseline=None,
+    color=ACCENT,
+    linewidth=1.5,
+)
 axes[1].text(3.6, 1.2, "reward to go adds up\nthis side of each row", color=ACCENT, fontsize=9)
 axes[1].text(0.9, 7.6, "gained before decision k", color="white", fontsize=9)
 plt.show()
@@ -368,12 +433,18 @@ CLOUDS = {
     "with both bugs": estimates(both, scores),
 }
 figure, axes = panels(4, width=2.7, height=2.9, sharex=True, sharey=True)
-for cell, (name, samples), shade in zip(axes, CLOUDS.items(), (NOISE, DATA, OTHERS[0], ACCENT), strict=True):
+for cell, (name, samples), shade in zip(
+    axes, CLOUDS.items(), (NOISE, DATA, OTHERS[0], ACCENT), strict=True
+):
     batches = samples[:9600].view(-1, 24, 2).mean(1)
     cell.scatter(*batches.T, s=5, color=shade, alpha=0.5)
-    cell.annotate("", truth.tolist(), (0, 0), arrowprops={"arrowstyle": "-|>", "color": INK, "lw": 1.8})
+    cell.annotate(
+        "", truth.tolist(), (0, 0), arrowprops={"arrowstyle": "-|>", "color": INK, "lw": 1.8}
+    )
     cell.scatter(*samples.mean(0), marker="+", s=90, color="black", zorder=4)
-    cell.set(title=name, aspect="equal", xlabel="component x", xlim=(-0.3, 0.55), ylim=(-0.3, 0.55))
+    cell.set(
+        title=name, aspect="equal", xlabel="component x", xlim=(-0.3, 0.55), ylim=(-0.3, 0.55)
+    )
     clean(cell)
 axes[0].set_ylabel("component y")
 figure.suptitle("Arrow: exact gradient; cross: mean of all estimates", fontsize=11)
@@ -462,16 +533,28 @@ lesson.check_bias(bias)
 now = torch.ones(2, dtype=torch.float64)
 later = chain.roll(100_000, seed=4, wind=now)
 later_scores, later_truth = scores_of(chain, later, now), chain.gradient(now)
-tables = {"its own values": chain.values(later, now), "values of the calm policy": chain.values(later, CALM)}
+tables = {
+    "its own values": chain.values(later, now),
+    "values of the calm policy": chain.values(later, CALM),
+}
 lams = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 curves = {}
 for name, table in tables.items():
     rows = [estimates(lambda_credit(table, lam), later_scores) for lam in lams]
     bias = [float((row.mean(0) - later_truth).norm() / later_truth.norm()) for row in rows]
     curves[name] = bias, [noise_of(row, later_truth) for row in rows]
-    for label, numbers in ((f"{name}, lambda", lams), ("  bias", bias), ("  noise of one estimate", curves[name][1])):
+    for label, numbers in (
+        (f"{name}, lambda", lams),
+        ("  bias", bias),
+        ("  noise of one estimate", curves[name][1]),
+    ):
         print(f"{label:<34}" + " ".join(f"{value:5.2f}" for value in numbers))
-error = noise_of(estimates(lambda_credit(tables["its own values"], 1.0), later_scores), later_truth) / len(later[0]) ** 0.5
+error = (
+    noise_of(
+        estimates(lambda_credit(tables["its own values"], 1.0), later_scores), later_truth
+    )
+    / len(later[0]) ** 0.5
+)
 print(f"standard error of a bias: {error:.3f}")
 largest = max(
     float((generalised_gains(table[None], lam)[0] - lambda_credit(table, lam)).abs().max())
@@ -479,7 +562,10 @@ largest = max(
     for lam in lams
 )
 print(f"largest difference from the library: {largest:.0e}")
-print("lambda = 1 is the reward to go:", torch.allclose(lambda_credit(values, 1.0), reward_to_go(values[None])[0]))
+print(
+    "lambda = 1 is the reward to go:",
+    torch.allclose(lambda_credit(values, 1.0), reward_to_go(values[None])[0]),
+)
 
 # %% [markdown] tags=["expected"]
 # its own values, lambda             0.00  0.25  0.50  0.75  0.90  1.00
@@ -497,9 +583,18 @@ figure, axes = panels(2, width=4.0, height=3.0)
 for (name, (bias, noise)), shade in zip(curves.items(), (DATA, ACCENT), strict=True):
     axes[0].plot(lams, bias, "o-", color=shade, markersize=4, label=name)
     axes[1].plot(lams, noise, "o-", color=shade, markersize=4)
-axes[0].set(xlabel="λ", ylabel="bias / length of the gradient", title="Wrong values: less bias with larger λ")
+axes[0].set(
+    xlabel="λ",
+    ylabel="bias / length of the gradient",
+    title="Wrong values: less bias with larger λ",
+)
 axes[0].legend(frameon=False, fontsize=9)
-axes[1].set(xlabel="λ", ylabel="noise / length of the gradient", title="The price in noise", ylim=(2.5, 3.5))
+axes[1].set(
+    xlabel="λ",
+    ylabel="noise / length of the gradient",
+    title="The price in noise",
+    ylim=(2.5, 3.5),
+)
 for cell in axes:
     clean(cell)
 plt.show()
@@ -558,36 +653,75 @@ for steps in COUNTS:
     path = other.roll(20_000, seed=6)
     table, its_scores, its_truth = other.values(path), scores_of(other, path), other.gradient()
     final = table[:, -1:]
-    credits = ((final - final.mean()).expand(-1, other.decisions), final - table[:, :-1], table.diff(dim=-1))
-    measured.append([noise_of(estimates(credit, its_scores), its_truth) ** 2 for credit in credits])
+    credits = (
+        (final - final.mean()).expand(-1, other.decisions),
+        final - table[:, :-1],
+        table.diff(dim=-1),
+    )
+    measured.append(
+        [noise_of(estimates(credit, its_scores), its_truth) ** 2 for credit in credits]
+    )
     sizes = its_scores.square().sum(2).mean(0)
     shares = torch.cat([table[:, :1].var(0), table.diff(dim=-1).square().mean(0)])
-    predicted.append([float(part / its_truth.square().sum()) for part in noise_parts(sizes, shares)])
+    predicted.append(
+        [float(part / its_truth.square().sum()) for part in noise_parts(sizes, shares)]
+    )
     row = " ".join(f"{value:6.1f}" for value in measured[-1])
     guess = " ".join(f"{value:6.1f}" for value in predicted[-1])
-    floors.append(float(other.expected_terms(path).sum(1).var(0).sum() / its_truth.square().sum()))
-    print(f"{other.decisions:9d} | {row}  {measured[-1][0] / measured[-1][2]:14.1f} | {guess}  | {floors[-1]:5.1f}")
+    floors.append(
+        float(other.expected_terms(path).sum(1).var(0).sum() / its_truth.square().sum())
+    )
+    print(
+        f"{other.decisions:9d} | {row}  {measured[-1][0] / measured[-1][2]:14.1f} | {guess}  |"
+        f" {floors[-1]:5.1f}"
+    )
 sizes = scores.square().sum(2).mean(0)
 shares = gains.square().mean(0)
 print("size of the score, decisions 0 to 8: " + " ".join(f"{value:.2f}" for value in sizes))
-print("share of the gain, decisions 0 to 8: " + " ".join(f"{value:.0%}" for value in shares / rewards.var()))
+print(
+    "share of the gain, decisions 0 to 8: "
+    + " ".join(f"{value:.0%}" for value in shares / rewards.var())
+)
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.2, height=3.2)
 decisions = [steps - 1 for steps in COUNTS]
-for column, (name, shade) in enumerate((("uniform", NOISE), ("reward to go", DATA), ("gain", OTHERS[0]))):
-    axes[0].plot(decisions, [row[column] for row in measured], "o-", color=shade, markersize=4, label=name)
+for column, (name, shade) in enumerate(
+    (("uniform", NOISE), ("reward to go", DATA), ("gain", OTHERS[0]))
+):
+    axes[0].plot(
+        decisions,
+        [row[column] for row in measured],
+        "o-",
+        color=shade,
+        markersize=4,
+        label=name,
+    )
     axes[0].plot(decisions, [row[column] for row in predicted], ":", color=shade)
-axes[0].set(xscale="log", yscale="log", xlabel="decisions D", ylabel="variance / |gradient|²", ylim=(0.2, 2000))
+axes[0].set(
+    xscale="log",
+    yscale="log",
+    xlabel="decisions D",
+    ylabel="variance / |gradient|²",
+    ylim=(0.2, 2000),
+)
 axes[0].plot([], [], ":", color=INK, label="predicted")
 axes[0].plot(decisions, floors, "--", color=INK, linewidth=1, label="floor")
 axes[0].set_title("Uniform credit: more decisions, more noise")
 axes[0].set_xticks(decisions, [str(count) for count in decisions])
 axes[0].minorticks_off()
 axes[0].legend(frameon=False, fontsize=9)
-axes[1].plot(range(9), sizes / sizes.sum(), "o-", color=ACCENT, markersize=4, label="size of the score")
-axes[1].plot(range(9), shares / shares.sum(), "o-", color=INK, markersize=4, label="share of the gain")
-axes[1].set(xlabel="decision k (10 steps)", ylabel="fraction of the sum", title="Late scores are large, late gains small")
+axes[1].plot(
+    range(9), sizes / sizes.sum(), "o-", color=ACCENT, markersize=4, label="size of the score"
+)
+axes[1].plot(
+    range(9), shares / shares.sum(), "o-", color=INK, markersize=4, label="share of the gain"
+)
+axes[1].set(
+    xlabel="decision k (10 steps)",
+    ylabel="fraction of the sum",
+    title="Late scores are large, late gains small",
+)
 axes[1].legend(frameon=False, fontsize=9)
 for cell in axes:
     clean(cell)
@@ -648,10 +782,14 @@ lesson.check_improvement(improvement)
 
 # %%
 def log_ratios_to(wind):
-    """log pi'(z_{k+1} | z_k) - log pi(z_{k+1} | z_k) of the calm policy's samples [sample, decision]."""
+    """log pi'(z_{k+1} | z_k) - log pi(z_{k+1} | z_k) of the calm policy's samples [sample,
+    decision].
+    """
     columns = []
     for k in range(chain.decisions):
-        new, old = ((nodes[k + 1] - chain.mean(nodes[k], k, w)).square().sum(1) for w in (wind, CALM))
+        new, old = (
+            (nodes[k + 1] - chain.mean(nodes[k], k, w)).square().sum(1) for w in (wind, CALM)
+        )
         columns.append((old - new) / (2 * chain.stds[k] ** 2))
     return torch.stack(columns, 1)
 
@@ -659,7 +797,9 @@ def log_ratios_to(wind):
 def clipped(log_ratios, advantages, clip_range=0.2):
     """PPO's surrogate, per trajectory."""
     ratios = log_ratios.exp()
-    return torch.minimum(ratios * advantages, ratios.clamp(1 - clip_range, 1 + clip_range) * advantages).sum(1)
+    return torch.minimum(
+        ratios * advantages, ratios.clamp(1 - clip_range, 1 + clip_range) * advantages
+    ).sum(1)
 
 
 tried = torch.arange(0, 3.21, 0.2, dtype=torch.float64)
@@ -669,33 +809,50 @@ for strength in tried:
     surrogate, whole = improvement(logs, gains)
     found["surrogate"].append(float(surrogate))
     found["whole path"].append(float(whole))
-    found["error"].append(float((logs.cumsum(1).exp() * gains).sum(1).std() / len(logs) ** 0.5))
+    found["error"].append(
+        float((logs.cumsum(1).exp() * gains).sum(1).std() / len(logs) ** 0.5)
+    )
     found["clipped"].append(float(clipped(logs, gains).mean()))
     weights = logs.sum(1).exp()
     found["effective"].append(float(weights.mean() ** 2 / weights.square().mean()))
 exact = heights - heights[0]
-print("strength   exact  surrogate  whole path          clipped  effective share of the samples")
+print(
+    "strength   exact  surrogate  whole path          clipped  effective share of the samples"
+)
 for place in (1, 2, 3, 4, 5, 7, 10, 15):
     strength = float(tried[place])
     print(
-        f"{strength:8.1f}  {float(exact[2 * place]):6.3f}  {found['surrogate'][place]:9.3f}"
-        f"  {found['whole path'][place]:6.3f} ± {found['error'][place]:.3f}  {found['clipped'][place]:11.3f}"
-        f"  {found['effective'][place]:10.2%}"
+        f"{strength:8.1f}  {float(exact[2 * place]):6.3f}  {found['surrogate'][place]:9.3f} "
+        f" {found['whole path'][place]:6.3f} ± {found['error'][place]:.3f} "
+        f" {found['clipped'][place]:11.3f}  {found['effective'][place]:10.2%}"
     )
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=3.3)
-low, high = (torch.tensor(found["whole path"]) + sign * 2 * torch.tensor(found["error"]) for sign in (-1, 1))
+low, high = (
+    torch.tensor(found["whole path"]) + sign * 2 * torch.tensor(found["error"])
+    for sign in (-1, 1)
+)
 axes[0].fill_between(tried, low, high, color=OTHERS[0], alpha=0.2)
-axes[0].plot(tried, found["whole path"], color=OTHERS[0], label="whole path, ± 2 standard errors")
+axes[0].plot(
+    tried, found["whole path"], color=OTHERS[0], label="whole path, ± 2 standard errors"
+)
 axes[0].plot(strengths, exact, color=INK, linewidth=2, label="exact")
-axes[0].plot(tried, found["surrogate"], color=ACCENT, label="surrogate: one ratio per decision")
+axes[0].plot(
+    tried, found["surrogate"], color=ACCENT, label="surrogate: one ratio per decision"
+)
 axes[0].plot(tried, found["clipped"], color=DATA, label="clipped surrogate, c = 0.2")
-axes[0].set(xlabel="strength of the new wind", ylabel="improvement of J over calm", ylim=(-0.05, 0.6))
+axes[0].set(
+    xlabel="strength of the new wind", ylabel="improvement of J over calm", ylim=(-0.05, 0.6)
+)
 axes[0].set_title("Far away, the surrogate is too high")
 axes[0].legend(frameon=False, fontsize=8, loc="upper left")
 axes[1].semilogy(tried, found["effective"], "o-", color=OTHERS[0], markersize=4)
-axes[1].set(xlabel="strength of the new wind", ylabel="effective share of the samples", title="Whole paths: few samples dominate")
+axes[1].set(
+    xlabel="strength of the new wind",
+    ylabel="effective share of the samples",
+    title="Whole paths: few samples dominate",
+)
 for cell in axes:
     clean(cell)
 plt.show()
@@ -739,7 +896,15 @@ choosing = {"A": ..., "B": ..., "C": ..., "D": ..., "E": ..., "F": ..., "G": ...
 # **Hint.** Suppose that $z_{k+1}$ is known, so that the sign of $A^*_k$ is fixed. Which values of $F_k$ does the rule keep, and what is the mean of those?
 
 # %% tags=["solution"]
-choosing = {"A": "equal", "B": "equal", "C": "equal", "D": "equal", "E": "larger", "F": "smaller", "G": "equal"}
+choosing = {
+    "A": "equal",
+    "B": "equal",
+    "C": "equal",
+    "D": "equal",
+    "E": "larger",
+    "F": "smaller",
+    "G": "equal",
+}
 
 # %%
 lesson.check_choosing(choosing)
@@ -766,18 +931,33 @@ line_credits = {
 }
 print("decision                        0     1     2     3     4")
 for name, credit in line_credits.items():
-    print(f"mean of psi_k A_k, {name:<8} " + " ".join(f"{mean:5.3f}" for mean in (line_scores * credit).mean(0)))
-errors = torch.stack([(line_scores * credit).std(0) for credit in line_credits.values()]) / len(table) ** 0.5
+    print(
+        f"mean of psi_k A_k, {name:<8} "
+        + " ".join(f"{mean:5.3f}" for mean in (line_scores * credit).mean(0))
+    )
+errors = (
+    torch.stack([(line_scores * credit).std(0) for credit in line_credits.values()])
+    / len(table) ** 0.5
+)
 print(f"largest standard error {float(errors.max()):.3f}")
-print("fraction of marks, TP-GRPO   " + " ".join(f"{share:5.2f}" for share in marked[:, 0].double().mean(0)))
-bonus = (line_credits["TP-GRPO"] - line_credits["gain"])[:, 0] * line_credits["gain"][:, 0].sign()
+print(
+    "fraction of marks, TP-GRPO   "
+    + " ".join(f"{share:5.2f}" for share in marked[:, 0].double().mean(0))
+)
+bonus = (line_credits["TP-GRPO"] - line_credits["gain"])[:, 0] * line_credits["gain"][
+    :, 0
+].sign()
 luck = (line_values[:, -1] - line_values[:, 1]).abs().mean()
 print(
-    f"decision 0: added credit in the direction of the gain {float(bonus.mean()):.3f}, half of the mean |F| {float(luck) / 2:.3f}"
+    f"decision 0: added credit in the direction of the gain {float(bonus.mean()):.3f}, half of"
+    f" the mean |F| {float(luck) / 2:.3f}"
 )
 for name in ("gain", "TP-GRPO"):
     credit = line_credits[name]
-    print(f"divided by the std, {name:<8} " + " ".join(f"{mean:5.2f}" for mean in (line_scores * credit).mean(0) / credit.std(0)))
+    print(
+        f"divided by the std, {name:<8} "
+        + " ".join(f"{mean:5.2f}" for mean in (line_scores * credit).mean(0) / credit.std(0))
+    )
 
 # %% [markdown]
 # The rows of $R$, $R - V_k$ and the gain agree within the standard errors. With TP-GRPO's rule the mean of decision 0 is a third too large, and the excess falls to 0 at the last decision. At decision 0 the added credit is half of the mean luck, as derived. With exact values a rule that chooses in this way is therefore biased: the sign of each decision's mean is right, but its weight relative to other decisions (and states, and prompts) is not.
@@ -792,12 +972,22 @@ for name in ("gain", "TP-GRPO"):
 
 # %%
 trainer = start(window="0:9", initial_noise="independent")
-setting = Setting(trainer.policy, trainer.draw_sampler(), trainer.schedule, trainer.reward, trainer.prompts.prompts)
-ours = replace(setting, prompts=[Prompt("towards 45 degrees", {"angle": 45})])  # the prompt of this lesson
+setting = Setting(
+    trainer.policy,
+    trainer.draw_sampler(),
+    trainer.schedule,
+    trainer.reward,
+    trainer.prompts.prompts,
+)
+# the prompt of this lesson
+ours = replace(setting, prompts=[Prompt("towards 45 degrees", {"angle": 45})])
 sampled = ours.rollout(Groups(1, 200), torch.Generator().manual_seed(0), NoProbe())
 library = exact_advantages(ours, sampled, grid=chain.grid)[0].state_values[0]
 drawn = sampled.trajectories.nodes.flatten(2).double().transpose(0, 1)
-print(f"largest difference of our values from the library's: {float((chain.values(drawn) - library).abs().max()):.0e}")
+print(
+    "largest difference of our values from the library's:"
+    f" {float((chain.values(drawn) - library).abs().max()):.0e}"
+)
 network_truth = pathwise_gradients(setting, batches=32, repeats=256, decisions_only=True)
 cheap = Exact(points=29, reach=4.0)
 RULES = {
@@ -806,21 +996,29 @@ RULES = {
     "exact: A*": RawCredit(lam=0.0, probe=cheap, baseline=False),
 }
 print(
-    f"{sum(weights.numel() for weights in setting.parameters):,} weights, {len(setting.prompts)} prompts with 12 trajectories each"
+    f"{sum(weights.numel() for weights in setting.parameters):,} weights,"
+    f" {len(setting.prompts)} prompts with 12 trajectories each"
 )
 for name, rule in RULES.items():
-    agreement = alignment(policy_gradients(setting, rule, batches=24, members=12), network_truth)
+    agreement = alignment(
+        policy_gradients(setting, rule, batches=24, members=12), network_truth
+    )
     low, high = agreement.scale_interval
     print(
-        f"{name:<26} scale {agreement.scale:.2f} [{low:.2f}, {high:.2f}]   noise of one batch {1 / agreement.signal_to_noise:.1f}"
+        f"{name:<26} scale {agreement.scale:.2f} [{low:.2f}, {high:.2f}]   noise of one batch"
+        f" {1 / agreement.signal_to_noise:.1f}"
     )
 for window in ("0:9", "2:7"):
     of = start(window=window, initial_noise="independent")
     one = Setting(of.policy, of.draw_sampler(), of.schedule, of.reward, of.prompts.prompts)
-    drawn_only, whole = (pathwise_gradients(one, batches=8, repeats=256, decisions_only=part).mean(0) for part in (True, False))
+    drawn_only, whole = (
+        pathwise_gradients(one, batches=8, repeats=256, decisions_only=part).mean(0)
+        for part in (True, False)
+    )
     cosine = torch.cosine_similarity(drawn_only, whole, dim=0)
     print(
-        f"decisions alone, window {window}: cosine with the gradient of all steps {cosine:.2f}, length {drawn_only.norm() / whole.norm():.2f}"
+        f"decisions alone, window {window}: cosine with the gradient of all steps"
+        f" {cosine:.2f}, length {drawn_only.norm() / whole.norm():.2f}"
     )
 
 # %% [markdown] tags=["expected"]

@@ -32,7 +32,16 @@ from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_05 as lesson
 from flowrl_course import recorded
 from flowrl_course.batches import ode_images, sample_groups
-from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, ImageRow, clean, panels, show_images
+from flowrl_course.figures import (
+    ACCENT,
+    COLOURS,
+    DATA,
+    NOISE,
+    ImageRow,
+    clean,
+    panels,
+    show_images,
+)
 from flowrl_course.recorded import measured
 from flowrl_course.runs import train
 
@@ -70,7 +79,10 @@ heldout = sorted({prompt.text for prompt in shapes.prompts("preference", "heldou
 print(f"{everything:,} weights, {trainable:,} of them in the adapter")
 print(f"{len(prompts)} training prompts; held out: {', '.join(heldout)}")
 before = evaluate(base, shapes, "preference", "soft", count=96, steps=20)
-print("base model on 96 held-out samples:", {form: round(value, 2) for form, value in before.scores.items()})
+print(
+    "base model on 96 held-out samples:",
+    {form: round(value, 2) for form, value in before.scores.items()},
+)
 
 # %% [markdown]
 # ## One group
@@ -122,11 +134,15 @@ lesson.check_uniform(uniform_advantages)
 sampler = Windowed(FlowSDE(0.7), range(2, 7))
 group = sample_groups(base, judge, prompts[4:5], members=8, sampler=sampler, seed=1)
 final = group.values[..., -1]
-advantages = uniform_advantages(final, decisions=len(group.decisions))  # [prompt, member, decision]: 1, 8, 5
+# [prompt, member, decision]: 1, 8, 5
+advantages = uniform_advantages(final, decisions=len(group.decisions))
 images = base.decode(group.rollout.trajectories.images_latent)
 order = final[0].argsort(descending=True)
 captions = [f"R {final[0, k]:.2f}   A {advantages[0, k, 0]:+.1f}" for k in order]
-show_images(ImageRow(images[order], captions), title=f'One group, "{prompts[4].text}", best first: reward and advantage')
+show_images(
+    ImageRow(images[order], captions),
+    title=f'One group, "{prompts[4].text}", best first: reward and advantage',
+)
 plt.show()
 
 # %% [markdown]
@@ -167,9 +183,10 @@ lesson.check_strongest_step(strongest_step)
 spread = {}
 for task in ("preference", "compositional"):
     chosen = shapes.prompts(task, "train")[:6]
+    samplers = [Windowed(FlowSDE(0.7), [step]) for step in range(10)]
     alone = [
-        sample_groups(base, judge, chosen, members=8, sampler=Windowed(FlowSDE(0.7), [step]), shared_noise=True, seed=3)
-        for step in range(10)
+        sample_groups(base, judge, chosen, 8, sampler, shared_noise=True, seed=3)
+        for sampler in samplers
     ]
     spread[task] = torch.stack([batch.values[..., -1].std(dim=1).mean() for batch in alone])
     print(f"{task:<26}" + " ".join(f"{value:.3f}" for value in spread[task]))
@@ -179,11 +196,20 @@ print("std of the step's own noise " + " ".join(f"{value:.3f}" for value in stds
 # %% tags=["hide-input"]
 figure, axes = panels(width=6.4, height=3.0)
 axes.axvspan(1.5, 6.5, color="#eef1f5")
-axes.text(4, 0.262, "window 2:7, steps 2 to 6 (trained below)", ha="center", fontsize=8, color=NOISE)
-for task, shade, place in (("compositional", ACCENT, (4.1, 0.175)), ("preference", DATA, (0.05, 0.085))):
+axes.text(
+    4, 0.262, "window 2:7, steps 2 to 6 (trained below)", ha="center", fontsize=8, color=NOISE
+)
+for task, shade, place in (
+    ("compositional", ACCENT, (4.1, 0.175)),
+    ("preference", DATA, (0.05, 0.085)),
+):
     axes.plot(range(10), spread[task], "o-", color=shade)
     axes.text(*place, task, color=shade)
-axes.set(xlabel="the one step that is random (0 = from pure noise)", ylabel="spread of R within a group", ylim=(0, 0.28))
+axes.set(
+    xlabel="the one step that is random (0 = from pure noise)",
+    ylabel="spread of R within a group",
+    ylim=(0, 0.28),
+)
 axes.set_xticks(range(10))
 axes.set_title("Early noise changes the reward, late noise does not", fontsize=10)
 clean(axes)
@@ -239,7 +265,11 @@ lesson.check_silent(silent_share)
 # %%
 crowd = sample_groups(base, judge, prompts[:12], members=48, sampler=sampler, seed=3)
 everyone = [prompt for prompt in prompts[:12] for _ in range(48)]
-strict = shapes.reward("strict").score(base.decode(crowd.rollout.trajectories.images_latent), everyone).view(12, 48)
+strict = (
+    shapes.reward("strict")
+    .score(base.decode(crowd.rollout.trajectories.images_latent), everyone)
+    .view(12, 48)
+)
 soft = crowd.values[..., -1]
 reference = uniform_advantages(soft, 1)[..., 0]
 sizes, silent, faithful = [2, 3, 4, 6, 8, 12, 24], [], []
@@ -250,22 +280,42 @@ for size in sizes:
     faithful.append(float(torch.corrcoef(torch.stack([small, reference.flatten()]))[0, 1]))
 for size, share, agreeing in zip(sizes, silent, faithful, strict=True):
     formula = silent_share(strict.mean(dim=1), size)
-    print(f"groups of {size:2d}: {share:5.1%} silent (formula {formula:5.1%}), correlation with the group of 48: {agreeing:.2f}")
+    print(
+        f"groups of {size:2d}: {share:5.1%} silent (formula {formula:5.1%}), correlation with"
+        f" the group of 48: {agreeing:.2f}"
+    )
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=3.9, height=2.9)
 fine = torch.linspace(2, 24, 60)
-axes[0].plot(fine, [silent_share(strict.mean(dim=1), float(size)) for size in fine], color=DATA)
+axes[0].plot(
+    fine, [silent_share(strict.mean(dim=1), float(size)) for size in fine], color=DATA
+)
 axes[0].plot(sizes, silent, "o", color=ACCENT)
 axes[0].text(4.6, 0.2, "formula", color=DATA)
 axes[0].text(8.5, 0.06, "measured", color=ACCENT)
-axes[0].plot(fine, [silent_share(torch.full((1,), 0.95), float(size)) for size in fine], ":", color=NOISE)
+axes[0].plot(
+    fine,
+    [silent_share(torch.full((1,), 0.95), float(size)) for size in fine],
+    ":",
+    color=NOISE,
+)
 axes[0].text(12, 0.6, "when 95% succeed", color=NOISE)
-axes[0].set(xlabel="group size G", ylabel="fraction of silent groups", title="Silent groups with 0/1 rewards", ylim=(0, 1))
+axes[0].set(
+    xlabel="group size G",
+    ylabel="fraction of silent groups",
+    title="Silent groups with 0/1 rewards",
+    ylim=(0, 1),
+)
 axes[1].plot(sizes, faithful, "o-", color=ACCENT)
 axes[1].plot(fine, (1 - 1 / fine).sqrt(), ":", color=NOISE)
 axes[1].text(2.2, 0.94, r"$\sqrt{1 - 1/G}$", color=NOISE)
-axes[1].set(xlabel="group size G", ylabel="correlation", title="Advantages against those of 48 members", ylim=(0.4, 1.02))
+axes[1].set(
+    xlabel="group size G",
+    ylabel="correlation",
+    title="Advantages against those of 48 members",
+    ylim=(0.4, 1.02),
+)
 for cell in axes:
     clean(cell)
 plt.show()
@@ -310,7 +360,8 @@ lesson.check_cost(iteration_cost)
 paper = iteration_cost(1, 40, 39) / iteration_cost(1, 10, 9)
 window = iteration_cost(1, 40, 5) / iteration_cost(1, 10, 5)
 print(
-    f"10 instead of 40 steps, all but the last stochastic: {paper:.1f} times cheaper; five stochastic steps in both: {window:.1f} times"
+    f"10 instead of 40 steps, all but the last stochastic: {paper:.1f} times cheaper; five"
+    f" stochastic steps in both: {window:.1f} times"
 )
 
 # %% [markdown] tags=["explanation"]
@@ -352,14 +403,21 @@ lesson.check_plan(plan)
 # %%
 settings = preset("default").apply(task="preference", groups=8, group_size=12, iterations=8)
 healthy = train(settings)
-print("mean reward of the training samples:", " ".join(f"{value:.2f}" for value in healthy.curve("reward_mean")))
+print(
+    "mean reward of the training samples:",
+    " ".join(f"{value:.2f}" for value in healthy.curve("reward_mean")),
+)
 held = {}
 for name, policy in (("before", base), ("after", healthy.policy)):
-    held[name] = [evaluate(policy, shapes, "preference", "soft", count=96, steps=steps).scores for steps in (5, 10, 40)]
+    held[name] = [
+        evaluate(policy, shapes, "preference", "soft", count=96, steps=steps).scores
+        for steps in (5, 10, 40)
+    ]
     print(
         f"{name:<7}"
         + "   ".join(
-            f"{s:2d} steps: soft {v['soft']:.2f} strict {v['strict']:.2f}" for s, v in zip((5, 10, 40), held[name], strict=True)
+            f"{s:2d} steps: soft {v['soft']:.2f} strict {v['strict']:.2f}"
+            for s, v in zip((5, 10, 40), held[name], strict=True)
         )
     )
 
@@ -371,12 +429,28 @@ for name, policy in (("before", base), ("after", healthy.policy)):
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=3.9, height=2.8)
 axes[0].plot(range(1, 9), healthy.curve("reward_mean"), "o-", color=COLOURS["flow-grpo"])
-axes[0].set(xlabel="iteration", ylabel="mean reward (soft)", title="Training samples, 10 steps", ylim=(0.6, 1))
+axes[0].set(
+    xlabel="iteration",
+    ylabel="mean reward (soft)",
+    title="Training samples, 10 steps",
+    ylim=(0.6, 1),
+)
 for name, shade in (("before", NOISE), ("after", COLOURS["flow-grpo"])):
     values = [scores["strict"] for scores in held[name]]
     axes[1].plot((5, 10, 40), values, "o-", color=shade)
-    axes[1].annotate(f"{name} training", (20, values[1]), xytext=(0, -14), textcoords="offset points", color=shade)
-axes[1].set(xlabel="ODE steps while evaluating", ylabel="strict success", title="Held-out prompts", ylim=(0, 1))
+    axes[1].annotate(
+        f"{name} training",
+        (20, values[1]),
+        xytext=(0, -14),
+        textcoords="offset points",
+        color=shade,
+    )
+axes[1].set(
+    xlabel="ODE steps while evaluating",
+    ylabel="strict success",
+    title="Held-out prompts",
+    ylim=(0, 1),
+)
 axes[1].set_xticks((5, 10, 40))
 for cell in axes:
     clean(cell)
@@ -386,7 +460,11 @@ rows = []
 for name, policy in (("before", base), ("after", healthy.policy)):
     drawn = ode_images(policy, judge, shown, seed=4)
     rows.append(ImageRow(drawn.images[:5], drawn.rewards[:5], name))
-show_images(*rows, heads=heldout[:5], title="Held-out prompts, the same noise before and after 8 iterations")
+show_images(
+    *rows,
+    heads=heldout[:5],
+    title="Held-out prompts, the same noise before and after 8 iterations",
+)
 plt.show()
 
 # %% [markdown]
@@ -490,19 +568,36 @@ for form, elements in (("sum", 1), ("mean", d)):
         estimates = kl_estimates((K + (2 * K) ** 0.5 * draws) / elements)
         bias[form, K] = [float(k.mean()) / (K / elements) for k in estimates]
         scatter[form, K] = [float(k.std()) / (K / elements) for k in estimates]
-print("estimate / closed form: mean ± std over samples         k1             k2             k3")
+print(
+    "estimate / closed form: mean ± std over samples         k1             k2             k3"
+)
 for (form, K), ratios in bias.items():
-    cells = "  ".join(f"{m:5.3f} ± {s:5.2f}" for m, s in zip(ratios, scatter[form, K], strict=True))
+    cells = "  ".join(
+        f"{m:5.3f} ± {s:5.2f}" for m, s in zip(ratios, scatter[form, K], strict=True)
+    )
     print(f"{form + ' over elements,':<20} KL of the latent {K:4.2f}            {cells}")
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.0, height=2.9)
 for k, (name, shade) in enumerate((("k1", DATA), ("k2", NOISE), ("k3", ACCENT))):
-    axes[0].loglog(exact, [scatter["sum", K][k] for K in exact], "o-", color=shade, markersize=4)
+    axes[0].loglog(
+        exact, [scatter["sum", K][k] for K in exact], "o-", color=shade, markersize=4
+    )
     axes[0].text(3.5, scatter["sum", 3.0][k], name, color=shade, va="center")
-    axes[1].loglog(exact, [bias["mean", K][k] for K in exact], "o-", color=shade, markersize=4, label=name)
-axes[0].set(xlabel="KL of the latent", ylabel="std / KL", title="With the sum: noise of one sample", xlim=(0.007, 7))
-axes[1].set(xlabel="KL of the latent", ylabel="mean / KL", title="With the mean: k2 and k3 are far too small")
+    axes[1].loglog(
+        exact, [bias["mean", K][k] for K in exact], "o-", color=shade, markersize=4, label=name
+    )
+axes[0].set(
+    xlabel="KL of the latent",
+    ylabel="std / KL",
+    title="With the sum: noise of one sample",
+    xlim=(0.007, 7),
+)
+axes[1].set(
+    xlabel="KL of the latent",
+    ylabel="mean / KL",
+    title="With the mean: k2 and k3 are far too small",
+)
 axes[1].legend(frameon=False, fontsize=8)
 for cell in axes:
     clean(cell)
@@ -562,19 +657,37 @@ nodes, schedule = paths.rollout.trajectories.nodes, paths.rollout.trajectories.s
 everyone, decisions = paths.condition.repeat(12), range(2, 7)
 step_kl, log_ratios, difference = [], [], 0.0
 for i in decisions:
-    x, index, t, s = nodes[:, i], torch.full((96,), i), float(schedule.times[i]), float(schedule.times[i + 1])
+    x, index, t, s = (
+        nodes[:, i],
+        torch.full((96,), i),
+        float(schedule.times[i]),
+        float(schedule.times[i + 1]),
+    )
     with torch.no_grad():
-        v, v_base = paths.rollout.trajectories.velocities[:, i], base.velocity(x, torch.full((96,), 1000 * t), everyone)
+        v, v_base = (
+            paths.rollout.trajectories.velocities[:, i],
+            base.velocity(x, torch.full((96,), 1000 * t), everyone),
+        )
     new, old = (sampler.transition(x, field, schedule, index) for field in (v, v_base))
     step_kl.append(kl_from_velocities(v.flatten(1), v_base.flatten(1), t, s, 0.7))
     difference = max(difference, float((step_kl[-1] - kl(new, old)).abs().max()))
     log_ratios.append(d * (log_prob(new, nodes[:, i + 1]) - log_prob(old, nodes[:, i + 1])))
 step_kl, log_ratios = torch.stack(step_kl, dim=1), torch.stack(log_ratios, dim=1)
 print(f"largest difference from flow.kl: {difference:.0e}")
-print("nats per step:", " ".join(f"step {i}: {value:.2f}" for i, value in zip(decisions, d * step_kl.mean(0), strict=True)))
-print(f"path KL, closed form: {path_kl(step_kl, d):.1f} nats (standard error {float(d * step_kl.sum(1).std()) / 96**0.5:.1f})")
 print(
-    f"path KL, k1:          {log_ratios.sum(1).mean():.1f} nats (standard error {float(log_ratios.sum(1).std()) / 96**0.5:.1f})"
+    "nats per step:",
+    " ".join(
+        f"step {i}: {value:.2f}"
+        for i, value in zip(decisions, d * step_kl.mean(0), strict=True)
+    ),
+)
+print(
+    f"path KL, closed form: {path_kl(step_kl, d):.1f} nats (standard error"
+    f" {float(d * step_kl.sum(1).std()) / 96**0.5:.1f})"
+)
+print(
+    f"path KL, k1:          {log_ratios.sum(1).mean():.1f} nats (standard error"
+    f" {float(log_ratios.sum(1).std()) / 96**0.5:.1f})"
 )
 
 # %% [markdown] tags=["expected"]
@@ -640,12 +753,23 @@ runs = {
     "+ KL penalty 1": train(unstable.replace(kl_weight=1.0)),
     "the run above": healthy,
 }
-print(f"{'held out, 96 samples':<22} {'soft':>6} {'strict':>7}   KL of the new policy from the old one, per iteration")
-print(f"{'base model':<22} {held['before'][1]['soft']:6.2f} {held['before'][1]['strict']:7.2f}")
+print(
+    f"{'held out, 96 samples':<22} {'soft':>6} {'strict':>7}   KL of the new policy from the"
+    " old one, per iteration"
+)
+print(
+    f"{'base model':<22} {held['before'][1]['soft']:6.2f} {held['before'][1]['strict']:7.2f}"
+)
 for name, run in runs.items():
     scores, moved = run.evaluation.scores, run.curve("approx_kl")
-    print(f"{name:<22} {scores['soft']:6.2f} {scores['strict']:7.2f}   " + " ".join(f"{value:.4f}" for value in moved))
-print("training reward of the unstable run:", " ".join(f"{value:.2f}" for value in runs["unstable"].curve("reward_mean")))
+    print(
+        f"{name:<22} {scores['soft']:6.2f} {scores['strict']:7.2f}   "
+        + " ".join(f"{value:.4f}" for value in moved)
+    )
+print(
+    "training reward of the unstable run:",
+    " ".join(f"{value:.2f}" for value in runs["unstable"].curve("reward_mean")),
+)
 
 # %% [markdown] tags=["expected"]
 # held out, 96 samples     soft  strict   KL of the new policy from the old one, per iteration
@@ -673,11 +797,20 @@ for cell, metric, label, title in zip(
 ):
     for name, run in runs.items():
         values = run.curve(metric)
-        cell.plot(range(1, len(values) + 1), values, "o-", markersize=3, color=shades[name], label=name)
+        cell.plot(
+            range(1, len(values) + 1),
+            values,
+            "o-",
+            markersize=3,
+            color=shades[name],
+            label=name,
+        )
     cell.set(xlabel="iteration", ylabel=label, title=title)
     clean(cell)
 axes[1].set_yscale("log")
-figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+figure.legend(
+    *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False
+)
 plt.show()
 rows = []
 for name, run in runs.items():
@@ -755,11 +888,21 @@ lesson.check_changed_setting(changed_setting)
 #
 # Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded. The other items of the paper, and what is still to be run, are in `docs/papers/coverage.md`.
 
-# %%
+# %% tags=["hide-input"]
 recorded.table(
-    ("10 - 40 steps, at equal evaluations", "as good, over 4 times faster", measured("train-short"), "better"),
+    (
+        "10 - 40 steps, at equal evaluations",
+        "as good, over 4 times faster",
+        measured("train-short"),
+        "better",
+    ),
     ("  final reward", "the same", measured("train-short", 1), "worse"),
-    ("different - same noise in a group", "better; curves not at hand", measured("different-noise"), "undecided"),
+    (
+        "different - same noise in a group",
+        "better; curves not at hand",
+        measured("different-noise"),
+        "undecided",
+    ),
     ("KL - none: density at equal reward", "better", measured("kl-quality"), "undecided"),
     ("  reward", "training takes longer", measured("binding-kl"), "equal"),
 )
@@ -771,8 +914,18 @@ panels_of = {
     "KL": ("kl-quality", "updates"),
 }
 recorded.curves(panels_of)
-recorded.dots({"KL: reward": ("kl-frontier-uniform", "area"), "KL: density": ("kl-frontier-uniform", "quality")})
-recorded.dots({"Groups of 12 and 6": ("scale-small-groups", "area"), "Groups of 12 and 24": ("scale-groups", "area")})
+recorded.dots(
+    {
+        "KL: reward": ("kl-frontier-uniform", "area"),
+        "KL: density": ("kl-frontier-uniform", "quality"),
+    }
+)
+recorded.dots(
+    {
+        "Groups of 12 and 6": ("scale-small-groups", "area"),
+        "Groups of 12 and 24": ("scale-groups", "area"),
+    }
+)
 recorded.search("uniform")
 
 # %% [markdown]
