@@ -62,30 +62,26 @@ opening()
 # %% [markdown]
 # ## The path
 #
-# To turn noise into data, a model needs a path between them. Let $x_0$ be a data point and $\varepsilon$ standard Gaussian noise. Flow matching joins the two by a straight line,
-#
-# $$x_t = (1 - t)\, x_0 + t\, \varepsilon, \qquad t \in [0, 1],$$
-#
-# so $x_1$ is noise. During generation, time decreases **from $t = 1$ (noise) to $t = 0$ (data)**. The papers and the public code of this field use this
+# To turn noise into data, a model needs a path between them. Let $x_0$ be a data point and $x_1 = \varepsilon$ standard Gaussian noise. Flow matching joins the two by a straight line on which $x_t$ moves at constant speed. During generation, time decreases **from $t = 1$ (noise) to $t = 0$ (data)**. The papers and the public code of this field use this
 # direction, and so does `flowrl`. Other texts use the opposite direction, which is the most common cause of wrong signs.
 #
 # Our data are eight small Gaussian blobs on a circle (`GaussianMixture.ring()`).
 #
-# ### Exercise 1 · interpolate
+# ### Exercise 1 · repair the path
 #
-# *Difficulty: easy · kind: formula · importance: essential · time: 3 minutes*
+# *Difficulty: easy · kind: debugging · importance: essential · time: 4 minutes*
 #
-# Write the path for a whole batch: `clean` and `noise` are `[sample, dim]`, and every sample has its own `time` `[sample]`.
+# The draft below should return $x_t$ for a whole batch: `clean` ($x_0$) and `noise` ($\varepsilon$) are `[sample, dim]`, and every sample has its own `time` `[sample]`. It has two mistakes. The first is visible at $t = 0$, $t = 1$ and halfway; the second only if samples have different times.
 
 
 # %% tags=["exercise"]
 def interpolate(clean, noise, time):
     """x_t of every sample."""
-    return ...
+    return clean + time * (clean - noise)
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** `time` is `[sample]` and the points are `[sample, dim]`: give the time a second axis with `time[:, None]`.
+# **Hint.** A point that moves at constant speed has moved by the fraction $t$ of the way from $x_0$ to $\varepsilon$. `time` is `[sample]` and the points are `[sample, dim]`: give the time a second axis with `time[:, None]`.
 
 
 # %% tags=["solution"]
@@ -99,7 +95,7 @@ def interpolate(clean, noise, time):
 lesson.check_interpolate(interpolate)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** `time[:, None]` broadcasts the time over the dimensions, so each sample uses its own time. Without the new axis,
+# **Why.** The way from $x_0$ to $\varepsilon$ is $\varepsilon - x_0$, so $x_t = x_0 + t\,(\varepsilon - x_0) = (1-t)\,x_0 + t\,\varepsilon$. `time[:, None]` broadcasts the time over the dimensions, so each sample uses its own time. Without the new axis,
 # `[sample]` and `[sample, dim]` either do not broadcast or, if the two sizes agree, samples and dimensions are silently mixed up.
 # In `flowrl` this function is `flowrl.flow.interpolate`; its shape annotations detect this error.
 
@@ -116,7 +112,7 @@ plt.show()
 # %% [markdown]
 # ## The velocity
 #
-# Along one line the velocity is constant: $\mathrm{d}x_t/\mathrm{d}t = \varepsilon - x_0$. During generation, however, we know only the
+# Along one line, $x_t = (1 - t)\, x_0 + t\, \varepsilon$, the velocity is constant: $\mathrm{d}x_t/\mathrm{d}t = \varepsilon - x_0$. During generation, however, we know only the
 # point $x_t$, neither $x_0$ nor $\varepsilon$, and many lines pass near every point. The field that moves the whole
 # *distribution* correctly is the average over these lines,
 #
@@ -419,23 +415,18 @@ plt.show()
 #
 # ## Estimates of the finished sample
 #
-# Often we need to know early what a sample will become, for example to compute a reward for an unfinished image. At every time the velocity gives estimates of both ends of the line. If $v = \varepsilon - x_0$ and $x_t = (1-t)x_0 + t\varepsilon$, then
-#
-# $$\hat x_0 = x_t - t\,v, \qquad \hat\varepsilon = x_t + (1-t)\,v .$$
-#
-# Both are linear in $v$. So if $v$ is the conditional mean, they are conditional means too: $\hat x_0 = \mathbb E[x_0 \mid x_t]$. This is the **Tweedie estimate**. It is the cheapest estimate of a finished image,
-# and the lesson on Stepwise-Flow-GRPO computes rewards from it.
+# Often we need to know early what a sample will become, for example to compute a reward for an unfinished image. At every time the velocity gives estimates of both ends of the line. If the state $x_t = (1-t)x_0 + t\varepsilon$ and the velocity $v = \varepsilon - x_0$ of one line are known, both ends $x_0$ and $\varepsilon$ are determined. With the field's $v$, the mean over all lines through $x_t$, the same two formulas give estimates $\hat x_0$ and $\hat\varepsilon$.
 #
 # ### Exercise 7 · the Tweedie estimate
 #
-# *Difficulty: easy · kind: formula · importance: essential · time: 3 minutes*
+# *Difficulty: easy · kind: formula · importance: essential · time: 5 minutes*
 #
-# Write $\hat x_0$ for a batch: `x` and `velocity` are `[sample, dim]`, `time` is `[sample]`.
+# Solve for both ends, and return $\hat x_0$ for a batch: `x` and `velocity` are `[sample, dim]`, `time` is `[sample]`. Is $\hat x_0$ the *mean* of the clean points behind $x_t$, or only one of them?
 
 
 # %% tags=["exercise"]
 def tweedie(x, velocity, time):
-    """The estimate of x_0 from the state, its velocity [sample, dim], and its time [sample]."""
+    """The estimate of x_0; x and velocity are [sample, dim], time is [sample]."""
     return ...
 
 
@@ -445,7 +436,7 @@ def tweedie(x, velocity, time):
 
 # %% tags=["solution"]
 def tweedie(x, velocity, time):
-    """The estimate of x_0 from the state, its velocity [sample, dim], and its time [sample]."""
+    """The estimate of x_0; x and velocity are [sample, dim], time is [sample]."""
     return x - time[:, None] * velocity
 
 
@@ -453,8 +444,15 @@ def tweedie(x, velocity, time):
 lesson.check_tweedie(tweedie)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A step from $x_t$ along the line for the whole remaining time $t$ ends at $x_0$. At $t = 0$ no time remains and $\hat x_0 = x_t$; at $t = 1$ the estimate
+# **Why.** A step from $x_t$ along the line for the whole remaining time $t$ ends at $x_0$, and one of length $1-t$ in the other direction at $\varepsilon$:
+#
+# $$\hat x_0 = x_t - t\,v, \qquad \hat\varepsilon = x_t + (1-t)\,v .$$
+#
+# Both are linear in $v$. So if $v$ is the conditional mean, they are conditional means too. At $t = 0$ no time remains and $\hat x_0 = x_t$; at $t = 1$ the estimate
 # is the mean of all data for every noise.
+
+# %% [markdown]
+# The estimate $\hat x_0 = x_t - t\,v = \mathbb E[x_0 \mid x_t]$ is called the **Tweedie estimate**. It is the cheapest estimate of a finished image, and the lesson on Stepwise-Flow-GRPO computes rewards from it. The estimate of the noise is $\hat\varepsilon = x_t + (1-t)\,v$.
 
 # %% tags=["hide-input"]
 times = torch.linspace(1, 0, 41)

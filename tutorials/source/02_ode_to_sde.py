@@ -126,7 +126,7 @@ opening()
 #
 # $$\hat x_0 = \mathbb E[x_0\mid x_t = x] = \frac{x + t^2\,\nabla\log p_t(x)}{1-t}.$$
 #
-# This is Tweedie's formula in its usual form (Robbins 1956; Efron 2011). Given an observation with Gaussian noise of variance $t^2$, the mean of the signal is the observation plus $t^2$ times the score. Here it is divided by the factor $1-t$ of the data. With $\nabla\log p_t = -(x + (1-t)v)/t$ it becomes $x - t\,v$, the estimate of the lesson on flow matching.
+# This is Tweedie's formula in its usual form (Robbins 1956; Efron 2011). Given an observation with Gaussian noise of variance $t^2$, the mean of the signal is the observation plus $t^2$ times the score. Here it is divided by the factor $1-t$ of the data. With the score of exercise 1 it becomes $x - t\,v$, the estimate of the lesson on flow matching.
 # Velocity, score, clean estimate and noise estimate are four forms of one conditional mean.
 #
 # </details>
@@ -135,7 +135,7 @@ opening()
 #
 # *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
 #
-# Combine the two formulas; `x` and `velocity` are `[sample, dim]`, `time` is `[sample]`.
+# Write the score as a function of state and velocity; `x` and `velocity` are `[sample, dim]`, `time` is `[sample]`.
 
 
 # %% tags=["exercise"]
@@ -159,24 +159,20 @@ def score(x, velocity, time):
 lesson.check_score(score)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The score points from noise to data, opposite to the noise estimate, and it grows as $t$ decreases, because the noise is then on a finer scale. The check compares it with the gradient of
+# **Why.** With both formulas, $\nabla\log p_t(x) = -(x + (1-t)v)/t$. The score points from noise to data, opposite to the noise estimate, and it grows as $t$ decreases, because the noise is then on a finer scale. The check compares it with the gradient of
 # the ring's exact log-density, computed by autograd.
 
 # %% [markdown]
 # ## One step of Flow-SDE
 #
-# A sampler takes steps of finite length. For a step from $t$ to the next time $s = t - \Delta$, the Euler-Maruyama method keeps the bracket constant. Then the next node is Gaussian, and this Gaussian *is* the policy:
-#
-# $$x_s \sim \mathcal N\big(\mu,\ \mathrm{std}^2 I\big),\qquad \mu = x - \Delta v - \frac{\sigma_t^2\Delta}{2t}\big(x + (1-t)v\big),\qquad \mathrm{std} = \sigma_t\sqrt\Delta .$$
-#
-# The last term of $\mu$ is $\Delta\sigma_t^2/2$ times the score; we call it the *score correction*.
+# A sampler takes steps of finite length. For a step from $t$ to the next time $s = t - \Delta$, the Euler-Maruyama method keeps the bracket of the SDE constant. Then the next node is Gaussian, $x_s \sim \mathcal N(\mu, \mathrm{std}^2 I)$, and this Gaussian *is* the policy. Its mean contains the velocity and $\Delta\sigma_t^2/2$ times the score; we call the second term the *score correction*.
 # Flow-GRPO (Liu et al. 2025, arXiv 2505.05470) uses $\sigma_t = a\sqrt{t/(1-t)}$, which is large early and small late. The number $a$ is the *noise level*, 0.7 in the paper.
 #
 # ### Exercise 2 · the transition
 #
-# *Difficulty: medium · kind: formula · importance: essential · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 10 minutes*
 #
-# Return mean `[sample, dim]` and standard deviation (a number) of $x_s$, in this order. Here $t < 1$ is one number for the whole batch.
+# Derive mean `[sample, dim]` and standard deviation (a number) of $x_s$ from the SDE, and return them in this order, as functions of state and velocity. Here $t < 1$ is one number for the whole batch. In which direction does a step move, and which of the two results is proportional to $\Delta$?
 
 
 # %% tags=["exercise"]
@@ -203,7 +199,11 @@ def flow_sde_step(x, velocity, t, s, noise_level):
 lesson.check_flow_sde(flow_sde_step)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The drift is multiplied by $\Delta$ and the noise by $\sqrt\Delta$, because the variances of independent noise add up over time, not the standard deviations. The function draws no noise itself: mean and standard deviation define the policy.
+# **Why.** With the score of exercise 1,
+#
+# $$\mu = x - \Delta v - \frac{\sigma_t^2\Delta}{2t}\big(x + (1-t)v\big),\qquad \mathrm{std} = \sigma_t\sqrt\Delta .$$
+#
+# The drift is multiplied by $\Delta$ and the noise by $\sqrt\Delta$, because the variances of independent noise add up over time, not the standard deviations. The function draws no noise itself: mean and standard deviation define the policy.
 
 # %% [markdown]
 # At $t = 1$, where every path starts, the denominator of $\sigma_t$ is zero. The released code and `FlowSDE` use the next time $s$ in the denominator of this step, $\sigma_t = a\sqrt{1/(1-s)}$, which is finite. The wrapper
@@ -421,18 +421,16 @@ lesson.check_excess_variance(excess_variance)
 # with the noise level: more exploration costs image quality.
 
 # %% [markdown]
-# Two kernels avoid the excess by construction. Both start from the estimates $\hat x_0 = x - tv$ and $\hat\varepsilon = x + (1-t)v$, and restore the right amount of noise: new noise of standard deviation std, and old noise for the rest,
-#
-# $$x_s \sim \mathcal N\Big((1-s)\,\hat x_0 + \sqrt{s^2 - \mathrm{std}^2}\;\hat\varepsilon,\ \ \mathrm{std}^2 I\Big).$$
+# Two kernels avoid the excess by construction. Both start from the estimates $\hat x_0 = x - tv$ and $\hat\varepsilon = x + (1-t)v$, and mix three parts: $\hat x_0$, the old noise $\hat\varepsilon$, and independent new noise with standard deviation std. The coefficients of the first two follow from one requirement. If both estimates are exact, $x_s$ has the distribution of $(1-s)\,x_0 + s\,\varepsilon'$ with standard normal $\varepsilon'$, for each $x_0$. Only std remains to be chosen.
 #
 # *Coefficients-Preserving Sampling* (CPS; Wang & Yu 2025, arXiv 2509.05952) sets $\mathrm{std} = s\,\sin(\eta\pi/2)$ with a noise level $\eta$ between 0 and 1. Stepwise-Flow-GRPO (arXiv 2603.28718, equation 8) uses a *DDIM-inspired* kernel with $\mathrm{std} = a\,s\sqrt{1-t}$.
 # (Both papers write $\sigma$ for this std. It has no factor $\sqrt\Delta$.)
 #
 # ### Exercise 6 · CPS
 #
-# *Difficulty: medium · kind: formula · importance: useful · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 8 minutes*
 #
-# Return mean and standard deviation of the next node with CPS's std; `t`, `s` and `eta` are numbers, so use `math.sin`.
+# Find the two coefficients. Return mean and standard deviation of the next node with CPS's std; `t`, `s` and `eta` are numbers, so use `math.sin`.
 
 
 # %% tags=["exercise"]
@@ -442,7 +440,7 @@ def cps_step(x, velocity, t, s, eta):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute $\hat x_0$ and $\hat\varepsilon$ from the lesson on flow matching, then std, then the formula. Rounding can make $s^2 - \mathrm{std}^2$ slightly negative; `max(0, ...)` prevents an error.
+# **Hint.** The old and the new noise are independent: what do their variances add up to? The coefficient of $\hat x_0$ does not depend on std. Rounding can make $s^2 - \mathrm{std}^2$ slightly negative; `max(0, ...)` prevents an error.
 
 
 # %% tags=["solution"]
@@ -457,7 +455,11 @@ def cps_step(x, velocity, t, s, eta):
 lesson.check_cps(cps_step)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Old and new noise are independent, so their *variances* must add up to $s^2$: $(s^2 - \mathrm{std}^2) + \mathrm{std}^2$.
+# **Why.** The kernel is
+#
+# $$x_s \sim \mathcal N\Big((1-s)\,\hat x_0 + \sqrt{s^2 - \mathrm{std}^2}\;\hat\varepsilon,\ \ \mathrm{std}^2 I\Big).$$
+#
+# Old and new noise are independent, so their *variances* must add up to $s^2$: $(s^2 - \mathrm{std}^2) + \mathrm{std}^2$.
 # At $\eta = 0$ the step is the ODE step; at $\eta = 1$ all noise is new.
 
 # %% [markdown]

@@ -348,7 +348,7 @@ plt.show()
 
 # %% tags=["exercise"]
 def kl(mean, reference_mean, std):
-    """KL per element between two Gaussians [sample, dim] of the same std [sample]: [sample]."""
+    """KL per element of two Gaussians [sample, dim] of the same std [sample]: [sample]."""
     return ...
 
 
@@ -358,7 +358,7 @@ def kl(mean, reference_mean, std):
 
 # %% tags=["solution"]
 def kl(mean, reference_mean, std):
-    """KL per element between two Gaussians [sample, dim] of the same std [sample]: [sample]."""
+    """KL per element of two Gaussians [sample, dim] of the same std [sample]: [sample]."""
     return (mean - reference_mean).square().mean(dim=1) / (2 * std**2)
 
 

@@ -117,7 +117,7 @@ print(
 
 # %% tags=["exercise"]
 def score(z_next, mean, std, push):
-    """The gradient of log pi(z_next) by the wind, which moves the mean by push times the wind."""
+    """The gradient of log pi(z_next) by the wind, which moves the mean by push * wind."""
     return ...
 
 
@@ -127,7 +127,7 @@ def score(z_next, mean, std, push):
 
 # %% tags=["solution"]
 def score(z_next, mean, std, push):
-    """The gradient of log pi(z_next) by the wind, which moves the mean by push times the wind."""
+    """The gradient of log pi(z_next) by the wind, which moves the mean by push * wind."""
     return push * (z_next - mean) / std**2
 
 
