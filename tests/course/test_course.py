@@ -85,7 +85,7 @@ def own_checks(lesson):
 
 BEGUN = {
     *("lesson_01.check_interpolate", "lesson_01.check_train", "lesson_01.check_euler"),
-    *("lesson_03.check_group_advantage", "lesson_04.check_repaired", "lesson_04.check_lambda"),
+    *("lesson_03.check_group_advantage", "lesson_04.check_repaired"),
     *("lesson_08.check_summary", "lesson_09.check_mended"),
 }
 """Exercises whose starting cells have an answer to be continued or mended."""
@@ -143,7 +143,7 @@ SLOPE_AND_R2 = "(together / values).clamp(max=1), together.square() / (values * 
         (
             "lesson_03",
             "check_clipped_loss",
-            "torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range)).mean()",
+            "torch.maximum(\n        -advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range)\n    ).mean()",
             "-(advantage * torch.where(advantage > 0, ratio.clamp(max=1 + clip_range), ratio.clamp(min=1 - clip_range))).mean()",
         ),
         (
@@ -183,6 +183,13 @@ SLOPE_AND_R2 = "(together / values).clamp(max=1), together.square() / (values * 
             "check_update",
             "        loss.backward()\n        optimizer.step()",
             "        loss.backward()\n        optimizer.step()\n        optimizer.zero_grad()",
+        ),
+        (
+            "lesson_04",
+            "check_lambda",
+            "return torch.stack(credit, dim=1)",
+            "n = values.shape[1]; w = lambda i, k: lam ** (i - 1) * (1 - lam if i < n - 1 - k else 1)\n"
+            "    return torch.stack([sum(w(i, k) * (values[:, k + i] - values[:, k]) for i in range(1, n - k)) for k in range(n - 1)], 1)",
         ),
         (
             "lesson_04",

@@ -459,34 +459,28 @@ report("only mean(dim=1)", estimates(to_go - to_go.mean(dim=1, keepdim=True), sc
 #
 # ## Between gain and reward to go: λ
 #
-# $A^*_k$ needs exact values, which we do not have for images. Suppose that we have only estimates $V_k$. Then the gain $g_k = V_{k+1} - V_k$ is biased: the error of $V_{k+1}$ depends on decision $k$, so causality does not remove it. The reward to go $R - V_k$ has no such bias, because $V_k$ is a baseline. Generalised advantages (Schulman et al. 2015) are a compromise,
-#
-# $$A_k^\lambda = g_k + \lambda\,g_{k+1} + \lambda^2 g_{k+2} + \dots + \lambda^{D-1-k} g_{D-1},$$
-#
-# with the gain at $\lambda = 0$ and, because the sum telescopes, the reward to go at $\lambda = 1$.
+# $A^*_k$ needs exact values, which we do not have for images. Suppose that we have only estimates $V_k$. Then the gain $g_k = V_{k+1} - V_k$ is biased: the error of $V_{k+1}$ depends on decision $k$, so causality does not remove it. The reward to go $R - V_k$ has no such bias, because $V_k$ is a baseline. Between them are the changes over $n$ decisions, $V_{k+n} - V_k$. Generalised advantages (Schulman et al. 2015) average all of them: the change over $n$ decisions has the weight $(1-\lambda)\lambda^{n-1}$, and the longest one, $R - V_k$, has the weight that remains, $\lambda^{D-k-1}$. The average is the gain at $\lambda = 0$ and the reward to go at $\lambda = 1$.
 #
 # ### Exercise 5 · generalised advantages
 #
-# *Difficulty: medium · kind: formula · importance: essential · time: 7 minutes*
+# *Difficulty: harder · kind: formula · importance: essential · time: 12 minutes*
 #
-# `values` is `[sample, decision+1]` with the reward in the last column. Return $A_k^\lambda$, `[sample, decision]`.
+# Write this average $A_k^\lambda$ as a sum over the gains $g_k, g_{k+1}, \dots, g_{D-1}$: which weight does each have? Then compute it. `values` is `[sample, decision+1]` with the reward in the last column; return `[sample, decision]`.
 
 
 # %% tags=["exercise"]
 def lambda_credit(values, lam):
-    """g_k + lam g_{k+1} + lam^2 g_{k+2} + ..."""
-    gains = values.diff(dim=-1)
-    ...
-    return gains
+    """The average of the changes over 1, 2, ... decisions."""
+    return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** $A_k^\lambda = g_k + \lambda A_{k+1}^\lambda$. At which decision does this recursion start, and in which direction does it go?
+# **Hint.** The gain $g_{k+j}$ is part of every change over more than $j$ decisions. What do the weights of these add up to? With the result $A_k^\lambda$ has a recursion that contains $A_{k+1}^\lambda$. At which decision does it start?
 
 
 # %% tags=["solution"]
 def lambda_credit(values, lam):
-    """g_k + lam g_{k+1} + lam^2 g_{k+2} + ..."""
+    """The average of the changes over 1, 2, ... decisions."""
     gains = values.diff(dim=-1)
     credit = [gains[:, -1]]
     for k in reversed(range(gains.shape[1] - 1)):
@@ -498,10 +492,14 @@ def lambda_credit(values, lam):
 lesson.check_lambda(lambda_credit)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The recursion goes backwards from the last decision, because a decision affects later gains only. A recursion forwards would credit earlier gains. With exact values even that has the right mean, because these terms vanish. So a test of the mean cannot find this bug; only the noise shows it. In `flowrl`: `credit.generalised_gains`.
+# **Why.** The weights of all changes over more than $j$ decisions add up to $\lambda^j$, so
+#
+# $$A_k^\lambda = g_k + \lambda\,g_{k+1} + \lambda^2 g_{k+2} + \dots + \lambda^{D-1-k} g_{D-1} = g_k + \lambda A_{k+1}^\lambda .$$
+#
+# The recursion goes backwards from the last decision, because a decision affects later gains only. A recursion forwards would credit earlier gains. With exact values even that has the right mean, because these terms vanish. So a test of the mean cannot find this bug; only the noise shows it. In `flowrl`: `credit.generalised_gains`.
 
 # %% [markdown]
-# Values are often wrong because they are outdated: a network that estimates them has learned from the policy before its last updates. To imitate this, we give the policy a wind of strength $\sqrt2$. On its trajectories we compare its own exact values with the exact values *of the calm policy*, which are outdated.
+# Written with gains, the average is $A_k^\lambda = \sum_j \lambda^j g_{k+j}$. Values are often wrong because they are outdated: a network that estimates them has learned from the policy before its last updates. To imitate this, we give the policy a wind of strength $\sqrt2$. On its trajectories we compare its own exact values with the exact values *of the calm policy*, which are outdated.
 #
 # ### Exercise 6 · outdated values
 #
@@ -740,17 +738,17 @@ plt.show()
 #
 # **The improvement is a sum of advantages.** Under the *new* policy, $\sum_k A^*_k = R - V^*_0(z_0)$ with the values $V^*$ of the *old* one. Its mean under the new policy is $J(\pi') - J(\pi)$, since both policies begin with the same noise. So
 #
-# $$J(\pi') - J(\pi) = \mathbb E_{\pi'}\Big[\sum_k A^*_k\Big] = \mathbb E_{\pi}\Big[\sum_k \rho_0\rho_1\cdots\rho_k\,A^*_k\Big],\qquad \rho_k = \frac{\pi'(z_{k+1}\mid z_k)}{\pi(z_{k+1}\mid z_k)} .$$
+# $$J(\pi') - J(\pi) = \mathbb E_{\pi'}\Big[\sum_k A^*_k\Big]$$
 #
-# The first equality is due to Kakade & Langford (2002); the second is the importance-sampling identity of the lesson on GRPO for the path up to $z_{k+1}$. (Later ratios have mean 1 and may be left out, which is causality again.)
+# (Kakade & Langford 2002). The samples come from $\pi$, so this mean under $\pi'$ needs importance weights (the lesson on GRPO), made of the ratios $\rho_k = \pi'(z_{k+1}\mid z_k)/\pi(z_{k+1}\mid z_k)$.
 #
-# The loss of PPO and GRPO keeps only the last factor: its *surrogate* is $L(\pi') = \mathbb E_\pi[\sum_k\rho_k A^*_k]$. The ratio $\rho_k$ corrects the probability of decision $k$. It does not correct the probability of the state $z_k$ from which the decision starts, although the new policy visits other states than the old one.
+# The loss of PPO and GRPO takes one ratio for each decision: its *surrogate* is $L(\pi') = \mathbb E_\pi[\sum_k\rho_k A^*_k]$. The ratio $\rho_k$ corrects the probability of decision $k$. It does not correct the probability of the state $z_k$ from which the decision starts, although the new policy visits other states than the old one.
 #
 # ### Exercise 8 · two estimates of an improvement
 #
-# *Difficulty: medium · kind: formula · importance: essential · time: 7 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 8 minutes*
 #
-# `log_ratios` $\log\rho_k$ and `advantages` $A^*_k$ are `[sample, decision]`. Return two numbers, means over samples of the sum over decisions: the surrogate, and the exact estimate with the weights of whole paths. Which of them has the larger noise?
+# `log_ratios` $\log\rho_k$ and `advantages` $A^*_k$ are `[sample, decision]`. Return two numbers, means over samples of the sum over decisions: the surrogate, and an estimate whose mean is exactly $J(\pi') - J(\pi)$. Weigh each $A^*_k$ with as few ratios as possible. Which of the two numbers has the larger noise?
 
 
 # %% tags=["exercise"]
@@ -760,7 +758,7 @@ def improvement(log_ratios, advantages):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The logarithm of a product is a sum of logarithms; `cumsum(dim=1)` has the sums up to every decision.
+# **Hint.** $A^*_k$ is known once $z_{k+1}$ is. Which draws decide how likely the path up to there is? The logarithm of a product is a sum of logarithms; `cumsum(dim=1)` has the sums up to every decision.
 
 
 # %% tags=["solution"]
@@ -774,7 +772,11 @@ def improvement(log_ratios, advantages):
 lesson.check_improvement(improvement)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A product of nine ratios varies far more than one ratio: its logarithm is a sum of nine terms, and the exponential turns a spread into a factor. The surrogate has little noise, but weighs the states of the old policy. At $\pi' = \pi$ all ratios are 1, and both estimates have the policy gradient of the theorem.
+# **Why.** The probability of the path up to $z_{k+1}$ changes by the factor $\rho_0\rho_1\cdots\rho_k$, so
+#
+# $$J(\pi') - J(\pi) = \mathbb E_{\pi}\Big[\sum_k \rho_0\rho_1\cdots\rho_k\,A^*_k\Big].$$
+#
+# Later ratios have mean 1 given $z_{k+1}$ and may be left out, which is causality again. A product of nine ratios varies far more than one ratio: its logarithm is a sum of nine terms, and the exponential turns a spread into a factor. The surrogate has little noise, but weighs the states of the old policy. At $\pi' = \pi$ all ratios are 1, and both estimates have the policy gradient of the theorem.
 
 # %% [markdown]
 # We know $J$ exactly for every wind, so let us see how far the surrogate can be trusted. The old policy is calm; the new ones have winds of increasing strength towards the target.

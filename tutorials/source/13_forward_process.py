@@ -945,9 +945,9 @@ def evaluations(steps, draws, networks, guided_sampling, guided_training):
 # %% tags=["solution"]
 def evaluations(steps, draws, networks, guided_sampling, guided_training):
     """Network evaluations of one trajectory, sampling and training."""
-    return steps * (2 if guided_sampling else 1) + draws * networks * (
-        2 if guided_training else 1
-    )
+    sampling = steps * (2 if guided_sampling else 1)
+    training = draws * networks * (2 if guided_training else 1)
+    return sampling + training
 
 
 # %%
