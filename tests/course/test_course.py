@@ -198,6 +198,13 @@ SLOPE_AND_R2 = "(together / values).clamp(max=1), together.square() / (values * 
             "(credit.sum(dim=0) - credit) / (len(credit) - 1)",
         ),
         (
+            "lesson_05",
+            "check_success",
+            "return ((1 - p) / p) ** 0.5, -((p / (1 - p)) ** 0.5)",
+            "rewards = torch.tensor([[1.0] * successes + [0.0] * (members - successes)])\n"
+            "    return uniform_advantages(rewards, 1)[0, [0, -1], 0]",
+        ),
+        (
             "lesson_06",
             "check_choice_of_probe",
             '{"nodes": [4, 8, 12, 16, 20], "probe": 5}',
@@ -351,8 +358,8 @@ def test_an_answer_may_not_change_its_input():
     """The check refuses a right result that was written over the argument."""
     problem = verdict(
         "lesson_06",
-        "check_gains",
-        "return values[..., 1:] - values[..., :-1]",
-        "values[..., 1:] -= values[..., :-1].clone()\n    return values[..., 1:]",
+        "check_values",
+        "    later =",
+        "    gained *= 1\n    later =",
     ).problem
     assert "changes a tensor that it was given" in str(problem)

@@ -87,45 +87,49 @@ print(
 # %% [markdown]
 # ## One group
 #
-# A *group* is several samples of one prompt. Flow-GRPO's credit compares an image with its group,
-#
-# $$A_{p,m} = \frac{R_{p,m} - \operatorname{mean}_m R_p}{\operatorname{std}_m R_p + 10^{-4}},$$
-#
-# and every **decision** of the trajectory, that is, every random step, gets the same number. An ODE step is not a decision, because its standard deviation is 0 (the lesson on ODE and SDE). The lessons on Stepwise-Flow-GRPO and TP-GRPO estimate which decision made the image good.
-#
-# ### Exercise 1 · uniform credit
-#
-# *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
-#
-# `final` is $R$, `[prompt, member]`. Return the advantages `[prompt, member, decision]`, the same at each of the `decisions` decisions. Use the population standard deviation
-# (`unbiased=False`) of the group.
+# A *group* is several samples of one prompt. Flow-GRPO's credit is the group advantage of the lesson on GRPO, and every **decision** of the trajectory, that is, every random step, gets the same number. An ODE step is not a decision, because its standard deviation is 0 (the lesson on ODE and SDE). The lessons on Stepwise-Flow-GRPO and TP-GRPO estimate which decision made the image good.
 
 
-# %% tags=["exercise"]
+# %%
 def uniform_advantages(final, decisions):
-    """Flow-GRPO's credit, [prompt, member, decision]."""
-    return ...
-
-
-# %% [markdown] tags=["hint"]
-# **Hint.** Compute mean and standard deviation over `dim=1` with `keepdim=True`. The result is `[prompt, member]`; add an axis with `[:, :, None]` and repeat it `decisions` times.
-
-
-# %% tags=["solution"]
-def uniform_advantages(final, decisions):
-    """Flow-GRPO's credit, [prompt, member, decision]."""
+    """Flow-GRPO's credit [prompt, member, decision] from rewards [prompt, member]."""
     centred = final - final.mean(dim=1, keepdim=True)
     scores = centred / (final.std(dim=1, keepdim=True, unbiased=False) + 1e-4)
     return scores[:, :, None].repeat(1, 1, decisions)
 
 
+# %% [markdown]
+# In `flowrl` this rule is `credit.Uniform`; the released code of Flow-GRPO takes the mean per prompt but the standard deviation over the whole batch, which is `Uniform(std="batch")`.
+#
+# ### Exercise 1 · the advantage of a success
+#
+# *Difficulty: medium · kind: formula · importance: essential · time: 7 minutes*
+#
+# Many rewards are 0 or 1, such as "the image has the right number of objects". In a group of `members` images, `successes` got 1, at least one and not all. Which advantage does a success get, and which a failure? Return both numbers, from whole numbers, in closed form (neglect the $10^{-4}$). Before you compute: in a group with a single success, is the success or are the failures further from 0?
+
+
+# %% tags=["exercise"]
+def success_and_failure(successes, members):
+    """The advantages of an image with reward 1 and of one with reward 0."""
+    return ..., ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Let $p$ be the share of successes. The mean of the rewards is $p$. Their variance is the mean of the squares minus the square of the mean, and $R^2 = R$ for rewards of 0 and 1.
+
+
+# %% tags=["solution"]
+def success_and_failure(successes, members):
+    """The advantages of an image with reward 1 and of one with reward 0."""
+    p = successes / members
+    return ((1 - p) / p) ** 0.5, -((p / (1 - p)) ** 0.5)
+
+
 # %%
-lesson.check_uniform(uniform_advantages)
+lesson.check_success(success_and_failure)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The mean runs over the *members* (dimension 1), not over prompts: some prompts are harder than others, and the difficulty of a prompt must not lower
-# the advantages of its images. With the $10^{-4}$, a group of equal rewards gets 0 instead of a division by zero. In `flowrl` this rule is `credit.Uniform`; the released code of
-# Flow-GRPO takes the mean per prompt but the standard deviation over the whole batch, which is `Uniform(std="batch")`.
+# **Why.** The standard deviation is $\sqrt{p(1-p)}$, so the advantages are $(1-p)/\sqrt{p(1-p)} = \sqrt{(1-p)/p}$ and $-p/\sqrt{p(1-p)} = -\sqrt{p/(1-p)}$. The rarer result is further from 0: one success among 12 gets 3.3, and each failure -0.3. The squares of a group's advantages always sum to $G$. So a group with one success counts as much as one with six, although its estimate is noisier. Without the division by the standard deviation its weight would be $p(1-p)$.
 
 # %% [markdown]
 # The next figure shows a group of eight. The sampler is Flow-SDE of the lesson on ODE and SDE with $a = 0.7$ in steps 2 to 6 and the ODE in the others; the next section gives the reason. In `flowrl` this window is written `2:7`, as a Python slice: the five steps 2 to 6. They are the decisions 0 to 4.
@@ -477,18 +481,13 @@ plt.show()
 #
 # ### The paper's formula
 #
-# The Flow-GRPO paper writes the KL of one step with velocities,
-#
-# $$\mathrm{KL} = \frac{\|\mu - \mu_\text{ref}\|^2}{2\,\mathrm{std}^2} = \frac{\Delta}{2}\Big(\frac{\sigma_t(1-t)}{2t} + \frac1{\sigma_t}\Big)^2\,\|v - v_\text{ref}\|^2, \qquad \mathrm{std} = \sigma_t\sqrt\Delta,\quad \sigma_t = a\sqrt{\frac{t}{1-t}}.$$
-#
-# Both forms are equal. The mean of a Flow-SDE step is $\mu = x_t\,(\ldots) - \Delta\big(1 + \frac{\sigma_t^2(1-t)}{2t}\big)v$ (the lesson on ODE and SDE), in which the first term is the same for both policies. It cancels in $\mu - \mu_\text{ref}$, and
-# the factor of $v$, squared and divided by $2\,\mathrm{std}^2$, is the factor above. `flowrl` uses the form with means, because that form holds for every kernel of the lesson on ODE and SDE.
+# The lesson on GRPO has the KL of one step with means, $\|\mu - \mu_\text{ref}\|^2/(2\,\mathrm{std}^2)$. The Flow-GRPO paper writes it with velocities. Both policies start the step at the same state $x_t$, and the step is Flow-SDE's of the lesson on ODE and SDE, with $\mathrm{std} = \sigma_t\sqrt\Delta$ and $\sigma_t = a\sqrt{t/(1-t)}$. `flowrl` uses the form with means, because that form holds for every kernel of the lesson on ODE and SDE.
 #
 # ### Exercise 6 · KL from velocities
 #
-# *Difficulty: medium · kind: formula · importance: useful · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 10 minutes*
 #
-# `velocity` and `reference_velocity` are `[sample, dim]`; `t`, `s` and `noise_level` are numbers with $s < t < 1$. Return the KL of the step per element, `[sample]`: the *mean* over elements in place of the squared norm.
+# Derive the KL as a function of the two velocities. `velocity` and `reference_velocity` are `[sample, dim]`; `t`, `s` and `noise_level` are numbers with $s < t < 1$. Return the KL of the step per element, `[sample]`: the *mean* over elements in place of the squared norm.
 
 
 # %% tags=["exercise"]
@@ -498,7 +497,7 @@ def kl_from_velocities(velocity, reference_velocity, t, s, noise_level):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute $\sigma_t$ first (`** 0.5` takes the root of a number). The factor in front of $\|v - v_\text{ref}\|^2$ is one number; multiply it by the mean over elements of the squared difference.
+# **Hint.** The mean of the step is linear in $v$: $\mu = x_t\,(\ldots) - \Delta\,(\ldots)\,v$. Collect both terms with $v$, that of the ODE and that of the score correction. The part with $x_t$ cancels in $\mu - \mu_\text{ref}$. (`** 0.5` takes the root of a number.)
 
 
 # %% tags=["solution"]
@@ -513,7 +512,11 @@ def kl_from_velocities(velocity, reference_velocity, t, s, noise_level):
 lesson.check_kl_from_velocities(kl_from_velocities)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The check compares your result with `flow.kl` of the two transitions. Two versions of this formula exist in public code. The paper's norm is a sum over elements; the code takes the mean, as for the log-probability. The released code of Flow-GRPO
+# **Why.** From $\mu = x_t\,(\ldots) - \Delta\big(1 + \frac{\sigma_t^2(1-t)}{2t}\big)v$ follows
+#
+# $$\mathrm{KL} = \frac{\|\mu - \mu_\text{ref}\|^2}{2\,\mathrm{std}^2} = \frac{\Delta}{2}\Big(\frac{\sigma_t(1-t)}{2t} + \frac1{\sigma_t}\Big)^2\,\|v - v_\text{ref}\|^2 .$$
+#
+# The check compares your result with `flow.kl` of the two transitions. Two versions of this formula exist in public code. The paper's norm is a sum over elements; the code takes the mean, as for the log-probability. The released code of Flow-GRPO
 # also omits the division by $\Delta$ in the form with means, so its KL is this one times $\Delta$ (`ClippedLoss(kl="without_delta")`). The published KL weights belong to that version.
 
 # %% [markdown]
@@ -527,32 +530,31 @@ lesson.check_kl_from_velocities(kl_from_velocities)
 #
 # ### Exercise 7 · three estimators
 #
-# *Difficulty: easy · kind: formula · importance: useful · time: 5 minutes*
+# *Difficulty: medium · kind: prediction · importance: useful · time: 8 minutes*
 #
-# `log_ratio` is $\ell$, `[sample]`. Return $k_1$, $k_2$ and $k_3$ of every sample, each `[sample]`, in this order.
-
+# Which statements are true? The latent has many elements, and $\ell$ is the sum over them.
+#
+# - **A** $k_1$ of a single sample can be negative.
+# - **B** $k_3$ of a single sample can be negative.
+# - **C** $k_2$ has the same expectation as $k_1$, for every pair of policies.
+# - **D** If the policies are very close, $k_1$ has less noise than $k_3$.
+# - **E** If the policies are far apart, $k_3$ can have more noise than $k_1$.
+# - **F** With samples held fixed, the gradient of $k_1$ has the gradient of the KL as its mean.
 
 # %% tags=["exercise"]
-def kl_estimates(log_ratio):
-    """The estimators k1, k2, k3 of KL(pi || pi_ref) from log pi - log pi_ref of samples of pi."""
-    return ..., ..., ...
-
+estimators = {"A": ..., "B": ..., "C": ..., "D": ..., "E": ..., "F": ...}
 
 # %% [markdown] tags=["hint"]
-# **Hint.** $r = e^{-\ell}$, with the minus sign, because $\ell$ has the current policy in the numerator and $r$ the reference.
-
+# **Hint.** B: where is $e^{-\ell} - 1 + \ell$ smallest, as a function of $\ell$? C, D: insert a small $\ell$ into all three. E: $r$ is an exponential. F: what is $\mathbb E[\nabla\log\pi]$?
 
 # %% tags=["solution"]
-def kl_estimates(log_ratio):
-    """The estimators k1, k2, k3 of KL(pi || pi_ref) from log pi - log pi_ref of samples of pi."""
-    return log_ratio, log_ratio.square() / 2, (-log_ratio).exp() - 1 + log_ratio
-
+estimators = {"A": True, "B": False, "C": False, "D": False, "E": True, "F": False}
 
 # %%
-lesson.check_kl_estimates(kl_estimates)
+lesson.check_estimators(estimators)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $k_1$ of a single sample may be negative, although a KL is not. In contrast, $k_3$ is never negative, because $e^{-\ell} \ge 1 - \ell$. $k_2$ is biased: it is the second-order expansion of $k_3$ for small $\ell$.
+# **Why.** A, B: $\ell$ has both signs, while $e^{-\ell} \ge 1 - \ell$. C: $k_2$ is the second-order expansion of $k_3$ for small $\ell$, and biased otherwise. D: for small $\ell$, $k_3 \approx \ell^2/2$ is of second order, and $\ell$ of first. E: $r$ is large where $\pi_\text{ref}$ has much more density than $\pi$; such samples are rare and dominate the variance. F: the gradient of $\ell$ at fixed samples is $\nabla\log\pi$, whose mean is 0.
 
 # %% [markdown]
 # The next cell compares the estimators with the closed form. For two Gaussians whose means differ by $\delta$ standard deviations in each of $d$ elements, $\ell$ of the whole latent is itself Gaussian, with mean $K = d\delta^2/2$ and variance $2K$.
@@ -563,6 +565,13 @@ d = 128  # elements of a latent of this model
 draws = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
 exact = [0.01, 0.1, 1.0, 3.0]
 bias, scatter = {}, {}
+
+
+def kl_estimates(log_ratio):
+    """The estimators k1, k2 and k3 of every sample."""
+    return log_ratio, log_ratio.square() / 2, (-log_ratio).exp() - 1 + log_ratio
+
+
 for form, elements in (("sum", 1), ("mean", d)):
     for K in exact:
         estimates = kl_estimates((K + (2 * K) ** 0.5 * draws) / elements)

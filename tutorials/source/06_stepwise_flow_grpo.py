@@ -169,36 +169,43 @@ print(f"value table: {tuple(batch.values.shape)} = prompts, members, D + 1")
 #
 # The caption of the paper's Figure 1 defines the gain as $g_t = r_{t-1} - r_t$: here the paper's $t$ counts the remaining steps, so $r_{t-1}$ is the reward after the step. (In the labels of the same figure $t$ is the time of a state; see below.)
 #
-# ### Exercise 1 · gains
+# ### Exercise 1 · values from gains
 #
-# *Difficulty: easy · kind: formula · importance: essential · time: 3 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 5 minutes*
 #
-# From a value table `[prompt, member, decision+1]` compute the gains `[prompt, member, decision]`.
+# The log of a run contains the gains `[prompt, member, decision]` and the final rewards `[prompt, member]`, but not the value table. Recover it, `[prompt, member, decision+1]`.
 
 
 # %% tags=["exercise"]
-def step_gains(values):
-    """The change of the value in each decision."""
+def values_from_gains(gained, final):
+    """The value table of these gains and final rewards."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Both slices `[..., 1:]` and `[..., :-1]` have one entry per decision. Which of them is the value after the decision?
+# **Hint.** What do the gains from decision $k$ to the last one add up to? `flip(-1).cumsum(-1).flip(-1)` sums from an entry to the end.
 
 
 # %% tags=["solution"]
+def values_from_gains(gained, final):
+    """The value table of these gains and final rewards."""
+    later = gained.flip(-1).cumsum(-1).flip(-1)
+    return torch.cat([final[..., None] - later, final[..., None]], dim=-1)
+
+
+# %%
+lesson.check_values(values_from_gains)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The gains *telescope*: $g_k + \dots + g_{D-1} = R - V_k$. In particular $\sum_k g_k = R - V_0$, so gains distribute the total change over the decisions. There is one column more than decisions. In `flowrl`: `credit.gains`.
+
+
+# %%
 def step_gains(values):
     """The change of the value in each decision."""
     return values[..., 1:] - values[..., :-1]
 
 
-# %%
-lesson.check_gains(step_gains)
-
-# %% [markdown] tags=["explanation"]
-# **Why.** There is one column more than decisions. The sum over decisions *telescopes* to $\sum_k g_k = R - V_0$: gains distribute the total change over the decisions. In `flowrl`: `credit.gains`.
-
-# %%
 gained = step_gains(batch.values)
 print(
     "sum of gains equals R - V_0:",
@@ -534,37 +541,46 @@ plt.show()
 #
 # $$A_k = \frac{g_k - \operatorname{mean}(g)}{\operatorname{std}(g) + 10^{-4}}.$$
 #
-# ### Exercise 5 · joint normalisation
+# ### Exercise 5 · who gets the credit?
 #
-# *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 8 minutes*
 #
-# `gained` is `[prompt, member, decision]`; population standard deviation again.
+# In one group, the gains of decision $k$ have the mean `means[k]` and the (population) standard deviation `stds[k]` over the members; both are `[decision]`. Return the mean square of $A_k$ over the members, `[decision]`, with joint normalisation (neglect the $10^{-4}$). What is it with normalisation step by step? What credit does a decision get whose gain is large, but equal for all members?
 
 
 # %% tags=["exercise"]
-def joint_advantages(gained):
-    """Stepwise-Flow-GRPO's credit from gains."""
+def mean_squares(means, stds):
+    """The mean square of every decision's joint advantage."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Mean and standard deviation run over two axes at once: `dim=(1, 2)` with `keepdim=True`.
+# **Hint.** $\operatorname{mean}(g)$ is the mean of `means`. The mean square of $g_k - \operatorname{mean}(g)$ over members has two parts, the variance and the square of the mean's distance. $\operatorname{std}(g)^2$ is the average of these mean squares over the decisions.
 
 
 # %% tags=["solution"]
+def mean_squares(means, stds):
+    """The mean square of every decision's joint advantage."""
+    squares = stds.square() + (means - means.mean()).square()
+    return squares / squares.mean()
+
+
+# %%
+lesson.check_mean_squares(mean_squares)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Step by step every decision gets the mean square 1. Jointly, a decision with large differences between members keeps more credit than one with small differences. But the joint mean is not the mean of the decision. A gain that all members share remains as credit, although it says nothing about which member chose better. It adds noise to the gradient, and no bias, because it is a baseline.
+#
+# Mean and standard deviation run over decisions only. An ODE step has a gain of about 0 for every member, so as an entry of the table it would lower the standard deviation. The advantages of all decisions would then grow with the number of ODE steps. In `flowrl`: `credit.StepwiseGain()`; its other pools are options (`normalise="step"`, `pool="batch"`).
+
+
+# %%
 def joint_advantages(gained):
     """Stepwise-Flow-GRPO's credit from gains."""
     centred = gained - gained.mean(dim=(1, 2), keepdim=True)
     return centred / (gained.std(dim=(1, 2), keepdim=True, unbiased=False) + 1e-4)
 
 
-# %%
-lesson.check_joint(joint_advantages)
-
-# %% [markdown] tags=["explanation"]
-# **Why.** There is one mean and one standard deviation per group, so a large gain stays larger than a small one at every decision. They run over decisions only. An ODE step has a gain of about 0 for every member, so as an entry of the table it would lower the standard deviation. The advantages of all decisions would then grow with the number of ODE steps. In `flowrl`: `credit.StepwiseGain()`; its other pools are options (`normalise="step"`, `pool="batch"`).
-
-# %%
 joint = joint_advantages(gained)
 alone = StepwiseGain(normalise="step").assign(batch.values, batch.decisions)
 print(
@@ -644,39 +660,35 @@ lesson.check_wrong_line(wrong_line)
 #
 # TP-GRPO uses the reward-to-go at its turning points, as the lesson on TP-GRPO shows. The paper compares gains with generalised advantages in its Figure 7, and finds plain gains as good as the alternatives.
 #
-# ### Exercise 7 · from gains to reward-to-go
+# ### Exercise 7 · the error of the estimates
 #
-# *Difficulty: harder · kind: formula · importance: useful · time: 8 minutes*
+# *Difficulty: harder · kind: formula · importance: useful · time: 10 minutes*
 #
-# `gained` is `[prompt, member, decision]`. Return the sums above for `lam` $= \lambda$ between 0 and 1, `[prompt, member, decision]`. There is no factor $1 - \lambda$: at $\lambda = 1$ the sum is $R - V_k$.
+# Suppose that every estimate is wrong by an independent error, $V_j = V^*_j + e_j$, with standard deviation 1. The reward of the finished image has no error. The sum $A_k$ runs over `remaining` $= D - k$ gains. Return the standard deviation of the error that the $e_j$ cause in $A_k$, for `lam` $= \lambda$ between 0 and 1. Which $\lambda$ makes it smallest, and what does this $\lambda$ cost?
 
 
 # %% tags=["exercise"]
-def generalised(gained, lam):
-    """sum over j >= 0 of lam^j g_{k+j}, [prompt, member, decision]."""
+def credit_error(lam, remaining):
+    """The standard deviation of the error of A_k."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The sum has a recursion: $A_k = g_k + \lambda A_{k+1}$. Start with the last decision, whose sum is its own gain, and go backwards.
+# **Hint.** Most $V_j$ occur in two neighbouring gains. Collect the factor of each $V_j$ in the sum: of $V_k$, of those between, and of $R$. Only then add up variances.
 
 
 # %% tags=["solution"]
-def generalised(gained, lam):
-    """sum over j >= 0 of lam^j g_{k+j}, [prompt, member, decision]."""
-    sums = torch.zeros_like(gained)
-    running = torch.zeros_like(gained[..., 0])
-    for k in reversed(range(gained.shape[-1])):
-        running = gained[..., k] + lam * running
-        sums[..., k] = running
-    return sums
+def credit_error(lam, remaining):
+    """The standard deviation of the error of A_k."""
+    weights = [(1 - lam) * lam**j for j in range(remaining - 1)]
+    return (1 + sum(weight**2 for weight in weights)) ** 0.5
 
 
 # %%
-lesson.check_generalised(generalised)
+lesson.check_credit_error(credit_error)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A decision affects only later ones, so the sum runs forward, and the recursion $A_k = g_k + \lambda A_{k+1}$ runs from the last decision to the first. In `flowrl`: `StepwiseGain(lam=...)`.
+# **Why.** $V_k$ has the factor $-1$, $V_{k+j}$ the factor $\lambda^{j-1} - \lambda^j = (1-\lambda)\lambda^{j-1}$, and $R$ the factor $\lambda^{D-1-k}$. A gain contains two errors, so $\sqrt2$; the reward-to-go contains one, so 1. At $\lambda = 1$ the credit contains instead the luck of all later decisions, which the gain does not have. If estimates are worse than that luck is large, a larger $\lambda$ is better. In `flowrl`: `StepwiseGain(lam=...)`.
 
 # %% [markdown]
 # ## The value of better credit
