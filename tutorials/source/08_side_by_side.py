@@ -111,36 +111,45 @@ opening()
 # in which $q_{n-1}$ is the 97.5% quantile of Student's t distribution: 4.30 for three seeds, 2.57 for six, and 1.96 only for very many. The quantile is
 # large for few seeds because SD itself is an estimate from few numbers. In most tables $\pm$ is SD, which measures something else: the spread of single seeds.
 #
-# ### Exercise 1 · an interval from few seeds
+# ### Exercise 1 · how many seeds?
 #
-# *Difficulty: easy · kind: formula · importance: essential · time: 5 minutes*
+# *Difficulty: medium · kind: design · importance: essential · time: 7 minutes*
 #
-# `values` is `[seed]`. `lesson.T_QUANTILE[d]` is the quantile for `d` degrees of freedom.
+# Earlier runs of a method had the sample standard deviation `spread`. You want an interval that is at most $\pm$ `half` wide. Return the smallest number of seeds for which it is, if SD stays the same, or `None` if 17 seeds are not enough. `lesson.T_QUANTILE[d]` is the quantile for `d` degrees of freedom, 1 to 16. Estimate the result for `spread=0.1` and `half=0.1` before you compute it.
 
 
 # %% tags=["exercise"]
-def interval(values):
-    """Mean, and half the width of its 95% interval."""
-    return ..., ...
+def seeds_needed(spread, half):
+    """The smallest number of seeds whose interval is at most +- half; None if over 17."""
+    return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** You need three parts: the mean; the sample standard deviation (`Tensor.std` divides by $n - 1$); the quantile. How many degrees of freedom do $n$ seeds leave?
+# **Hint.** $n$ is in the root and in the quantile, so the inequality has no simple solution: try $n = 2, 3, \dots$ How many degrees of freedom do $n$ seeds leave?
 
 
 # %% tags=["solution"]
-def interval(values):
-    """Mean, and half the width of its 95% interval."""
-    n = len(values)
-    return float(values.mean()), lesson.T_QUANTILE[n - 1] * float(values.std()) / math.sqrt(n)
+def seeds_needed(spread, half):
+    """The smallest number of seeds whose interval is at most +- half; None if over 17."""
+    for n in range(2, 18):
+        if lesson.T_QUANTILE[n - 1] * spread / math.sqrt(n) <= half:
+            return n
+    return None
 
 
 # %%
-lesson.check_interval(interval)
+lesson.check_seeds(seeds_needed)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** `Tensor.std` divides by $n - 1$ by default, and $n$ seeds leave $n - 1$ degrees of freedom. With 1.96 instead of 4.30 for three seeds, the interval is less than half as wide as it should be. It misses the true mean in 19 cases of 100 instead of 5. The formula assumes normally distributed results. Rewards near
-# their maximum of 1 are not normally distributed, so plot the single runs as well.
+# **Why.** Seven seeds are needed for an interval as wide as $\pm$ the spread of single runs. With 1.96 instead of the quantile the answer would be four, and the interval would miss the true mean more often than in 5 cases of 100. Half the width needs about four times as many seeds. The formula assumes normally distributed results. Rewards near their maximum of 1 are not normally distributed, so plot the single runs as well.
+
+
+# %%
+def interval(values):
+    """Mean, and half the width of its 95% interval, of values [seed]."""
+    n = len(values)
+    return float(values.mean()), lesson.T_QUANTILE[n - 1] * float(values.std()) / math.sqrt(n)
+
 
 # %% [markdown]
 # Now we train five more seeds of each rule. `learn` (in `flowrl_course.runs`) runs the trainer with a fixed evaluation: 96 ODE samples of the averaged weights for six

@@ -179,17 +179,13 @@ plt.show()
 # %% [markdown]
 # ## The grid
 #
-# Larger images need more noise before they are unrecognisable, because their neighbouring pixels are similar and the noise averages out. The schedulers of the models therefore *shift* the even grid $u_j = 1 - j/T$ towards $t = 1$,
-#
-# $$t = \frac{\text{shift}\cdot u}{1 + (\text{shift}-1)\,u}.$$
-#
-# The shift is 3 for SD3.5, and grows with the number of image tokens for FLUX. `policy.schedule(T)` is the model's own grid.
+# Larger images need more noise before they are unrecognisable, because their neighbouring pixels are similar and the noise averages out. The schedulers of the models therefore *shift* the even grid $u_j = 1 - j/T$ towards $t = 1$: they multiply the ratio of noise to data, $u/(1-u)$, by a number. This number, the shift, is 3 for SD3.5, and grows with the number of image tokens for FLUX. `policy.schedule(T)` is the model's own grid.
 #
 # ### Exercise 1 · the shift
 #
-# *Difficulty: easy · kind: formula · importance: useful · time: 3 minutes*
+# *Difficulty: easy · kind: formula · importance: useful · time: 5 minutes*
 #
-# Return the shifted times of an even grid.
+# Find the shifted time $t$ of a time $u$. Return the shifted times of an even grid, with both ends. Where is the middle of the grid with a shift of 3?
 
 
 # %% tags=["exercise"]
@@ -199,7 +195,7 @@ def shifted(u, shift):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The formula is above. Check both ends: $t(1) = 1$ and $t(0) = 0$ for every shift.
+# **Hint.** Solve $t/(1-t) = \text{shift}\cdot u/(1-u)$ for $t$, and simplify, so that $u = 1$ needs no special case. Check both ends: $t(1) = 1$ and $t(0) = 0$ for every shift.
 
 
 # %% tags=["solution"]
@@ -212,7 +208,11 @@ def shifted(u, shift):
 lesson.check_shifted(shifted)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The shift multiplies the odds of noise against data, $t/(1-t)$, by a constant, and keeps both ends. With a shift of 3 the middle of the grid is at $t = 0.75$.
+# **Why.** The solution is
+#
+# $$t = \frac{\text{shift}\cdot u}{1 + (\text{shift}-1)\,u}.$$
+#
+# It keeps both ends. With a shift of 3 the middle of the grid is at $t = 0.75$.
 
 # %% tags=["hide-input"]
 figure, axes = panels(1, width=5.6, height=3.2)
@@ -342,13 +342,13 @@ lesson.check_folded(folded)
 # %% [markdown]
 # ## Guidance is part of the policy
 #
-# Classifier-free guidance (Ho & Salimans 2022, arXiv 2207.12598) evaluates the network twice: with the prompt, and with a negative prompt, which is usually empty. It extrapolates from the second velocity to the first and beyond.
+# Classifier-free guidance (Ho & Salimans 2022, arXiv 2207.12598) evaluates the network twice: with the prompt, and with a negative prompt, which is usually empty. The guided velocity is on the straight line through both. The *guidance scale* $\gamma$ is the position on it: 0 is the negative prompt's velocity, 1 the prompt's, and larger scales extrapolate beyond.
 #
 # ### Exercise 4 · guidance
 #
 # *Difficulty: easy · kind: formula · importance: essential · time: 3 minutes*
 #
-# Return $v_\text{neg} + \gamma\,(v_\text{prompt} - v_\text{neg})$ with the guidance scale $\gamma$. Before you read on, decide what scales 1 and 0 give.
+# Return the guided velocity. Is there a scale with which the result does not change if both velocities are swapped?
 
 
 # %% tags=["exercise"]
@@ -358,7 +358,7 @@ def guided(prompt, negative, scale):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Test your formula with scales 1 and 0: they must give the prompt's velocity and the negative one.
+# **Hint.** Which vector leads from the negative velocity to the prompt's? Start at the negative velocity and follow it $\gamma$ times. Test the scales 0 and 1.
 
 
 # %% tags=["solution"]
@@ -371,7 +371,7 @@ def guided(prompt, negative, scale):
 lesson.check_guided(guided)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Scale 1 is the prompt's own velocity: no guidance. Scale 0 ignores the prompt. Papers differ in the definition of the scale; diffusers and `flowrl` use this one. FLUX.1-dev also has a *distilled* guidance: the scale is an input of the network, which was trained to imitate the effect in one evaluation.
+# **Why.** $v_\text{neg} + \gamma\,(v_\text{prompt} - v_\text{neg})$. Scale 1 is the prompt's own velocity: no guidance. Scale 0 ignores the prompt, and 1/2, the mean of both, treats them alike. For $\gamma > 1$ the negative velocity has a negative weight. Papers differ in the definition of the scale; diffusers and `flowrl` use this one. FLUX.1-dev also has a *distilled* guidance: the scale is an input of the network, which was trained to imitate the effect in one evaluation.
 
 # %% [markdown]
 # With guidance the guided velocity moves the sample, so the guided velocity *is the policy*. The ratio compares the current policy with the one that sampled, and should be 1 before the first update.

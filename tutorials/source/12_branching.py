@@ -154,36 +154,42 @@ opening()
 #
 # $$V(u) = \frac{1}{|L(u)|}\sum_{\ell \in L(u)} R_\ell.$$
 #
-# ### Exercise 1 · leaf means
+# ### Exercise 1 · a value from its children
 #
-# *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 5 minutes*
 #
-# `rewards` is `[prompt, leaf]`; `passes` `[leaf, unit]` is 1 if a leaf's trajectory passes a state, else 0. Return $V$, `[prompt, unit]`. The numbers of leaves may differ.
+# The children of a state may have different numbers of leaves. `values` `[prompt, child]` are the children's $V$, `leaves` `[child]` their numbers of leaves. Return the parent's $V$, `[prompt]`, without the rewards. When is it the plain mean of the children's values?
 
 
 # %% tags=["exercise"]
-def leaf_values(rewards, passes):
-    """The mean reward of the leaves behind every state."""
+def parent_value(values, leaves):
+    """The value of a state from those of its children."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** One matrix product gives all sums of rewards. The column sums of `passes` are the numbers of leaves.
+# **Hint.** What is the sum of the rewards behind a child, in terms of its $V$ and its number of leaves? Add up the sums of all children.
 
 
 # %% tags=["solution"]
+def parent_value(values, leaves):
+    """The value of a state from those of its children."""
+    return (values * leaves).sum(dim=-1) / leaves.sum()
+
+
+# %%
+lesson.check_parent(parent_value)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Every leaf counts once, so a child counts as often as it has leaves. The plain mean is the same if siblings have equally many leaves. Otherwise it is another estimate of $V^*$ (`mean="child"` in `flowrl`). Both are unbiased as long as the shape of the tree does not depend on rewards. In `flowrl`: `tree.values`. The value table `[prompt, member, decision+1]` has $V$ of the states from which a member's decisions start, and the member's own reward in the last column (`tree.value_table`).
+
+
+# %%
 def leaf_values(rewards, passes):
-    """The mean reward of the leaves behind every state."""
+    """The mean reward of the leaves behind every state [prompt, unit]."""
     return (rewards @ passes) / passes.sum(dim=0)
 
 
-# %%
-lesson.check_values(leaf_values)
-
-# %% [markdown] tags=["explanation"]
-# **Why.** Column $u$ of `passes` selects the leaves behind $u$, so the product sums their rewards and the column sum counts them. In `flowrl`: `tree.values`. The value table `[prompt, member, decision+1]` has $V$ of the states from which a member's decisions start, and the member's own reward in the last column (`tree.value_table`). (The mean of the *children's* values is another option, `mean="child"`. Both are the same if siblings have equally many leaves, and both are unbiased as long as the shape of the tree does not depend on rewards.)
-
-# %%
 ours = leaf_values(values[..., -1], tree.passes.float())
 print(f"largest difference from the library: {float((ours - estimated).abs().max()):.0e}")
 print(f"states of a group by node: {tree.counts}")
