@@ -929,9 +929,7 @@ lesson.check_plan(plan)
 #
 # *Difficulty: project · kind: formula · importance: useful · time: 40 minutes*
 #
-# `EstimateGain` uses $V_k$ as if it were as accurate as $R$. We can measure its accuracy from the table itself: over all prompts and members, how well does $V_k$ predict $R$? Let $\tilde V_k$ be the deviation of $V_k$ from the mean of its *group*, and $\langle\cdot\rangle$ the mean over prompts *and* members. The *slope* $s_k$ is the coefficient of the regression of $R$ on $V_k$, and $\hat R_k$ the predicted reward:
-#
-# $$s_k = \frac{\langle \tilde V_k\, \tilde V_D \rangle}{\langle \tilde V_k^2 \rangle + 10^{-8}}, \qquad \hat R_k = s_k\, \tilde V_k, \qquad A_k = Z\big(\hat R_{k+1} - \hat R_k\big).$$
+# `EstimateGain` uses $V_k$ as if it were as accurate as $R$. We can measure its accuracy from the table itself: over all prompts and members, how well does $V_k$ predict $R$? Let $\tilde V_k$ be the deviation of $V_k$ from the mean of its *group*, so that $\tilde V_D$ is that of the reward. The *slope* $s_k$ minimises the mean square of $\tilde V_D - s_k \tilde V_k$ over prompts *and* members (add $10^{-8}$ to the denominator). With the predicted reward $\hat R_k = s_k\, \tilde V_k$ the credit is $A_k = Z\big(\hat R_{k+1} - \hat R_k\big)$.
 #
 # If the estimate does not predict the final reward, $s_k$ is near 0 and the estimate has no effect. In the last column, that of the reward, $s_D = 1$. $Z$ is that of `EstimateToGo`: the mean over members decision by decision, one standard deviation per group.
 # Leave out members outside the mask: `decisions.mask.any(dim=-1)` is true for the members that count.

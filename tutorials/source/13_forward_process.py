@@ -381,37 +381,34 @@ plt.show()
 #
 # The second term uses *bad* samples: it regresses towards them a velocity on the *other side* of $v_{\text{old}}$. The optimality is computed from the advantage, $r = \tfrac12 + A/(2 A_{\max})$ with $A$ clipped to $\pm A_{\max}$, and $A_{\max} = 5$ in the released code.
 #
-# ### Exercise 2 · the loss of Theorem 3.2
+# ### Exercise 2 · where the loss pulls
 #
-# *Difficulty: easy · kind: formula · importance: essential · time: 5 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 8 minutes*
 #
-# All velocities are `[sample, dim]`, `r` is `[sample]`. Return the loss of each sample, the mean over the elements instead of the sum, `[sample]`.
+# For a *single* sample with optimality $r$ and target $v^*$, which velocity $v$ minimises the loss? All velocities are `[sample, dim]`, `r` is `[sample]`; return $v$, `[sample, dim]`. Before you compute: where is the minimum for $r = \tfrac12$, and is it further from $v_{\text{old}}$ for a large or a small $\beta_\text{NFT}$?
 
 
 # %% tags=["exercise"]
-def nft_loss(velocity, old, target, r, beta):
-    """r |v+ - v*|^2 + (1 - r) |v- - v*|^2, means over elements, [sample]."""
+def nft_minimum(old, target, r, beta):
+    """The velocity that minimises the loss of each sample."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute `step = beta * (velocity - old)` once. The two branches are `old + step` and `old - step`; take the mean over the elements of each squared error before weighting.
+# **Hint.** Write $d = v - v_{\text{old}}$ and $e = v^* - v_{\text{old}}$. The loss is $r\,|\beta d - e|^2 + (1-r)\,|\beta d + e|^2$. Set its derivative with respect to $d$ to 0.
 
 
 # %% tags=["solution"]
-def nft_loss(velocity, old, target, r, beta):
-    """r |v+ - v*|^2 + (1 - r) |v- - v*|^2, means over elements, [sample]."""
-    step = beta * (velocity - old)
-    positive = (old + step - target).square().mean(dim=1)
-    negative = (old - step - target).square().mean(dim=1)
-    return r * positive + (1 - r) * negative
+def nft_minimum(old, target, r, beta):
+    """The velocity that minimises the loss of each sample."""
+    return old + (2 * r - 1)[:, None] / beta * (target - old)
 
 
 # %%
-lesson.check_branches(nft_loss)
+lesson.check_minimum(nft_minimum)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Only $v$ is trained; $v_{\text{old}}$ is a constant, computed by a copy of the weights that follows slowly. In `flowrl` this is `DiffusionNFT(error="velocity")`. The default is the loss of the released code, which measures the errors of the clean estimates $x_t - t\,v_\pm$ and divides each branch by its mean absolute error.
+# **Why.** The derivative is $2\beta\,[\beta d - (2r-1)\,e]$, so the minimum is at $d = (2r-1)\,e/\beta_\text{NFT}$. A good sample ($r > \tfrac12$) attracts, a bad one repels, and $r = \tfrac12$ has no effect. A *small* $\beta_\text{NFT}$ means a far minimum: $v_\pm$ must differ by $2(2r-1)e$. Only $v$ is trained; $v_{\text{old}}$ is a constant, computed by a copy of the weights that follows slowly. In `flowrl` this is `DiffusionNFT(error="velocity")`. The default is the loss of the released code, which measures the errors of the clean estimates $x_t - t\,v_\pm$ and divides each branch by its mean absolute error.
 
 # %% [markdown]
 # To find the gradient, let $d = v - v_{\text{old}}$ and expand both squares. Their weighted sum is

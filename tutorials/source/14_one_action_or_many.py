@@ -579,45 +579,47 @@ plt.show()
 #
 # weighted by the advantage $A_m = R_m - \tfrac12 (R_a + R_b) = \pm \Delta R/2$.
 #
-# ### Exercise 6 · the target of a difference
+# ### Exercise 6 · the pull of a pair
 #
-# *Difficulty: medium · kind: formula · importance: useful · time: 8 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 10 minutes*
 #
-# `old` and `images` are `[pair, 2, dim]`, the velocities that sampled and the finished images of both members. Return the targets $v^*$, `[pair, 2, dim]`.
+# The loss moves the velocity along $A_m\,(v^* - v_{\text{old}})$. Return the mean of this vector over both members of a pair, `[pair, dim]`, in terms of $d$ and $\Delta R$ as far as possible. `images` is `[pair, 2, dim]`, `rewards` `[pair, 2]`. Do the two members of a pair pull in the same or in opposite directions?
 
 
 # %% tags=["exercise"]
-def difference_target(old, images):
-    """v_old - delta / mean(delta^2), delta the difference from the pair's mean, [pair, 2,
-    dim].
-    """
+def pull(images, rewards):
+    """The mean of A (v* - v_old) over the members of each pair."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The mean over the pair is over dimension 1, the mean of squares over the last; keep both axes.
+# **Hint.** Insert $\delta_m = \pm d/2$ and $A_m = \pm \Delta R/2$ for both members. What is $\operatorname{mean}(\delta_m^2)$ in terms of $d$? The means over elements keep their axis.
 
 
 # %% tags=["solution"]
-def difference_target(old, images):
-    """v_old - delta / mean(delta^2), delta the difference from the pair's mean, [pair, 2,
-    dim].
-    """
-    difference = images - images.mean(dim=1, keepdim=True)
-    return old - difference / difference.square().mean(dim=-1, keepdim=True)
+def pull(images, rewards):
+    """The mean of A (v* - v_old) over the members of each pair."""
+    d, change = images[:, 0] - images[:, 1], rewards[:, 0] - rewards[:, 1]
+    return -change[:, None] * d / d.square().mean(dim=-1, keepdim=True)
 
 
 # %%
-lesson.check_difference(difference_target)
+lesson.check_pull(pull)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The gradient of $A_m\,\operatorname{mean}(v - v^*)^2$ at $v = v_{\text{old}}$ is $\tfrac{2}{\text{dim}}\,A_m\,\delta_m/\operatorname{mean}(\delta_m^2)$, and a descent step moves the image along $A_m\,\delta_m/\operatorname{mean}(\delta_m^2) = \Delta R\; d/\operatorname{mean}(d^2)$. Both members agree, because for the worse one advantage and difference have the opposite sign. If $d$ is small, the target is far away, and the velocity should not reach it. So a bound on the ratio stops the update (`AWM(trust="quadratic", clip=0.03)`). In `flowrl`: `noise="difference"`, which adds 1e-6 to the mean of squares.
+# **Why.** For each member, $A_m\,\delta_m = \Delta R\,d/4$, since the two signs cancel, and $\operatorname{mean}(\delta_m^2) = \operatorname{mean}(d^2)/4$. So both members pull along $-\Delta R\; d/\operatorname{mean}(d^2)$: for the worse one advantage and difference have the opposite sign. The velocity points towards noise, so the image moves along $+\Delta R\; d/\operatorname{mean}(d^2)$. If $d$ is small, the target is far away, and the velocity should not reach it. So a bound on the ratio stops the update (`AWM(trust="quadratic", clip=0.03)`). In `flowrl`: `noise="difference"`, which adds 1e-6 to the mean of squares.
 
 # %% [markdown]
 # Let us see whether differences recover the gradient. The next cell begins with Gaussian images of a known covariance $C$ and a linear reward, and computes the mean of $A_m\,\delta_m$ over 100,000 pairs, with and without the division. It should be $C\,\nabla R/2$, since $\delta_m = \pm d/2$ and $C_d = 2C$. Then it uses the world itself, with the exact velocity of the data: 64 points of noise and 256 pairs around each. With the derivative $J$ of the image by the noise, an infinitesimal difference must give the direction $J J^\top \nabla R$. (Here only the initial noise differs; FDFO also replaces a little noise at every step.)
 
 
 # %%
+def difference_target(old, images):
+    """v*, [..., 2, dim], from the velocities that sampled and the images of both members."""
+    difference = images - images.mean(dim=-2, keepdim=True)
+    return old - difference / difference.square().mean(dim=-1, keepdim=True)
+
+
 def ode(noise, steps=20):
     """The image of the exact flow."""
     for i in range(steps):

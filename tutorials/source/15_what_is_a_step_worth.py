@@ -634,13 +634,14 @@ show_correlations(RULES)
 #
 # ### Exercise 5 · slope and r²
 #
-# *Difficulty: medium · kind: formula · importance: essential · time: 7 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 10 minutes*
 #
-# `value` and `reward` are `[prompt, member]`, the values of one decision and the final rewards. With sums over all prompts and members, return two numbers:
+# `value` and `reward` are `[prompt, member]`, the values of one decision and the final rewards. Derive two numbers from sums over all prompts and members, and return them:
 #
-# $$s = \frac{\sum \tilde V \tilde R}{\sum \tilde V^2},\quad r^2 = \frac{(\sum \tilde V \tilde R)^2}{\sum \tilde V^2 \sum \tilde R^2}.$$
+# - the slope $s$ that minimises $\sum (\tilde R - s\tilde V)^2$;
+# - the share $r^2$ by which this $s$ makes the sum smaller than it is for $s = 0$.
 #
-# Limit the slope to $[0, 1]$. If $\sum \tilde V \tilde R$ is negative, both are 0.
+# Then limit the slope to $[0, 1]$ (not in $r^2$). If the minimum is at a negative slope, both numbers are 0.
 
 
 # %% tags=["exercise"]
@@ -650,7 +651,7 @@ def calibrate(value, reward):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** `deviations` above subtracts the group's mean. Set a negative $\sum \tilde V \tilde R$ to 0 first; then both formulas give 0.
+# **Hint.** `deviations` above subtracts the group's mean. The sum is a parabola in $s$ with the coefficients $\sum\tilde R^2$, $\sum\tilde V\tilde R$ and $\sum\tilde V^2$. Set a negative $\sum \tilde V \tilde R$ to 0 first; then both numbers are 0.
 
 
 # %% tags=["solution"]
@@ -665,7 +666,11 @@ def calibrate(value, reward):
 lesson.check_calibrate(calibrate)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $s\,\tilde V$ is the best prediction of $\tilde R$ that is proportional to $\tilde V$. One slope for all groups has many samples; a slope per group would have twelve. The slope is at most 1 because we want to shrink a cheap value, and not to stretch it by chance. In `flowrl`: `credit.calibration`; every training run logs `value_slope` and `value_r2` of a rule with values.
+# **Why.** The sum is $\sum\tilde R^2 - 2s\sum\tilde V\tilde R + s^2\sum\tilde V^2$, so
+#
+# $$s = \frac{\sum \tilde V \tilde R}{\sum \tilde V^2},\quad r^2 = \frac{(\sum \tilde V \tilde R)^2}{\sum \tilde V^2 \sum \tilde R^2}.$$
+#
+# $s\,\tilde V$ is the best prediction of $\tilde R$ that is proportional to $\tilde V$. One slope for all groups has many samples; a slope per group would have twelve. The slope is at most 1 because we want to shrink a cheap value, and not to stretch it by chance. In `flowrl`: `credit.calibration`; every training run logs `value_slope` and `value_r2` of a rule with values.
 
 # %%
 for stage in (0, 8):
@@ -722,9 +727,7 @@ lesson.check_causes(causes)
 # **Why.** In log 1 the values predict the reward well, with a slope of 1/5 at every decision: they are five times too wide. Calibration corrects this error. In log 2 only the last states predict anything, and the mean reward says why. In log 3 the values have no relation to the reward, since the critic has not learned from any reward yet.
 
 # %% [markdown]
-# The credit of a decision can now use two sources. The gain of the predictions, $\hat R_{k+1} - \hat R_k$, has no later luck, but it has the error of $\hat R_{k+1}$. The final reward beyond the prediction, $\tilde R - \hat R_k$, has no such error, but it has all later luck. The r² of the value after the decision mixes them:
-#
-# $$A_k = r^2_{k+1}\,\hat R_{k+1} + (1 - r^2_{k+1})\,\tilde R - \hat R_k.$$
+# The credit of a decision can now use two sources. The gain of the predictions, $\hat R_{k+1} - \hat R_k$, has no later luck, but it has the error of $\hat R_{k+1}$. The final reward beyond the prediction, $\tilde R - \hat R_k$, has no such error, but it has all later luck. The calibrated credit $A_k$ is a weighted mean of the two. The weight of the first is the r² of the value *after* the decision, and the second has the rest.
 #
 # ### Exercise 7 · calibrated credit
 #
@@ -755,7 +758,11 @@ def calibrated_credit(values, slope, r2):
 lesson.check_credit(calibrated_credit)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** With slopes and r² of 0, $A_k = \tilde R$: uniform credit. (At the last decision $\hat R_D = \tilde R$ as well.) With exact values and slopes of 1, $A_k$ is $A^*_k$ plus $1 - r^2_{k+1}$ times what comes later, which has mean 0. Between the two, the weight of a value is what it has predicted of the reward. In `flowrl`: `credit.calibrated_gains`, and `credit.CalibratedGain` with Z.
+# **Why.** Both sources contain $-\hat R_k$, so
+#
+# $$A_k = r^2_{k+1}\,\hat R_{k+1} + (1 - r^2_{k+1})\,\tilde R - \hat R_k.$$
+#
+# With slopes and r² of 0, $A_k = \tilde R$: uniform credit. (At the last decision $\hat R_D = \tilde R$ as well.) With exact values and slopes of 1, $A_k$ is $A^*_k$ plus $1 - r^2_{k+1}$ times what comes later, which has mean 0. Between the two, the weight of a value is what it has predicted of the reward. In `flowrl`: `credit.calibrated_gains`, and `credit.CalibratedGain` with Z.
 
 # %%
 table = stages[4]["one-step"]
