@@ -623,17 +623,13 @@ plt.show()
 #
 # ### From steps to trajectories
 #
-# The probability of a trajectory, given its noise $z_0$, is a product over its steps, $\pi(z_1, \ldots, z_T \mid z_0) = \prod_i \pi(z_{i+1} \mid z_i)$. Hence the log-ratio of a trajectory is the sum of those of its steps. The expectation of each summand, given $z_i$, is the KL of the step:
-#
-# $$\mathrm{KL}(\text{path}) = \mathbb E_{\pi}\Big[\sum_i \mathrm{KL}\big(\pi(\cdot \mid z_i)\,\|\,\pi_\text{ref}(\cdot \mid z_i)\big)\Big].$$
-#
-# The states $z_i$ are those that the *current* policy visits. The loss differentiates each summand at fixed states, although the states depend on the policy as well. Steps without noise contribute nothing. The KL between the distributions of finished images is at most the path KL, because an image is a function of its trajectory.
+# The probability of a trajectory, given its noise $z_0$, is a product over its steps, $\pi(z_1, \ldots, z_T \mid z_0) = \prod_i \pi(z_{i+1} \mid z_i)$. The KL of the path is the expectation of its log-ratio, and follows from the KLs of its steps. The states $z_i$ are those that the *current* policy visits. The loss differentiates each summand at fixed states, although the states depend on the policy as well. Steps without noise contribute nothing. The KL between the distributions of finished images is at most the path KL, because an image is a function of its trajectory.
 #
 # ### Exercise 8 · path KL
 #
 # *Difficulty: medium · kind: formula · importance: useful · time: 5 minutes*
 #
-# `step_kl` `[sample, step]` is the KL per element of every stochastic step of trajectories of the current policy, as exercise 6 computes it. A latent has `elements` elements. Return the KL of the path, one number, in nats (the unit that belongs to natural logarithms).
+# `step_kl` `[sample, step]` is the KL per element of every stochastic step of trajectories of the current policy, as exercise 6 computes it. A latent has `elements` elements. Derive the KL of the path from them, and return it: one number, in nats (the unit that belongs to natural logarithms).
 
 
 # %% tags=["exercise"]
@@ -643,7 +639,7 @@ def path_kl(step_kl, elements):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The KL of a step per element, times `elements`, is the KL of the step. Over which axis does the formula sum, and over which axis is it an expectation?
+# **Hint.** The logarithm of a product is a sum. Which expectation turns the log-ratio of a step into its KL? Then ask of each axis whether it is a sum or an expectation, and what "per element" divided by.
 
 
 # %% tags=["solution"]
@@ -656,7 +652,11 @@ def path_kl(step_kl, elements):
 lesson.check_path_kl(path_kl)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Sum over steps and elements, because log-probabilities of independent draws add up; mean over samples, because the formula is an expectation. The metric `kl` of `flowrl` is the mean over all three, so the path KL is the metric times steps times elements.
+# **Why.** Given $z_i$, the expectation of the log-ratio of step $i$ is the KL of this step. So
+#
+# $$\mathrm{KL}(\text{path}) = \mathbb E_{\pi}\Big[\sum_i \mathrm{KL}\big(\pi(\cdot \mid z_i)\,\|\,\pi_\text{ref}(\cdot \mid z_i)\big)\Big].$$
+#
+# Sum over steps and elements, because log-probabilities of independent draws add up; mean over samples, because of the expectation. The metric `kl` of `flowrl` is the mean over all three, so the path KL is the metric times steps times elements.
 #
 # In the loss this scale cancels. The policy term and the KL term both have means over steps and elements in place of sums, so their ratio is that of the sums: a KL weight $\beta$ is the price of one nat of path KL, in units of the advantage (at $\rho = 1$).
 
