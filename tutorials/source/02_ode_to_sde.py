@@ -615,7 +615,7 @@ print("another blob, per step:           ", " ".join(f"{value:.2f}" for value in
 # On the right, 20 samples from the same initial noise are *siblings*. A bar is the share of samples that end at another blob than most of their siblings. The printed spread is the root of the end points' variance among siblings, summed over both coordinates. Early noise decides *which* blob the sample ends in; late noise only moves the sample within its blob. Stepwise credit is based
 # on this observation: steps differ in their effect, and a rule with equal credit for all steps ignores the difference.
 #
-# With kernel, noise level and window you can design the decisions of a policy. A good design explores enough to find better samples, and still produces samples without grain.
+# With kernel, noise level and window you can design the decisions of a policy. The steps outside the window use the network too, but GRPO's gradient does not contain their effect (the lesson on GRPO). A good design explores enough to find better samples, and still produces samples without grain.
 #
 # ### Exercise 10 · design the decisions
 #

@@ -154,7 +154,7 @@ plt.show()
 #
 # ## Which steps are decisions?
 #
-# The loss contains only the decisions, the stochastic steps, in which the policy is a Gaussian with a log-probability. The effect of the ODE steps on the reward is not part of the gradient (the lesson on GRPO). In Flow-GRPO every step but the last is stochastic. However, the noise of a
+# The loss contains only the decisions, the stochastic steps, in which the policy is a Gaussian with a log-probability. With a window, the effect of the weights through the ODE steps before, between and after the decisions is dropped: they move the states, but the gradient treats the states as fixed (the lesson on GRPO). In the 2-D world, the gradient of the decisions alone has about two thirds of the length of the full gradient with the window `2:7`, and nearly its direction (the lesson Why a step may be credited). In Flow-GRPO every step but the last is stochastic. However, the noise of a
 # step may have no visible effect on the image. To measure the effect, we let the members of a group start from the *same* noise and make *one* step stochastic. Then we compute the spread of
 # the final rewards within the group. Before we run this experiment, predict its result.
 #
