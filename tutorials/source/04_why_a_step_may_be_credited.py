@@ -43,7 +43,17 @@ from flowrl.bench.gradients import (
 )
 from flowrl_course import lesson_04 as lesson
 from flowrl_course.chain import CALM, TARGET, Chain, reward, velocity, walk
-from flowrl_course.figures import ACCENT, DATA, INK, NOISE, OTHERS, clean, panels, plane
+from flowrl_course.figures import (
+    ACCENT,
+    COLOURS,
+    DATA,
+    INK,
+    NOISE,
+    OTHERS,
+    clean,
+    panels,
+    plane,
+)
 from flowrl_course.runs import start
 
 torch.set_num_threads(1)
@@ -434,9 +444,8 @@ CLOUDS = {
     "with both bugs": estimates(both, scores),
 }
 figure, axes = panels(4, width=2.7, height=2.9, sharex=True, sharey=True)
-for cell, (name, samples), shade in zip(
-    axes, CLOUDS.items(), (NOISE, DATA, OTHERS[0], ACCENT), strict=True
-):
+shades = [COLOURS[rule] for rule in ("flow-grpo", "reward-to-go", "stepwise-flow-grpo")]
+for cell, (name, samples), shade in zip(axes, CLOUDS.items(), [*shades, INK], strict=True):
     batches = samples[:9600].view(-1, 24, 2).mean(1)
     cell.scatter(*batches.T, s=5, color=shade, alpha=0.5)
     cell.annotate(
@@ -686,7 +695,11 @@ print(
 figure, axes = panels(2, width=4.2, height=3.2)
 decisions = [steps - 1 for steps in COUNTS]
 for column, (name, shade) in enumerate(
-    (("uniform", NOISE), ("reward to go", DATA), ("gain", OTHERS[0]))
+    (
+        ("uniform", COLOURS["flow-grpo"]),
+        ("reward to go", COLOURS["reward-to-go"]),
+        ("gain", COLOURS["stepwise-flow-grpo"]),
+    )
 ):
     axes[0].plot(
         decisions,

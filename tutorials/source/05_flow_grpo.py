@@ -37,6 +37,7 @@ from flowrl_course.figures import (
     COLOURS,
     DATA,
     NOISE,
+    OTHERS,
     ImageRow,
     clean,
     panels,
@@ -792,8 +793,8 @@ print(
 # %% tags=["hide-input"]
 shades = {
     "unstable": ACCENT,
-    "+ clip 0.002": COLOURS["dance-grpo"],
-    "+ KL penalty 1": COLOURS["noise-weighted"],
+    "+ clip 0.002": OTHERS[0],
+    "+ KL penalty 1": OTHERS[3],
     "the run above": COLOURS["flow-grpo"],
 }
 figure, axes = panels(3, width=3.4, height=2.9)

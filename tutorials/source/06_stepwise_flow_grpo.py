@@ -40,6 +40,7 @@ from flowrl_course.figures import (
     DATA,
     INK,
     NOISE,
+    OTHERS,
     SIGNED,
     ImageRow,
     animation,
@@ -443,7 +444,7 @@ figure, axes = panels(2, width=4.0, height=2.9)
 shades = dict(
     zip(
         probes,
-        (NOISE, COLOURS["noise-weighted"], COLOURS["stepwise-flow-grpo"], COLOURS["tp-grpo"]),
+        (NOISE, OTHERS[0], OTHERS[1], OTHERS[3]),
         strict=True,
     )
 )

@@ -266,7 +266,7 @@ table = torch.tensor(
 )
 figure, axes = panels(3, width=2.9, height=2.4, sharey=True)
 for cell, name, row, shade in zip(
-    axes, names, table[0], (DATA, ACCENT, COLOURS["dance-grpo"]), strict=True
+    axes, names, table[0], (DATA, ACCENT, OTHERS[0]), strict=True
 ):
     cell.plot(range(5), row, "o-", color=shade)
     for j, value in enumerate(row):

@@ -140,14 +140,14 @@ def opening():
     right.plot(
         COLUMNS,
         tables["ODE completion"][prompt, member],
-        color=COLOURS["tp-grpo"],
+        color=OTHERS[0],
         linestyle=":",
         linewidth=2,
     )
     labels = (
         ("expected reward V*", DATA),
         ("one-step estimate", ACCENT),
-        ("ODE completion", "#00734f"),
+        ("ODE completion", OTHERS[0]),
     )
     for height, (text, shade) in zip((0.95, 0.87, 0.79), labels, strict=True):
         right.text(0.02, height, text, color=shade, transform=right.transAxes, fontsize=9)
@@ -264,7 +264,7 @@ RULES = {
     "Flow-GRPO": (Uniform(), False, COLOURS["flow-grpo"]),
     "Stepwise": (StepwiseGain(), True, COLOURS["stepwise-flow-grpo"]),
     "TP-GRPO": (TurningPoint(), False, COLOURS["tp-grpo"]),
-    "EstimateGain": (EstimateGain(), True, OTHERS[0]),
+    "EstimateGain": (EstimateGain(), True, COLOURS["estimate-gain"]),
 }
 
 
@@ -778,7 +778,7 @@ figure, axes = panels(3, width=3.6, height=3.1)
 curves = {
     "Flow-GRPO": (baselines["Flow-GRPO"], COLOURS["flow-grpo"]),
     "Stepwise": (baselines["Stepwise"], COLOURS["stepwise-flow-grpo"]),
-    "EstimateToGo": (togo, OTHERS[1]),
+    "EstimateToGo": (togo, COLOURS["reward-to-go"]),
 }
 for cell, price in zip(axes[:2], ("iterations", "work"), strict=True):
     for name, (each, shade) in curves.items():

@@ -679,8 +679,8 @@ plt.show()
 # %%
 RULES = {
     "uniform": (Uniform(), COLOURS["flow-grpo"]),
-    "depth": (DepthRelative(probe=SPLITS), OTHERS[3]),
-    "sibling": (SiblingRelative(probe=SPLITS), OTHERS[0]),
+    "depth": (DepthRelative(probe=SPLITS), COLOURS["depth"]),
+    "sibling": (SiblingRelative(probe=SPLITS), COLOURS["sibling"]),
     "gains": (StepwiseGain(probe=SPLITS), COLOURS["stepwise-flow-grpo"]),
 }
 print("correlation with A*   all decisions      decision 0    1     2     3     4")

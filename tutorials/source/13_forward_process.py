@@ -65,12 +65,7 @@ from flowrl_course.figures import (
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
-SHADES = {
-    "flow-grpo": COLOURS["flow-grpo"],
-    "diffusion-nft": OTHERS[0],
-    "awm": OTHERS[1],
-    "dgpo": COLOURS["tp-grpo"],
-}
+SHADES = {name: COLOURS[name] for name in ("flow-grpo", "diffusion-nft", "awm", "dgpo")}
 # the eight modes; the target of the prompt "towards 0 degrees"
 data, centre = ring(), torch.tensor([2.0, 0.0])
 
@@ -638,7 +633,7 @@ for cell, (name, place) in zip(axes, sites.items(), strict=True):
         "AWM, no penalty": (curve, "#a9adb5"),
         r"AWM, $\lambda = 0.5$": (curve + 0.5, SHADES["awm"]),
         r"NFT, $\beta_{NFT} = 1$": (torch.tensor(1.0), SHADES["diffusion-nft"]),
-        r"NFT, $\beta_{NFT} = 0.1$": (torch.tensor(0.1), COLOURS["dance-grpo"]),
+        r"NFT, $\beta_{NFT} = 0.1$": (torch.tensor(0.1), OTHERS[3]),
     }
     for label, (bend, shade) in lines.items():
         cell.plot(steps, bend * steps**2 - 2 * slope * steps, color=shade, label=label)

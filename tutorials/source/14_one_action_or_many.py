@@ -42,7 +42,6 @@ from flowrl_course.figures import (
     DATA,
     INK,
     NOISE,
-    OTHERS,
     clean,
     panels,
     plane,
@@ -51,12 +50,7 @@ from flowrl_course.figures import (
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
-SHADES = {
-    "flow-grpo": COLOURS["flow-grpo"],
-    "v-grpo": ACCENT,
-    "fdfo": COLOURS["tp-grpo"],
-    "step-nft": OTHERS[0],
-}
+SHADES = {name: COLOURS[name] for name in ("flow-grpo", "v-grpo", "fdfo", "step-nft")}
 # share of the noise that the two of a pair have in common
 SHARED = METHODS["fdfo"]().shared_noise
 # the eight modes; the target of the prompt "towards 0 degrees"

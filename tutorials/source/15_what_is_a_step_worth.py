@@ -837,8 +837,8 @@ lesson.check_better_trained(better_trained)
 COMPARED = {
     "uniform": (Uniform(), COLOURS["flow-grpo"]),
     "gains, one-step": (StepwiseGain(probe=Tweedie()), COLOURS["stepwise-flow-grpo"]),
-    "calibrated, one-step": (CalibratedGain(), COLOURS["tp-grpo"]),
-    "even weight, one-step": (EvenGain(), OTHERS[3]),
+    "calibrated, one-step": (CalibratedGain(), COLOURS["calibrated"]),
+    "even weight, one-step": (EvenGain(), COLOURS["even-weight"]),
     "oracle": (StepwiseGain(normalise="step", probe=Exact(points=29, reach=4.0)), INK),
 }
 SETTINGS = {**WORLD, "iterations": 12, "eval_every": 2}
