@@ -34,6 +34,7 @@ from flowrl.flow import GaussianMixture
 from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_03 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, clean, panels, plane
+from flowrl_course.progress import progress
 
 ring = GaussianMixture.ring()
 
@@ -671,7 +672,7 @@ def compare(score, last, iterations, seed):
 LAST = {"GRPO": 0, "last step": 1, "all steps": 10}
 plan = [(score, method, 20) for score in (reward_of, hit, hackable) for method in LAST]
 print("score      cost  method     its mean, three seeds  reward, three seeds")
-for score, method, iterations in [*plan, (hackable, "GRPO", 60)]:
+for score, method, iterations in progress([*plan, (hackable, "GRPO", 60)], "row"):
     runs = torch.tensor([compare(score, LAST[method], iterations, seed) for seed in range(3)])
     columns = ("  ".join(f"{value:4.2f}" for value in column) for column in runs.T)
     print(f"{score.__name__:9}  {iterations:4d}  {method:9} ", "    ".join(columns))

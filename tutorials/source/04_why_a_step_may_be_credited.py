@@ -48,12 +48,12 @@ from flowrl_course.figures import (
     COLOURS,
     DATA,
     INK,
-    NOISE,
     OTHERS,
     clean,
     panels,
     plane,
 )
+from flowrl_course.progress import progress
 from flowrl_course.runs import start
 
 torch.set_num_threads(1)
@@ -1015,7 +1015,7 @@ print(
     f"{sum(weights.numel() for weights in setting.parameters):,} weights,"
     f" {len(setting.prompts)} prompts with 12 trajectories each"
 )
-for name, rule in RULES.items():
+for name, rule in progress(RULES.items(), "rule"):
     agreement = alignment(
         policy_gradients(setting, rule, batches=24, members=12), network_truth
     )
@@ -1029,7 +1029,7 @@ windows = {
     "window 2:7": range(2, 7),
     "steps 0, 2, 4, 6, 8": range(0, 9, 2),
 }
-for name, steps in windows.items():
+for name, steps in progress(windows.items(), "window"):
     one = replace(setting, sampler=Windowed(FlowSDE(0.7), steps))
     drawn_only, whole = (
         pathwise_gradients(one, batches=8, repeats=256, decisions_only=part).mean(0)

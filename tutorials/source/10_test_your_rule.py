@@ -54,6 +54,7 @@ from flowrl_course.figures import (
     plane,
     target,
 )
+from flowrl_course.progress import progress
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
@@ -345,7 +346,7 @@ print(
     "              cosine to the true gradient   signal to noise of a batch   the same per"
     " 10,000 evaluations"
 )
-for name, (rule, shared, _) in RULES.items():
+for name, (rule, shared, _) in progress(RULES.items(), "rule"):
     result = alignment(
         policy_gradients(beginning, rule, batches=40, members=8, shared_noise=shared, seed=2),
         direction,

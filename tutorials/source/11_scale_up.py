@@ -53,6 +53,7 @@ from flowrl_course.figures import (
     panels,
     show_images,
 )
+from flowrl_course.progress import progress
 
 warnings.filterwarnings("ignore")
 networks = {name: ARCHITECTURES[name].build("meta") for name in ("sd3.5-medium", "flux.1-dev")}
@@ -888,7 +889,7 @@ for make in (flow_grpo, tp_grpo):
     method = replace(make(), loss=ClippedLoss(clip_range=1e-2))
     trained[method.name] = load()
     trainer = Trainer(trained[method.name], method, REDNESS, PROMPTS, **numbers)
-    metrics = [trainer.iteration() for _ in range(10)]
+    metrics = [trainer.iteration() for _ in progress(range(10), "iteration")]
     history = histories[method.name] = [row["reward_mean"] for row in metrics]
     first = metrics[0]
     noise_floor = "below 1e-5" if first["ratio_noise"] < 1e-5 else first["ratio_noise"]

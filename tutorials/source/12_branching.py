@@ -55,6 +55,7 @@ from flowrl_course.figures import (
     plane,
     target,
 )
+from flowrl_course.progress import progress
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
@@ -220,7 +221,7 @@ print(
 plain = sampled(RawCredit().probe)
 truths = {
     name: true_advantages(beginning, result, 128)
-    for name, result in (("plain", plain), ("tree", rollout))
+    for name, result in progress([("plain", plain), ("tree", rollout)], "true advantages,")
 }
 
 
@@ -738,7 +739,7 @@ candidates = {
     "depth, Z": RULES["depth"][0],
 }
 print(f"{'':<38}{'cosine':>7}{'':<15}{'scale':>7}{'signal/noise of a batch':>26}{'NFE':>6}")
-for name, rule in candidates.items():
+for name, rule in progress(candidates.items(), "rule"):
     used = Usage()
     result = alignment(
         policy_gradients(beginning, rule, 24, MEMBERS, seed=2, usage=used), direction

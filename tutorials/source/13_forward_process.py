@@ -62,6 +62,7 @@ from flowrl_course.figures import (
     plane,
     target,
 )
+from flowrl_course.progress import progress
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
@@ -768,7 +769,7 @@ LOSSES = {
 def compared(trainer, rule, names, truth, batches=24):
     """The gradients of the losses by name; prints one row each."""
     settings, gradients = settings_of(trainer), {}
-    for name in names:
+    for name in progress(names, "loss"):
         kind, loss = LOSSES[name]
         given = (settings[kind], rule)
         gradients[name] = (

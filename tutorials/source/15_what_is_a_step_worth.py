@@ -47,6 +47,7 @@ from flowrl_course.figures import (
     plane,
     target,
 )
+from flowrl_course.progress import progress
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
@@ -330,7 +331,7 @@ lesson.check_early_values(early_values)
 # %%
 KINDS = ("exact", "one-step", "critic")
 stages = {}
-for stage in (0, 4, 8, 12):
+for stage in progress((0, 4, 8, 12), "stage"):
     while trainer.done < stage:
         trainer.iteration()
     present, found = setting_of(trainer), {}

@@ -1,5 +1,5 @@
-"""Figures that several lessons use, on white, so that they are readable on a dark page, too. Colours
-are those of `flowrl.run.report.style`.
+"""Figures that several lessons use, with the colours of `flowrl.run.report.style`. They are on
+white, so that they are readable on a dark page.
 """
 
 import math
