@@ -693,12 +693,12 @@ lesson.check_weights(dgpo_weights)
 group = torch.tensor([[1.2, 0.6, -0.4, -1.4]])
 before = torch.tensor([[1.0, 1.4, 0.9, 1.1]])
 print("progress of the group      S        weights of the members          their sum")
-for progress in (0.0, 0.5, 2.0):
-    after = before - progress * group / 2
+for step in (0.0, 0.5, 2.0):
+    after = before - step * group / 2
     s = float((group * (after - before)).mean())
     weights = dgpo_weights(group, after, before, 1.0)[0]
     print(
-        f"errors fall by {progress / 2:4.2f} A   {s:+.2f}   "
+        f"errors fall by {step / 2:4.2f} A   {s:+.2f}   "
         + " ".join(f"{w:+.2f}" for w in weights)
         + f"   {abs(weights.sum()):12.2f}"
     )
