@@ -222,6 +222,33 @@ SLOPE_AND_R2 = "(together / values).clamp(max=1), together.square() / (values * 
             "median(math.inf if math.isnan(cost) else cost for cost in costs.tolist())",
             "float(costs.nan_to_num(math.inf).quantile(0.5))",
         ),
+        (
+            "lesson_06",
+            "check_values",
+            "return torch.cat([final[..., None] - later, final[..., None]], dim=-1)",
+            "table = [final]\n    for gain in gained.unbind(-1)[::-1]:\n        table.insert(0, table[0] - gain)\n    return torch.stack(table, -1)",
+        ),
+        (
+            "lesson_14",
+            "check_pull",
+            "return -change[:, None] * d / d.square().mean(dim=-1, keepdim=True)",
+            "delta = images - images.mean(1, keepdim=True)\n"
+            "    target = -delta / delta.square().mean(-1, keepdim=True)\n"
+            "    return ((rewards - rewards.mean(1, keepdim=True))[..., None] * target).mean(1)",
+        ),
+        (
+            "lesson_12",
+            "check_parent",
+            "return (values * leaves).sum(dim=-1) / leaves.sum()",
+            "return values @ (leaves / leaves.sum())",
+        ),
+        (
+            "lesson_06",
+            "check_credit_error",
+            "return (1 + sum(weight**2 for weight in weights)) ** 0.5",
+            "errors = torch.eye(remaining + 1, dtype=torch.float64)[:-1]\n"
+            "    return float((errors.diff(dim=1) @ torch.tensor([lam**j for j in range(remaining)], dtype=torch.float64)).norm())",
+        ),
         ("lesson_10", "check_plan", '"seeds": 20', '"seeds": 18'),
         ("lesson_10", "check_quiz", 'quiz = {1: "b", 2: "a"', 'quiz = {2: "a", 1: "b"'),
         ("lesson_11", "check_first_iterations", '1: "C", 2: "A"', '2: "A", 1: "C"'),

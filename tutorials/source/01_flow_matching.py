@@ -16,7 +16,7 @@
 # **After this lesson you can** write the straight path between noise and data, train a network on its velocity, turn noise into
 # samples with an ODE, estimate the finished sample from any state on the way, and recognise a broken sampler by its samples.
 #
-# **Time** 85 minutes, of which the computer needs less than one. **You need** PyTorch and the notion of an expectation.
+# **Time** 90 minutes, of which the computer needs less than one. **You need** PyTorch and the notion of an expectation.
 #
 # All methods of this course fine-tune a flow model, so we build one first. We work in two dimensions, where the exact solution is known in closed form and every error can be plotted.
 # The animation shows where the lesson leads: random points become data.

@@ -16,7 +16,7 @@
 # **After this lesson you can** turn the sampler's ODE into an SDE, prove that both have the same marginal distributions, compute the error of the SDE with few steps, choose between
 # the kernels of the papers, and design a sampler whose random steps (*decisions*) suit reinforcement learning.
 #
-# **Time** 90 minutes, of which the computer needs less than one. **You need** the lesson on flow matching.
+# **Time** 95 minutes, of which the computer needs less than one. **You need** the lesson on flow matching.
 #
 # An ODE maps each noise to one image, so it has no probabilities that training could raise. Reinforcement learning needs a *policy*, which draws the next state at random. The animation shows trajectories from one initial noise:
 # one of the ODE, and sixty of an SDE with the same velocity.

@@ -15,7 +15,7 @@
 #
 # **After this lesson you can** prove which credits leave the policy gradient unchanged, use values of states as baselines and as credit, choose $\lambda$, predict how the noise grows with the number of decisions, decide how far old samples can be trusted, and recognise a credit whose choice biases it.
 #
-# **Time** 100 minutes, of which the computer needs less than one. **You need** the lesson on GRPO.
+# **Time** 105 minutes, of which the computer needs less than one. **You need** the lesson on GRPO.
 #
 # The lesson on GRPO gave every step of a trajectory the same credit, which depends only on the reward of the finished sample. The papers of this course give each step a credit of its own. Is the result still the policy gradient? This lesson answers the question with one theorem, and checks every line of it against exact numbers.
 #

@@ -16,7 +16,7 @@
 # **After this lesson you can** fine-tune a text-to-image model with Flow-GRPO (arXiv 2505.05470), choose the group size and the steps that are decisions,
 # compute the saving of training with 10 steps instead of 40, measure the distance from the base model, and detect a collapse early.
 #
-# **Time** 105 minutes, of which the computer needs about one. **You need** the lesson on GRPO (GRPO on a flow: ratio, clip, KL).
+# **Time** 115 minutes, of which the computer needs about one. **You need** the lesson on GRPO (GRPO on a flow: ratio, clip, KL).
 #
 # The first lessons used two-dimensional data. In this lesson we train a small text-to-image model, a diffusion transformer, with the method of
 # the lesson on GRPO: *make the better members of a group more likely*. The reward comes from a rule-based judge of the images.

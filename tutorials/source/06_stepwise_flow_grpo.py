@@ -16,7 +16,7 @@
 # **After this lesson you can** estimate the reward of an unfinished image, translate the paper's figure and labels into steps, say which transitions are decisions, compute the credit of each decision from its gain, explain why the gains are normalised jointly, and measure the value of better credit
 # in network evaluations.
 #
-# **Time** 95 minutes, of which the computer needs one to two. **You need** the lesson on Flow-GRPO, and the Tweedie estimate of the lesson on flow matching.
+# **Time** 105 minutes, of which the computer needs one to two. **You need** the lesson on Flow-GRPO, and the Tweedie estimate of the lesson on flow matching.
 #
 # Flow-GRPO gives every step of a trajectory the same credit. The animation shows two trajectories of one group, from the same noise. Before every random step it shows an estimate of the finished image (computed as in
 # exercise 3) and the reward of the estimate. Which of the two has the better *first two steps*?

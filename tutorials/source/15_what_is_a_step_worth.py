@@ -15,7 +15,7 @@
 #
 # **After this lesson you can** compute the exact value of an unfinished sample, compute a step's worth as a difference of two values, say when cheap estimates of values give wrong credit, and calibrate them.
 #
-# **Time** 80 minutes, of which the computer needs about one. **You need** the lesson on Stepwise-Flow-GRPO; the lesson Test your own rule helps.
+# **Time** 85 minutes, of which the computer needs about one. **You need** the lesson on Stepwise-Flow-GRPO; the lesson Test your own rule helps.
 #
 # Credit by decision needs values of unfinished states. The papers estimate them with further network evaluations (the lessons on Stepwise-Flow-GRPO, TP-GRPO and branching). In two dimensions we can compute them exactly, for every point of the plane, and compare cheaper values with them.
 # The animation shows the exact value of all states for one prompt, from noise to finished samples, before training. The white cross is the target. The twelve dots are a group of trajectories, and the curves on the right are their values. At which steps is the result decided?
