@@ -358,7 +358,11 @@ def check_rollout(answer: Answer, net: torch.nn.Module) -> None:
 def _check_noise(noise: Tensor, what: str) -> None:
     """Whether `noise` [sample, 2] is standard normal, with a false alarm in 10,000 at most."""
     mean, std, fourth = float(noise.mean()), float(noise.std()), float((noise**4).mean())
-    expect(std > 1e-3, f"{what} is equal for all samples, or missing")
+    expect(std > 1e-3, f"{what} is missing")
+    expect(
+        len(noise[:, 0].round(decimals=4).unique()) > 0.9 * len(noise),
+        f"{what} is equal for several samples: draw [sample, 2] numbers",
+    )
     expect(
         abs(mean) < 0.16 and abs(std - 1) < 0.12,
         f"{what} has mean {mean:.2f} and standard deviation {std:.2f} instead of 0 and 1",
