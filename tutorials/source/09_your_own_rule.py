@@ -237,10 +237,14 @@ print(
 #
 # ### Exercise 2 · reward-to-go
 #
-# *Difficulty: medium · kind: formula · importance: essential · time: 10 minutes*
+# *Difficulty: medium · kind: design · importance: essential · time: 12 minutes*
 #
-# The credit of decision $k$ is $R - V_k$. Normalise with the mean over members at each decision, and one standard deviation for the whole group: `zscore(y, over=("member",), std_over=("member", "decision"), mask=decisions.mask)`.
-# (The standard deviation is that of $y$ itself, before the mean is subtracted.)
+# The credit of decision $k$ is $R - V_k$. Choose its normalisation, `zscore(y, over=..., std_over=..., mask=...)`. `over` are the axes of the mean and `std_over` those of the standard deviation (of $y$ itself, before the mean is subtracted), each a tuple of `"prompt"`, `"member"` and `"decision"`. The rule must have these properties:
+#
+# - The rewards of a prompt have no effect on the credit of another prompt.
+# - No decision gets credit for being early: if all members of a group have the same $R - V_k$ at a decision, its credit is 0.
+# - A decision at which $R - V_k$ differs little between members keeps a small credit.
+# - What is outside the mask has no effect.
 
 
 # %% tags=["exercise"]
@@ -256,7 +260,7 @@ class EstimateToGo:
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** `values` has one column more than there are decisions. Column $k$ is the state before decision $k$, so drop the last column of the subtracted term. `values[..., -1:]` is the last column with its axis.
+# **Hint.** `values` has one column more than there are decisions. Column $k$ is the state before decision $k$, so drop the last column of the subtracted term. `values[..., -1:]` is the last column with its axis. Over which axis must the mean run, so that only differences between members remain? With a standard deviation per decision, all decisions would have credit of the same size.
 
 
 # %% tags=["solution"]
