@@ -71,7 +71,7 @@ opening()
 #
 # *Difficulty: easy · kind: debugging · importance: essential · time: 4 minutes*
 #
-# The draft below should return $x_t$ for a whole batch: `clean` ($x_0$) and `noise` ($\varepsilon$) are `[sample, dim]`, and every sample has its own `time` `[sample]`. It has two mistakes. The first is visible at $t = 0$, $t = 1$ and halfway; the second only if samples have different times.
+# The draft below should return $x_t$ for a whole batch: `clean` ($x_0$) and `noise` ($\varepsilon$) are `[sample, dim]`, and every sample has its own `time` `[sample]`. It has two mistakes. The first is visible at $t = 1$. The second raises an error for most shapes, and none for as many samples as dimensions.
 
 
 # %% tags=["exercise"]

@@ -221,7 +221,7 @@ plt.show()
 # - The advantages of a group have mean 0, and their mean square is 1.
 # - A group of equal rewards gets 0. For this, the public code adds $10^{-4}$ to the standard deviation.
 #
-# The draft below runs whenever there are as many prompts as members, and for some other shapes. It has three mistakes. Repair it.
+# The draft below runs without an error and has three mistakes. Repair it.
 
 
 # %% tags=["exercise"]
@@ -691,8 +691,8 @@ for score, method, iterations in progress([*plan, (hackable, "GRPO", 60)], "row"
 # hackable     60  GRPO       1.40..1.70  1.40..1.70  1.40..1.70    0.02..0.20  0.02..0.20  0.02..0.20
 
 # %% [markdown]
-# (The cost is in iterations of GRPO.) For the smooth reward, the gradient through the last step is far more efficient than GRPO. The gradient through all steps is not: its updates cost more, so there are 30 of them instead of 76, and with the same learning rate each raises the reward less. A reward of 0 and 1 has the gradient 0 almost everywhere. There backpropagation learns nothing, and GRPO learns as before.
-# With the hackable score, every method in the end maximises the score and loses the reward that was meant. Backpropagation gets there within the smaller budget, in which GRPO still raises the reward from 0.17 to about 0.5; with three times the budget GRPO has lost it as well. So the policy gradient does not protect against a flawed reward. It exploits the flaw more slowly, which leaves more time to notice it on a second metric. The KL penalty and early stopping work for both kinds of gradient.
+# (The cost is in iterations of GRPO. All methods have the same learning rate, which was tuned for none of them.) For the smooth reward, the gradient through the last step is far more efficient than GRPO. The gradient through all steps is not: an update costs more, so there are 30 of them instead of 76. A reward of 0 and 1 has the gradient 0 almost everywhere. There backpropagation learns nothing, and GRPO learns as before.
+# With the hackable score, every method in the end raises the score and loses the reward that was meant. Backpropagation has lost it within the smaller budget, in which GRPO still raises the reward from 0.17 to about 0.5. With three times the budget GRPO has lost it as well. So the policy gradient does not protect against a flawed reward. It exploits the flaw more slowly, which leaves more time to notice it on a second metric. The KL penalty and early stopping work for both kinds of gradient.
 #
 # For images there are two more differences. Backpropagation needs the activations of the network, of the decoder and of the reward network in memory. And many rewards, such as text recognition, detectors, judges behind a server and human ratings, have no usable gradient.
 #
