@@ -967,12 +967,10 @@ class CalibratedGain:
     def assign(self, values, decisions):
         known = values.masked_fill(~decisions.mask.any(dim=-1, keepdim=True), torch.nan)
         centred = known - known.nanmean(dim=1, keepdim=True)
-        slopes = (centred * centred[..., -1:]).nanmean((0, 1)) / (
-            centred.square().nanmean((0, 1)) + 1e-8
-        )
-        return zscore(
-            gains(slopes * centred), ("member",), ("member", "decision"), mask=decisions.mask
-        )
+        squares = centred.square().nanmean((0, 1)) + 1e-8
+        predicted = (centred * centred[..., -1:]).nanmean((0, 1)) / squares * centred
+        group = ("member", "decision")
+        return zscore(gains(predicted), ("member",), group, mask=decisions.mask)
 
 
 # %%
