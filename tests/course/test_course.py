@@ -298,6 +298,13 @@ def test_lessons_have_their_parts(lesson):
 
 
 @pytest.mark.parametrize("lesson", SOURCES)
+def test_code_lines_fit_the_width_of_a_notebook(lesson):
+    """The formatter leaves long texts and comments as they are."""
+    code = [text for tags, text in cells(SOURCES[lesson]) if "[markdown]" not in tags]
+    assert [line for text in code for line in text.splitlines() if len(line) > 95] == []
+
+
+@pytest.mark.parametrize("lesson", SOURCES)
 def test_a_quiz_has_five_questions_with_a_reason_against_every_wrong_answer(lesson):
     """The right answers are those of the lesson; the first failure names the questions only."""
     exercise, check = exercises(lesson)["check_quiz"], lesson_check(lesson, "check_quiz")
