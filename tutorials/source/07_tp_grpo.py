@@ -255,15 +255,12 @@ moving()
 
 # %%
 names = ("a", "b", "c")
-table = torch.tensor(
-    [
-        [
-            [0.50, 0.40, 0.30, 0.45, 0.60],
-            [0.50, 0.60, 0.70, 0.55, 0.40],
-            [0.50, 0.55, 0.52, 0.65, 0.62],
-        ]
-    ]
-)
+rows = [
+    [0.50, 0.40, 0.30, 0.45, 0.60],
+    [0.50, 0.60, 0.70, 0.55, 0.40],
+    [0.50, 0.55, 0.52, 0.65, 0.62],
+]
+table = torch.tensor([rows])
 figure, axes = panels(3, width=2.9, height=2.4, sharey=True)
 for cell, name, row, shade in zip(
     axes, names, table[0], (DATA, ACCENT, OTHERS[0]), strict=True

@@ -314,15 +314,8 @@ lesson.check_apart(apart_by_chance)
 # **Why.** The means of three seeds vary with the standard deviation $\mathrm{SD}/\sqrt 3$, so a gap of two SD would be rare. But SD is estimated from the same three numbers, and is often far too small by chance. Then the bars are short, and do not overlap although nothing differs.
 
 # %%
-same = torch.stack(
-    [
-        run.reward[-1]
-        for run in [
-            *runs["flow-grpo", TIGHT],
-            *(tight_run("flow-grpo", seed) for seed in range(6, 10)),
-        ]
-    ]
-)
+more = [tight_run("flow-grpo", seed) for seed in range(6, 10)]
+same = torch.stack([run.reward[-1] for run in [*runs["flow-grpo", TIGHT], *more]])
 triples = list(itertools.combinations(range(10), 3))
 means = torch.tensor([float(same[list(three)].mean()) for three in triples])
 spreads = torch.tensor([float(same[list(three)].std()) for three in triples])

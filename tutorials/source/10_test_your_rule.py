@@ -452,12 +452,10 @@ def pointing(rolled, prompts):
     prompt, [step].
     """
     path = rolled.trajectories
-    estimates = path.nodes.flatten(2)[:, :-1] - path.schedule.times[
-        :-1, None
-    ] * path.velocities.flatten(2)
-    towards = torch.tensor([target(prompt) for prompt in prompts]).repeat_interleave(
-        rolled.groups.members, 0
-    )
+    times, velocities = path.schedule.times[:-1, None], path.velocities.flatten(2)
+    estimates = path.nodes.flatten(2)[:, :-1] - times * velocities
+    towards = torch.tensor([target(prompt) for prompt in prompts])
+    towards = towards.repeat_interleave(rolled.groups.members, 0)
     return (estimates * (towards / towards.norm(dim=1, keepdim=True))[:, None]).sum(-1).mean(0)
 
 

@@ -204,9 +204,8 @@ def continued(level, steps, count):
 first_target, first_reward = continued(level, 10, count)
 pool = data.sample(1_000_000, generator)
 likelihood = torch.exp(-(state - (1 - now) * pool).square().sum(1) / (2 * now**2))
-clean_points = pool[
-    torch.multinomial(likelihood, count, replacement=True, generator=generator)
-]
+chosen = torch.multinomial(likelihood, count, replacement=True, generator=generator)
+clean_points = pool[chosen]
 views = {
     "transition": (first_target, first_reward),
     "finished sample": ((state - clean_points) / now, reward(clean_points)),

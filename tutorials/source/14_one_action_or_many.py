@@ -512,20 +512,12 @@ print(
 )
 single = []  # h_m at 200 pairs, [draw, member, weight]
 for _ in range(200):
-    parts = errors(
-        *(
-            part[0].clamp(min=1e-3) if part.ndim == 3 else part[0]
-            for part in draw_pairs(1, G, 1, generator)
-        )
-    )
-    single.append(
-        torch.stack(
-            [
-                flat(torch.autograd.grad(part, group.parameters, retain_graph=True))
-                for part in parts
-            ]
-        )
-    )
+    times, noise = (part[0] for part in draw_pairs(1, G, 1, generator))
+    gradients = [
+        flat(torch.autograd.grad(part, group.parameters, retain_graph=True))
+        for part in errors(times.clamp(min=1e-3), noise)
+    ]
+    single.append(torch.stack(gradients))
 single = torch.stack(single)
 for name, chosen in (
     ("h", single),
