@@ -864,7 +864,7 @@ print(
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.2, height=3.1)
-shades = {"turning points": COLOURS["tp-grpo"], "other steps": "#E69F00", "none": NOISE}
+shades = {"turning points": COLOURS["tp-grpo"], "other steps": INK, "none": NOISE}
 axes[0].plot(
     iterations[:5],
     rewards["flow-grpo", TIGHT][:, :5].mean(0),
