@@ -445,7 +445,9 @@ CLOUDS = {
 }
 figure, axes = panels(4, width=2.7, height=2.9, sharex=True, sharey=True)
 shades = [COLOURS[rule] for rule in ("flow-grpo", "reward-to-go", "stepwise-flow-grpo")]
-for cell, (name, samples), shade in zip(axes, CLOUDS.items(), [*shades, INK], strict=True):
+for cell, (name, samples), shade in zip(
+    axes, CLOUDS.items(), [*shades, OTHERS[0]], strict=True
+):
     batches = samples[:9600].view(-1, 24, 2).mean(1)
     cell.scatter(*batches.T, s=5, color=shade, alpha=0.5)
     cell.annotate(
