@@ -84,8 +84,9 @@ def own_checks(lesson):
 
 
 BEGUN = {
-    *("lesson_01.check_train", "lesson_01.check_euler", "lesson_04.check_repaired"),
-    *("lesson_04.check_lambda", "lesson_08.check_summary", "lesson_09.check_mended"),
+    *("lesson_01.check_interpolate", "lesson_01.check_train", "lesson_01.check_euler"),
+    *("lesson_03.check_group_advantage", "lesson_04.check_repaired"),
+    *("lesson_08.check_summary", "lesson_09.check_mended"),
 }
 """Exercises whose starting cells have an answer to be continued or mended."""
 
@@ -141,15 +142,67 @@ SLOPE_AND_R2 = "(together / values).clamp(max=1), together.square() / (values * 
     [
         (
             "lesson_03",
-            "check_iteration",
-            "reward_of(nodes[-1], direction)",
-            "(-(nodes[-1] - 2 * direction).square().sum(1) / 2).exp()",
+            "check_clipped_loss",
+            "torch.maximum(\n        -advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range)\n    ).mean()",
+            "-(advantage * torch.where(advantage > 0, ratio.clamp(max=1 + clip_range), ratio.clamp(min=1 - clip_range))).mean()",
+        ),
+        (
+            "lesson_03",
+            "check_group_advantage",
+            "rewards.std(dim=1, correction=0, keepdim=True)",
+            "centred.square().mean(-1, keepdim=True).sqrt()",
+        ),
+        (
+            "lesson_03",
+            "check_kl",
+            "return (mean - reference_mean).square().mean(dim=1) / (2 * std**2)",
+            "p, q = (torch.distributions.Normal(m, std[:, None]) for m in (mean, reference_mean))\n    return torch.distributions.kl_divergence(p, q).mean(1)",
+        ),
+        ("lesson_03", "check_credit", "repeat(1,", "expand(-1,"),
+        ("lesson_03", "check_credit", "view(-1, MEMBERS)", "unflatten(0, (PROMPTS, -1))"),
+        (
+            "lesson_03",
+            "check_rollout",
+            "[torch.randn(len(direction), 2, generator=generator)]",
+            "[torch.randn(2, len(direction), generator=generator).T]",
+        ),
+        (
+            "lesson_03",
+            "check_update",
+            "torch.cartesian_prod(torch.arange(len(direction)), torch.arange(STEPS - 1))",
+            "torch.cartesian_prod(torch.arange(STEPS - 1), torch.arange(len(direction))).flip(1)",
+        ),
+        (
+            "lesson_03",
+            "check_update",
+            "torch.randperm(len(every), generator=generator)",
+            "torch.rand(len(every), generator=generator).argsort()",
+        ),
+        (
+            "lesson_03",
+            "check_update",
+            "        loss.backward()\n        optimizer.step()",
+            "        loss.backward()\n        optimizer.step()\n        optimizer.zero_grad()",
+        ),
+        (
+            "lesson_04",
+            "check_lambda",
+            "return torch.stack(credit, dim=1)",
+            "n = values.shape[1]; w = lambda i, k: lam ** (i - 1) * (1 - lam if i < n - 1 - k else 1)\n"
+            "    return torch.stack([sum(w(i, k) * (values[:, k + i] - values[:, k]) for i in range(1, n - k)) for k in range(n - 1)], 1)",
         ),
         (
             "lesson_04",
             "check_repaired",
             "credit.mean(dim=0, keepdim=True)",
             "(credit.sum(dim=0) - credit) / (len(credit) - 1)",
+        ),
+        (
+            "lesson_05",
+            "check_success",
+            "return ((1 - p) / p) ** 0.5, -((p / (1 - p)) ** 0.5)",
+            "rewards = torch.tensor([[1.0] * successes + [0.0] * (members - successes)])\n"
+            "    return uniform_advantages(rewards, 1)[0, [0, -1], 0]",
         ),
         (
             "lesson_06",
@@ -168,6 +221,33 @@ SLOPE_AND_R2 = "(together / values).clamp(max=1), together.square() / (values * 
             "check_summary",
             "median(math.inf if math.isnan(cost) else cost for cost in costs.tolist())",
             "float(costs.nan_to_num(math.inf).quantile(0.5))",
+        ),
+        (
+            "lesson_06",
+            "check_values",
+            "return torch.cat([final[..., None] - later, final[..., None]], dim=-1)",
+            "table = [final]\n    for gain in gained.unbind(-1)[::-1]:\n        table.insert(0, table[0] - gain)\n    return torch.stack(table, -1)",
+        ),
+        (
+            "lesson_14",
+            "check_pull",
+            "return -change[:, None] * d / d.square().mean(dim=-1, keepdim=True)",
+            "delta = images - images.mean(1, keepdim=True)\n"
+            "    target = -delta / delta.square().mean(-1, keepdim=True)\n"
+            "    return ((rewards - rewards.mean(1, keepdim=True))[..., None] * target).mean(1)",
+        ),
+        (
+            "lesson_12",
+            "check_parent",
+            "return (values * leaves).sum(dim=-1) / leaves.sum()",
+            "return values @ (leaves / leaves.sum())",
+        ),
+        (
+            "lesson_06",
+            "check_credit_error",
+            "return (1 + sum(weight**2 for weight in weights)) ** 0.5",
+            "errors = torch.eye(remaining + 1, dtype=torch.float64)[:-1]\n"
+            "    return float((errors.diff(dim=1) @ torch.tensor([lam**j for j in range(remaining)], dtype=torch.float64)).norm())",
         ),
         ("lesson_10", "check_plan", '"seeds": 20', '"seeds": 18'),
         ("lesson_10", "check_quiz", 'quiz = {1: "b", 2: "a"', 'quiz = {2: "a", 1: "b"'),
@@ -215,6 +295,13 @@ def test_lessons_have_their_parts(lesson):
     assert {check for name, check in CHECKS if name == lesson} == own and len(own) >= count
     assert set(WRONG_ANSWERS[lesson]) == own - {"check_quiz"}
     import_names(text, "flowrl")  # a lesson is executed rarely
+
+
+@pytest.mark.parametrize("lesson", SOURCES)
+def test_code_lines_fit_the_width_of_a_notebook(lesson):
+    """The formatter leaves long texts and comments as they are."""
+    code = [text for tags, text in cells(SOURCES[lesson]) if "[markdown]" not in tags]
+    assert [line for text in code for line in text.splitlines() if len(line) > 95] == []
 
 
 @pytest.mark.parametrize("lesson", SOURCES)
@@ -305,8 +392,8 @@ def test_an_answer_may_not_change_its_input():
     """The check refuses a right result that was written over the argument."""
     problem = verdict(
         "lesson_06",
-        "check_gains",
-        "return values[..., 1:] - values[..., :-1]",
-        "values[..., 1:] -= values[..., :-1].clone()\n    return values[..., 1:]",
+        "check_values",
+        "    later =",
+        "    gained *= 1\n    later =",
     ).problem
     assert "changes a tensor that it was given" in str(problem)

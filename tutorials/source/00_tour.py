@@ -33,12 +33,26 @@ from flowrl.run.build import make_trainer
 from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_00 as lesson
 from flowrl_course.batches import ode_images
-from flowrl_course.figures import ACCENT, COLOURS, SIGNED, ImageRow, clean, panels, pixels, show_images
+from flowrl_course.figures import (
+    ACCENT,
+    COLOURS,
+    SIGNED,
+    ImageRow,
+    clean,
+    panels,
+    pixels,
+    show_images,
+)
 
 shapes = world("shapes")
 policy = shapes.policy(PolicyOptions())
 verifier = shapes.reward("soft")
-texts = ["three red circles", "blue square left of green triangle", "red circle and blue square", 'text "K72"']
+texts = [
+    "three red circles",
+    "blue square left of green triangle",
+    "red circle and blue square",
+    'text "K72"',
+]
 prompts = [shapes.parse(text) for text in texts]
 each_eight_times = [prompt for prompt in prompts for _ in range(8)]
 
@@ -46,7 +60,9 @@ each_eight_times = [prompt for prompt in prompts for _ in range(8)]
 def show(drawn, title):
     """A row of eight images for each prompt."""
     parts = zip(drawn.images.split(8), drawn.rewards.split(8), texts, strict=True)
-    show_images(*(ImageRow(images, rewards, text) for images, rewards, text in parts), title=title)
+    show_images(
+        *(ImageRow(images, rewards, text) for images, rewards, text in parts), title=title
+    )
     plt.show()
 
 
@@ -92,12 +108,21 @@ prompt = shapes.parse("blue square left of green triangle")
 schedule = policy.schedule(10)
 groups = Groups(prompts=1, members=12)
 noise = groups.noise(policy.latent_shape, torch.Generator().manual_seed(11))
-sampler = Windowed(FlowSDE(0.7), range(2, 7))  # steps 2 to 6 are random, the others follow the ODE
+# steps 2 to 6 are random, the others follow the ODE
+sampler = Windowed(FlowSDE(0.7), range(2, 7))
 result = rollout(
-    policy, sampler, schedule, policy.encode([prompt]), noise, torch.Generator().manual_seed(12), groups, Completion()
+    policy,
+    sampler,
+    schedule,
+    policy.encode([prompt]),
+    noise,
+    torch.Generator().manual_seed(12),
+    groups,
+    Completion(),
 )
 path, record = result.trajectories, score_rollout(policy, verifier, result, [prompt])
-table = record.values  # [prompt, member, decision+1]: 1 prompt, 12 members, 5 decisions and the finished image
+# [prompt, member, decision+1]: 1 prompt, 12 members, 5 decisions and the finished image
+table = record.values
 decisions = record.decisions
 order = table[0, :, -1].argsort(descending=True)
 images = policy.decode(path.images_latent)
@@ -112,19 +137,36 @@ plt.show()
 # How good is an unfinished image? From the state before each decision we can follow the ODE to the end, which gives an estimate of the finished image. The next figure shows these estimates for the best member of the group (upper row) and the worst (lower row), followed by the finished images. Below them are the rewards.
 
 # %% tags=["hide-input"]
-heads = [*(f"before decision {k}\n(step {step})" for k, step in enumerate(decisions.step)), "finished\nimage"]
-figure, axes = plt.subplots(4, 6, figsize=(9, 7.4), layout="constrained", height_ratios=[1, 1, 0.1, 1.8])
+heads = [
+    *(f"before decision {k}\n(step {step})" for k, step in enumerate(decisions.step)),
+    "finished\nimage",
+]
+figure, axes = plt.subplots(
+    4, 6, figsize=(9, 7.4), layout="constrained", height_ratios=[1, 1, 0.1, 1.8]
+)
 for row, member in enumerate((int(order[0]), int(order[-1]))):
     latents = [result.estimates[int(step)][member] for step in decisions.step]
-    for column, image in enumerate(policy.decode(torch.stack([*latents, path.images_latent[member]]))):
+    for column, image in enumerate(
+        policy.decode(torch.stack([*latents, path.images_latent[member]]))
+    ):
         axes[row, column].imshow(pixels(image), interpolation="nearest")
         axes[row, column].set_title(heads[column] if row == 0 else "", fontsize=8)
         axes[row, column].axis("off")
-    axes[row, 0].text(-0.1, 0.5, ("best", "worst")[row], ha="right", va="center", transform=axes[row, 0].transAxes)
+    axes[row, 0].text(
+        -0.1,
+        0.5,
+        ("best", "worst")[row],
+        ha="right",
+        va="center",
+        transform=axes[row, 0].transAxes,
+    )
 for cell in axes[2:].flat:
     cell.remove()
 lower = figure.add_subplot(figure.axes[0].get_gridspec()[3, :])
-for name, member, shade in (("best", int(order[0]), COLOURS["flow-grpo"]), ("worst", int(order[-1]), ACCENT)):
+for name, member, shade in (
+    ("best", int(order[0]), COLOURS["flow-grpo"]),
+    ("worst", int(order[-1]), ACCENT),
+):
     lower.plot(range(6), table[0, member], "o-", color=shade, markersize=4)
     lower.text(5.1, float(table[0, member, -1]), name, color=shade, va="center")
 print("worst:", " ".join(f"{r:.2f}" for r in table[0, int(order[-1])].tolist()))
@@ -203,16 +245,26 @@ lesson.check_praise(praising)
 # Below are the advantages of the three rules for the same group (blue: positive, red: negative). Each row is a member, with the best at the top.
 
 # %%
-rules = {"flow-grpo": Uniform(), "stepwise-flow-grpo": StepwiseGain(probe=Completion()), "tp-grpo": TurningPoint()}
+rules = {
+    "flow-grpo": Uniform(),
+    "stepwise-flow-grpo": StepwiseGain(probe=Completion()),
+    "tp-grpo": TurningPoint(),
+}
 figure, axes = panels(3, width=4.0, height=3.2)
 for cell, (name, rule) in zip(axes, rules.items(), strict=True):
-    advantages = rule.assign(table, decisions)[0, order]  # [member, decision], the best member first
+    # [member, decision], the best member first
+    advantages = rule.assign(table, decisions)[0, order]
     shown = cell.imshow(advantages, cmap=SIGNED, vmin=-3, vmax=3, aspect="auto")
     cell.set_title(name, color=COLOURS[name])
     cell.set(xlabel="decision", xticks=range(5), yticks=[0, 11], yticklabels=["best", "worst"])
-    for member, decision in turning_points(table)[0, order].nonzero().tolist() if name == "tp-grpo" else []:
+    for member, decision in (
+        turning_points(table)[0, order].nonzero().tolist() if name == "tp-grpo" else []
+    ):
         cell.scatter(decision, member, marker="o", facecolor="none", edgecolor="black", s=40)
-    print(f"{name:20} worst member, decisions 0 to 4: " + " ".join(f"{a:+.1f}" for a in advantages[-1].tolist()))
+    print(
+        f"{name:20} worst member, decisions 0 to 4: "
+        + " ".join(f"{a:+.1f}" for a in advantages[-1].tolist())
+    )
 figure.colorbar(shown, ax=axes, label="advantage", extend="both")
 plt.show()
 
@@ -283,13 +335,16 @@ lesson.check_slowest(slowest)
 # **Why.** With one number for all decisions, the update contains much noise, so more samples are needed for the same progress. This is true at these settings; the lesson Side by side shows that other settings help Flow-GRPO much more than the other two rules.
 
 # %%
-base = preset("default").apply(world="mixture", iterations=30, window=":-1", learning_rate=3e-3, clip_range=2e-2, seed=1)
+base = preset("default").apply(
+    world="mixture", iterations=30, window=":-1", learning_rate=3e-3, clip_range=2e-2, seed=1
+)
 curves = {}
 for name in rules:
     trainer = make_trainer(base.replace(method=name))
     curves[name] = [trainer.iteration()["reward_mean"] for _ in range(base.iterations)]
     print(
-        f"{name:20} training reward {curves[name][0]:.2f} at first, {curves[name][9]:.2f} at iteration 10, {curves[name][-1]:.2f} at iteration 30"
+        f"{name:20} training reward {curves[name][0]:.2f} at first, {curves[name][9]:.2f} at"
+        f" iteration 10, {curves[name][-1]:.2f} at iteration 30"
     )
 
 # %% [markdown] tags=["expected"]
@@ -301,7 +356,12 @@ for name in rules:
 figure, axes = panels(width=5.6, height=3.2)
 for name, curve in curves.items():
     axes.plot(range(1, 31), curve, color=COLOURS[name], label=name)
-axes.set(xlabel="iteration", ylabel="mean training reward", title="two dimensions, one seed", ylim=(0, 1))
+axes.set(
+    xlabel="iteration",
+    ylabel="mean training reward",
+    title="two dimensions, one seed",
+    ylim=(0, 1),
+)
 axes.legend(frameon=False)
 clean(axes)
 plt.show()
@@ -314,11 +374,15 @@ trainer = make_trainer(preset("default").apply(iterations=10))
 for iteration in range(10):
     metrics = trainer.iteration()
     if iteration % 3 == 0:
-        print(f"iteration {metrics['iteration']:2d}: mean training reward {metrics['reward_mean']:.3f}")
+        print(
+            f"iteration {metrics['iteration']:2d}: mean training reward"
+            f" {metrics['reward_mean']:.3f}"
+        )
 with trainer.averaged():
     after = ode_images(trainer.policy, verifier, each_eight_times)
 print(
-    f"mean reward of the three compositional prompts above: {before.rewards[:24].mean():.2f} before, {after.rewards[:24].mean():.2f} after"
+    f"mean reward of the three compositional prompts above: {before.rewards[:24].mean():.2f}"
+    f" before, {after.rewards[:24].mean():.2f} after"
 )
 
 # %% [markdown] tags=["expected"]

@@ -16,7 +16,7 @@
 # **After this lesson you can** write the straight path between noise and data, train a network on its velocity, turn noise into
 # samples with an ODE, estimate the finished sample from any state on the way, and recognise a broken sampler by its samples.
 #
-# **Time** 85 minutes, of which the computer needs less than one. **You need** PyTorch and the notion of an expectation.
+# **Time** 90 minutes, of which the computer needs less than one. **You need** PyTorch and the notion of an expectation.
 #
 # All methods of this course fine-tune a flow model, so we build one first. We work in two dimensions, where the exact solution is known in closed form and every error can be plotted.
 # The animation shows where the lesson leads: random points become data.
@@ -49,7 +49,10 @@ def opening():
     def draw(frame):
         node = min(frame, 40)
         dots.set_offsets(path[node])
-        axes.set_title(f"t = {float(times[node]):.2f}   ({'noise' if node == 0 else 'data' if node == 40 else 'on the way'})")
+        axes.set_title(
+            f"t = {float(times[node]):.2f}  "
+            f" ({'noise' if node == 0 else 'data' if node == 40 else 'on the way'})"
+        )
 
     return animation(figure, draw, frames=52, seconds=4)
 
@@ -59,30 +62,26 @@ opening()
 # %% [markdown]
 # ## The path
 #
-# To turn noise into data, a model needs a path between them. Let $x_0$ be a data point and $\varepsilon$ standard Gaussian noise. Flow matching joins the two by a straight line,
-#
-# $$x_t = (1 - t)\, x_0 + t\, \varepsilon, \qquad t \in [0, 1],$$
-#
-# so $x_1$ is noise. During generation, time decreases **from $t = 1$ (noise) to $t = 0$ (data)**. The papers and the public code of this field use this
+# To turn noise into data, a model needs a path between them. Let $x_0$ be a data point and $x_1 = \varepsilon$ standard Gaussian noise. Flow matching joins the two by a straight line on which $x_t$ moves at constant speed. During generation, time decreases **from $t = 1$ (noise) to $t = 0$ (data)**. The papers and the public code of this field use this
 # direction, and so does `flowrl`. Other texts use the opposite direction, which is the most common cause of wrong signs.
 #
 # Our data are eight small Gaussian blobs on a circle (`GaussianMixture.ring()`).
 #
-# ### Exercise 1 · interpolate
+# ### Exercise 1 · repair the path
 #
-# *Difficulty: easy · kind: formula · importance: essential · time: 3 minutes*
+# *Difficulty: easy · kind: debugging · importance: essential · time: 4 minutes*
 #
-# Write the path for a whole batch: `clean` and `noise` are `[sample, dim]`, and every sample has its own `time` `[sample]`.
+# The draft below should return $x_t$ for a whole batch: `clean` ($x_0$) and `noise` ($\varepsilon$) are `[sample, dim]`, and every sample has its own `time` `[sample]`. It has two mistakes. The first is visible at $t = 1$. The second raises an error for most shapes, and none for as many samples as dimensions.
 
 
 # %% tags=["exercise"]
 def interpolate(clean, noise, time):
     """x_t of every sample."""
-    return ...
+    return clean + time * (clean - noise)
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** `time` is `[sample]` and the points are `[sample, dim]`: give the time a second axis with `time[:, None]`.
+# **Hint.** A point that moves at constant speed has moved by the fraction $t$ of the way from $x_0$ to $\varepsilon$. `time` is `[sample]` and the points are `[sample, dim]`: give the time a second axis with `time[:, None]`.
 
 
 # %% tags=["solution"]
@@ -96,7 +95,7 @@ def interpolate(clean, noise, time):
 lesson.check_interpolate(interpolate)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** `time[:, None]` broadcasts the time over the dimensions, so each sample uses its own time. Without the new axis,
+# **Why.** The way from $x_0$ to $\varepsilon$ is $\varepsilon - x_0$, so $x_t = x_0 + t\,(\varepsilon - x_0) = (1-t)\,x_0 + t\,\varepsilon$. `time[:, None]` broadcasts the time over the dimensions, so each sample uses its own time. Without the new axis,
 # `[sample]` and `[sample, dim]` either do not broadcast or, if the two sizes agree, samples and dimensions are silently mixed up.
 # In `flowrl` this function is `flowrl.flow.interpolate`; its shape annotations detect this error.
 
@@ -113,7 +112,7 @@ plt.show()
 # %% [markdown]
 # ## The velocity
 #
-# Along one line the velocity is constant: $\mathrm{d}x_t/\mathrm{d}t = \varepsilon - x_0$. During generation, however, we know only the
+# Along one line, $x_t = (1 - t)\, x_0 + t\, \varepsilon$, the velocity is constant: $\mathrm{d}x_t/\mathrm{d}t = \varepsilon - x_0$. During generation, however, we know only the
 # point $x_t$, neither $x_0$ nor $\varepsilon$, and many lines pass near every point. The field that moves the whole
 # *distribution* correctly is the average over these lines,
 #
@@ -213,7 +212,15 @@ lesson.check_train(train)
 
 # %%
 torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(3, 96), nn.SiLU(), nn.Linear(96, 96), nn.SiLU(), nn.Linear(96, 96), nn.SiLU(), nn.Linear(96, 2))
+net = nn.Sequential(
+    nn.Linear(3, 96),
+    nn.SiLU(),
+    nn.Linear(96, 96),
+    nn.SiLU(),
+    nn.Linear(96, 96),
+    nn.SiLU(),
+    nn.Linear(96, 2),
+)
 
 
 def learned(x, t):
@@ -225,7 +232,10 @@ optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
 rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / 4000)
 optimizer.register_step_post_hook(lambda *_: rate.step())
 losses = train(learned, optimizer, ring, 4000, generator)
-print(f"loss: first 100 updates {sum(losses[:100]) / 100:.2f}, last 100 updates {sum(losses[-100:]) / 100:.2f}")
+print(
+    f"loss: first 100 updates {sum(losses[:100]) / 100:.2f}, last 100 updates"
+    f" {sum(losses[-100:]) / 100:.2f}"
+)
 
 # %% [markdown] tags=["expected"]
 # loss: first 100 updates 2.45..2.60, last 100 updates 1.95..2.07
@@ -261,8 +271,13 @@ lesson.check_exact_loss(exact_loss)
 # So the loss alone is a poor measure of a flow's quality. Compare it with the loss of a better model, or look at samples.
 
 # %%
-many = ring.sample(20000, torch.Generator().manual_seed(2)), torch.randn(20000, 2, generator=torch.Generator().manual_seed(3))
-exact = flow_matching_loss(ring.velocity, *many, torch.rand(20000, generator=torch.Generator().manual_seed(4)))
+many = (
+    ring.sample(20000, torch.Generator().manual_seed(2)),
+    torch.randn(20000, 2, generator=torch.Generator().manual_seed(3)),
+)
+exact = flow_matching_loss(
+    ring.velocity, *many, torch.rand(20000, generator=torch.Generator().manual_seed(4))
+)
 print(f"loss of the exact velocity: {float(exact):.2f}")
 
 # %% [markdown]
@@ -278,16 +293,32 @@ for cell, t in zip(axes[:3], (0.9, 0.5, 0.15), strict=True):
         guess = learned(grid, time)
     plane(cell, f"direction of travel at t = {t:g}")
     for field, shade, label in ((exact, DATA, "exact"), (guess, ACCENT, "learned")):
-        cell.quiver(*grid.T, *(-field.T), color=shade, angles="xy", scale=40, width=0.006, alpha=0.8, label=label)
+        cell.quiver(
+            *grid.T,
+            *(-field.T),
+            color=shade,
+            angles="xy",
+            scale=40,
+            width=0.006,
+            alpha=0.8,
+            label=label,
+        )
 axes[0].legend(loc="lower left", fontsize=8, framealpha=0.9)
 errors = []
 for t in (ts := torch.linspace(0.02, 1, 25)):
-    x = interpolate(ring.sample(4000, generator), torch.randn(4000, 2, generator=generator), t.expand(4000))
+    x = interpolate(
+        ring.sample(4000, generator), torch.randn(4000, 2, generator=generator), t.expand(4000)
+    )
     with torch.no_grad():
         gap = learned(x, t.expand(4000)) - ring.velocity(x, t.expand(4000))
     errors.append(float(gap.square().mean().sqrt()))
 axes[3].plot(ts, errors, color=ACCENT)
-axes[3].set(xlabel="time t", title="error where the data are", ylim=(0, None), ylabel="root mean square")
+axes[3].set(
+    xlabel="time t",
+    title="error where the data are",
+    ylim=(0, None),
+    ylabel="root mean square",
+)
 clean(axes[3])
 plt.show()
 
@@ -384,23 +415,18 @@ plt.show()
 #
 # ## Estimates of the finished sample
 #
-# Often we need to know early what a sample will become, for example to compute a reward for an unfinished image. At every time the velocity gives estimates of both ends of the line. If $v = \varepsilon - x_0$ and $x_t = (1-t)x_0 + t\varepsilon$, then
-#
-# $$\hat x_0 = x_t - t\,v, \qquad \hat\varepsilon = x_t + (1-t)\,v .$$
-#
-# Both are linear in $v$. So if $v$ is the conditional mean, they are conditional means too: $\hat x_0 = \mathbb E[x_0 \mid x_t]$. This is the **Tweedie estimate**. It is the cheapest estimate of a finished image,
-# and the lesson on Stepwise-Flow-GRPO computes rewards from it.
+# Often we need to know early what a sample will become, for example to compute a reward for an unfinished image. At every time the velocity gives estimates of both ends of the line. If the state $x_t = (1-t)x_0 + t\varepsilon$ and the velocity $v = \varepsilon - x_0$ of one line are known, both ends $x_0$ and $\varepsilon$ are determined. With the field's $v$, the mean over all lines through $x_t$, the same two formulas give estimates $\hat x_0$ and $\hat\varepsilon$.
 #
 # ### Exercise 7 · the Tweedie estimate
 #
-# *Difficulty: easy · kind: formula · importance: essential · time: 3 minutes*
+# *Difficulty: easy · kind: formula · importance: essential · time: 5 minutes*
 #
-# Write $\hat x_0$ for a batch: `x` and `velocity` are `[sample, dim]`, `time` is `[sample]`.
+# Solve for both ends, and return $\hat x_0$ for a batch: `x` and `velocity` are `[sample, dim]`, `time` is `[sample]`. Is $\hat x_0$ the *mean* of the clean points behind $x_t$, or only one of them?
 
 
 # %% tags=["exercise"]
 def tweedie(x, velocity, time):
-    """The estimate of x_0 from the state, its velocity [sample, dim], and its time [sample]."""
+    """The estimate of x_0; x and velocity are [sample, dim], time is [sample]."""
     return ...
 
 
@@ -410,7 +436,7 @@ def tweedie(x, velocity, time):
 
 # %% tags=["solution"]
 def tweedie(x, velocity, time):
-    """The estimate of x_0 from the state, its velocity [sample, dim], and its time [sample]."""
+    """The estimate of x_0; x and velocity are [sample, dim], time is [sample]."""
     return x - time[:, None] * velocity
 
 
@@ -418,29 +444,49 @@ def tweedie(x, velocity, time):
 lesson.check_tweedie(tweedie)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A step from $x_t$ along the line for the whole remaining time $t$ ends at $x_0$. At $t = 0$ no time remains and $\hat x_0 = x_t$; at $t = 1$ the estimate
+# **Why.** A step from $x_t$ along the line for the whole remaining time $t$ ends at $x_0$, and one of length $1-t$ in the other direction at $\varepsilon$:
+#
+# $$\hat x_0 = x_t - t\,v, \qquad \hat\varepsilon = x_t + (1-t)\,v .$$
+#
+# Both are linear in $v$. So if $v$ is the conditional mean, they are conditional means too. At $t = 0$ no time remains and $\hat x_0 = x_t$; at $t = 1$ the estimate
 # is the mean of all data for every noise.
+
+# %% [markdown]
+# The estimate $\hat x_0 = x_t - t\,v = \mathbb E[x_0 \mid x_t]$ is called the **Tweedie estimate**. It is the cheapest estimate of a finished image, and the lesson on Stepwise-Flow-GRPO computes rewards from it. The estimate of the noise is $\hat\varepsilon = x_t + (1-t)\,v$.
 
 # %% tags=["hide-input"]
 times = torch.linspace(1, 0, 41)
 path = euler(ring.velocity, noise[:600], times)
-estimates = torch.stack([tweedie(x, ring.velocity(x, t.expand(600)), t.expand(600)) for x, t in zip(path, times, strict=True)])
+estimates = torch.stack(
+    [
+        tweedie(x, ring.velocity(x, t.expand(600)), t.expand(600))
+        for x, t in zip(path, times, strict=True)
+    ]
+)
 figure, axes = panels(4, width=2.9, height=3.0)
 for cell, node in zip(axes[:3], (8, 16, 28), strict=True):
     plane(cell, f"t = {float(times[node]):.2f}")
     cell.scatter(*path[node].T, s=4, color=NOISE, alpha=0.5, label="state $x_t$")
-    cell.scatter(*estimates[node].T, s=4, color=ACCENT, alpha=0.7, label=r"estimate $\hat x_0$")
+    cell.scatter(
+        *estimates[node].T, s=4, color=ACCENT, alpha=0.7, label=r"estimate $\hat x_0$"
+    )
 axes[0].legend(loc="upper left", fontsize=8, framealpha=0.9)
 distance = (estimates - path[-1]).norm(dim=2).mean(1)
 axes[3].plot(times, distance, color=ACCENT, label="estimate")
 axes[3].plot(times, (path - path[-1]).norm(dim=2).mean(1), color=NOISE, label="state")
-axes[3].set(xlim=(1, 0), ylim=(0, None), xlabel="time t (noise → data)", title="mean distance from the final point")
+axes[3].set(
+    xlim=(1, 0),
+    ylim=(0, None),
+    xlabel="time t (noise → data)",
+    title="mean distance from the final point",
+)
 axes[3].legend(frameon=False, fontsize=8)
 clean(axes[3])
 plt.show()
 mode, early = (torch.cdist(e, ring.means).argmin(1) for e in (path[-1], estimates[4]))
 print(
-    f"t = {float(times[4]):.1f}: the blob nearest to the estimate is the final one in {float((mode == early).float().mean()):.0%} of the samples"
+    f"t = {float(times[4]):.1f}: the blob nearest to the estimate is the final one in"
+    f" {float((mode == early).float().mean()):.0%} of the samples"
 )
 
 # %% [markdown]
@@ -460,17 +506,24 @@ from flowrl.rollout import Usage, solve
 from flowrl.worlds import PolicyOptions
 
 mixture = world("mixture")
-policy = mixture.policy(PolicyOptions())  # the exact field of this ring plus a network that starts at zero
+# the exact field of this ring plus a network that starts at zero
+policy = mixture.policy(PolicyOptions())
 prompts = [mixture.parse("towards 45 degrees")] * 200
 usage = Usage()
 start = torch.randn(200, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
 points = solve(policy, policy.schedule(20), policy.encode(prompts), start, usage)
 reference = euler(ring.velocity, start.flatten(1), torch.linspace(1, 0, 21))[-1]
 print(
-    f"{usage.nfe} network evaluations in {usage.calls} calls; largest difference from ours {float((points.flatten(1) - reference).abs().max()):.1e}"
+    f"{usage.nfe} network evaluations in {usage.calls} calls; largest difference from ours"
+    f" {float((points.flatten(1) - reference).abs().max()):.1e}"
 )
 x, t = path[10], times[10].expand(600)
-print("tweedie agrees:", torch.allclose(library_tweedie(x, ring.velocity(x, t), t), tweedie(x, ring.velocity(x, t), t)))
+print(
+    "tweedie agrees:",
+    torch.allclose(
+        library_tweedie(x, ring.velocity(x, t), t), tweedie(x, ring.velocity(x, t), t)
+    ),
+)
 
 # %% [markdown] tags=["expected"]
 # 4000 network evaluations in 20 calls; largest difference from ours 0..1e-4
@@ -499,7 +552,10 @@ def euler_error(noise, steps):
 # %% tags=["solution"]
 def euler_error(noise, steps):
     """Root mean square distance of the T-step result from the 640-step result."""
-    ends = [euler(ring.velocity, noise, torch.linspace(1, 0, count + 1))[-1] for count in (steps, 640)]
+    ends = [
+        euler(ring.velocity, noise, torch.linspace(1, 0, count + 1))[-1]
+        for count in (steps, 640)
+    ]
     return float((ends[0] - ends[1]).square().sum(dim=1).mean().sqrt())
 
 
@@ -515,7 +571,9 @@ measured = [euler_error(noise[:400], count) for count in counts]
 figure, axes = panels(width=4.6, height=3.0)
 axes.loglog(counts, measured, "o-", color=DATA, label="measured")
 axes.loglog(counts, [measured[2] * 10 / c for c in counts], ":", color=NOISE, label="∝ 1 / T")
-axes.set(xlabel="steps T", ylabel="error of the end point", title="Euler's method is of first order")
+axes.set(
+    xlabel="steps T", ylabel="error of the end point", title="Euler's method is of first order"
+)
 axes.set_xticks(counts, [str(c) for c in counts])
 axes.minorticks_off()
 axes.legend(frameon=False)
@@ -565,8 +623,8 @@ accurate = euler(ring.velocity, noise[:400], torch.linspace(1, 0, 641))[-1]
 for evaluations in (10, 20, 40):
     gap = better_ends(ring.velocity, noise[:400], evaluations) - accurate
     print(
-        f"{evaluations} evaluations: error {euler_error(noise[:400], evaluations):.4f} with Euler,"
-        f" {float(gap.square().sum(1).mean().sqrt()):.4f} with your solver"
+        f"{evaluations} evaluations: error {euler_error(noise[:400], evaluations):.4f} with"
+        f" Euler, {float(gap.square().sum(1).mean().sqrt()):.4f} with your solver"
     )
 
 # %% [markdown]

@@ -16,7 +16,7 @@
 # **After this lesson you can** turn the sampler's ODE into an SDE, prove that both have the same marginal distributions, compute the error of the SDE with few steps, choose between
 # the kernels of the papers, and design a sampler whose random steps (*decisions*) suit reinforcement learning.
 #
-# **Time** 90 minutes, of which the computer needs less than one. **You need** the lesson on flow matching.
+# **Time** 95 minutes, of which the computer needs less than one. **You need** the lesson on flow matching.
 #
 # An ODE maps each noise to one image, so it has no probabilities that training could raise. Reinforcement learning needs a *policy*, which draws the next state at random. The animation shows trajectories from one initial noise:
 # one of the ODE, and sixty of an SDE with the same velocity.
@@ -37,28 +37,44 @@ ring = GaussianMixture.ring()
 
 
 def follow(sampler, noise, steps, seed=0, data=ring):
-    """All nodes [node, sample, dim] of a sampler of `flowrl` with the exact velocity of the data."""
+    """All nodes [node, sample, dim] of a sampler of `flowrl` with the exact velocity of the
+    data.
+    """
     generator = torch.Generator().manual_seed(seed)
     schedule, nodes = uniform_schedule(steps), [noise]
     for i in range(steps):
         x, index = nodes[-1], torch.full((len(noise),), i)
-        gaussian = sampler.transition(x, data.velocity(x, schedule.times[i].expand(len(x))), schedule, index)
-        nodes.append(gaussian.mean + gaussian.std[:, None] * torch.randn(x.shape, generator=generator))
+        gaussian = sampler.transition(
+            x, data.velocity(x, schedule.times[i].expand(len(x))), schedule, index
+        )
+        nodes.append(
+            gaussian.mean + gaussian.std[:, None] * torch.randn(x.shape, generator=generator)
+        )
     return torch.stack(nodes)
 
 
 def opening():
     """One noise, one ODE path, sixty SDE paths."""
     start = torch.tensor([[0.9, 1.3]]).repeat(60, 1)
-    straight, random = follow(ODE(), start, 40), follow(Windowed(FlowSDE(0.7), range(39)), start, 40)
+    straight, random = (
+        follow(ODE(), start, 40),
+        follow(Windowed(FlowSDE(0.7), range(39)), start, 40),
+    )
     figure, axes = panels(2, width=3.2, height=3.5)
     parts = []
-    for cell, path, title, shade in ((axes[0], straight, "ODE: one end", DATA), (axes[1], random, "SDE: a policy", ACCENT)):
+    for cell, path, title, shade in (
+        (axes[0], straight, "ODE: one end", DATA),
+        (axes[1], random, "SDE: a policy", ACCENT),
+    ):
         plane(cell, title)
-        cell.scatter(*ring.sample(400, torch.Generator().manual_seed(0)).T, s=3, color="#d5d8dd")
+        cell.scatter(
+            *ring.sample(400, torch.Generator().manual_seed(0)).T, s=3, color="#d5d8dd"
+        )
         cell.scatter(*start[0], s=30, color=NOISE, zorder=3)
         dots = cell.scatter(*path[0].T, s=8, color=shade, zorder=4)
-        lines = [cell.plot([], [], color=shade, linewidth=0.5, alpha=0.4)[0] for _ in range(60)]
+        lines = [
+            cell.plot([], [], color=shade, linewidth=0.5, alpha=0.4)[0] for _ in range(60)
+        ]
         parts.append((path, dots, lines))
 
     def draw(frame):
@@ -110,7 +126,7 @@ opening()
 #
 # $$\hat x_0 = \mathbb E[x_0\mid x_t = x] = \frac{x + t^2\,\nabla\log p_t(x)}{1-t}.$$
 #
-# This is Tweedie's formula in its usual form (Robbins 1956; Efron 2011). Given an observation with Gaussian noise of variance $t^2$, the mean of the signal is the observation plus $t^2$ times the score. Here it is divided by the factor $1-t$ of the data. With $\nabla\log p_t = -(x + (1-t)v)/t$ it becomes $x - t\,v$, the estimate of the lesson on flow matching.
+# This is Tweedie's formula in its usual form (Robbins 1956; Efron 2011). Given an observation with Gaussian noise of variance $t^2$, the mean of the signal is the observation plus $t^2$ times the score. Here it is divided by the factor $1-t$ of the data. With the score of exercise 1 it becomes $x - t\,v$, the estimate of the lesson on flow matching.
 # Velocity, score, clean estimate and noise estimate are four forms of one conditional mean.
 #
 # </details>
@@ -119,7 +135,7 @@ opening()
 #
 # *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
 #
-# Combine the two formulas; `x` and `velocity` are `[sample, dim]`, `time` is `[sample]`.
+# Write the score as a function of state and velocity; `x` and `velocity` are `[sample, dim]`, `time` is `[sample]`.
 
 
 # %% tags=["exercise"]
@@ -143,24 +159,20 @@ def score(x, velocity, time):
 lesson.check_score(score)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The score points from noise to data, opposite to the noise estimate, and it grows as $t$ decreases, because the noise is then on a finer scale. The check compares it with the gradient of
+# **Why.** With both formulas, $\nabla\log p_t(x) = -(x + (1-t)v)/t$. The score points from noise to data, opposite to the noise estimate, and it grows as $t$ decreases, because the noise is then on a finer scale. The check compares it with the gradient of
 # the ring's exact log-density, computed by autograd.
 
 # %% [markdown]
 # ## One step of Flow-SDE
 #
-# A sampler takes steps of finite length. For a step from $t$ to the next time $s = t - \Delta$, the Euler-Maruyama method keeps the bracket constant. Then the next node is Gaussian, and this Gaussian *is* the policy:
-#
-# $$x_s \sim \mathcal N\big(\mu,\ \mathrm{std}^2 I\big),\qquad \mu = x - \Delta v - \frac{\sigma_t^2\Delta}{2t}\big(x + (1-t)v\big),\qquad \mathrm{std} = \sigma_t\sqrt\Delta .$$
-#
-# The last term of $\mu$ is $\Delta\sigma_t^2/2$ times the score; we call it the *score correction*.
+# A sampler takes steps of finite length. For a step from $t$ to the next time $s = t - \Delta$, the Euler-Maruyama method keeps the bracket of the SDE constant. Then the next node is Gaussian, $x_s \sim \mathcal N(\mu, \mathrm{std}^2 I)$, and this Gaussian *is* the policy. Its mean contains the velocity and $\Delta\sigma_t^2/2$ times the score; we call the second term the *score correction*.
 # Flow-GRPO (Liu et al. 2025, arXiv 2505.05470) uses $\sigma_t = a\sqrt{t/(1-t)}$, which is large early and small late. The number $a$ is the *noise level*, 0.7 in the paper.
 #
 # ### Exercise 2 · the transition
 #
-# *Difficulty: medium · kind: formula · importance: essential · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 10 minutes*
 #
-# Return mean `[sample, dim]` and standard deviation (a number) of $x_s$, in this order. Here $t < 1$ is one number for the whole batch.
+# Derive mean `[sample, dim]` and standard deviation (a number) of $x_s$ from the SDE, and return them in this order, as functions of state and velocity. Here $t < 1$ is one number for the whole batch. In which direction does a step move, and which of the two results is proportional to $\Delta$?
 
 
 # %% tags=["exercise"]
@@ -187,7 +199,11 @@ def flow_sde_step(x, velocity, t, s, noise_level):
 lesson.check_flow_sde(flow_sde_step)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The drift is multiplied by $\Delta$ and the noise by $\sqrt\Delta$, because the variances of independent noise add up over time, not the standard deviations. The function draws no noise itself: mean and standard deviation define the policy.
+# **Why.** With the score of exercise 1,
+#
+# $$\mu = x - \Delta v - \frac{\sigma_t^2\Delta}{2t}\big(x + (1-t)v\big),\qquad \mathrm{std} = \sigma_t\sqrt\Delta .$$
+#
+# The drift is multiplied by $\Delta$ and the noise by $\sqrt\Delta$, because the variances of independent noise add up over time, not the standard deviations. The function draws no noise itself: mean and standard deviation define the policy.
 
 # %% [markdown]
 # At $t = 1$, where every path starts, the denominator of $\sigma_t$ is zero. The released code and `FlowSDE` use the next time $s$ in the denominator of this step, $\sigma_t = a\sqrt{1/(1-s)}$, which is finite. The wrapper
@@ -196,13 +212,21 @@ lesson.check_flow_sde(flow_sde_step)
 # Are the marginals really the same? Let us take 250 small steps, and compare samples of the SDE with samples of the ODE from other noise, halfway and at the end. We compare the quantiles of the distance from the centre, then the points themselves.
 
 # %%
-start = [torch.randn(2500, 2, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
-by_ode, by_sde = follow(ODE(), start[0], 250), follow(Windowed(FlowSDE(0.7), range(249)), start[1], 250)
+start = [
+    torch.randn(2500, 2, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
+]
+by_ode, by_sde = (
+    follow(ODE(), start[0], 250),
+    follow(Windowed(FlowSDE(0.7), range(249)), start[1], 250),
+)
 levels = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9])
 for name, node in (("t = 0.5", 125), ("t = 0", 250)):
     for kind, path in (("ODE", by_ode), ("SDE", by_sde)):
         quantiles = torch.quantile(path[node].norm(dim=1), levels)
-        print(f"{name:8} {kind}: quantiles of |x| " + "  ".join(f"{q:.2f}" for q in quantiles.tolist()))
+        print(
+            f"{name:8} {kind}: quantiles of |x| "
+            + "  ".join(f"{q:.2f}" for q in quantiles.tolist())
+        )
 
 # %% tags=["hide-input"]
 figure, axes = panels(4, width=2.6, height=2.8)
@@ -213,7 +237,9 @@ for cell, path, node, title in (
     (axes[3], by_sde, 250, "SDE, t = 0"),
 ):
     plane(cell, title)
-    cell.scatter(*path[node, :1500].T, s=2, alpha=0.5, color=DATA if "ODE" in title else ACCENT)
+    cell.scatter(
+        *path[node, :1500].T, s=2, alpha=0.5, color=DATA if "ODE" in title else ACCENT
+    )
 plt.show()
 
 # %% [markdown]
@@ -263,11 +289,17 @@ lesson.check_sde_ends(sde_ends)
 # %%
 times = torch.linspace(0.98, 0, 120).tolist()
 generator = torch.Generator().manual_seed(2)
-clean_points, noise_points = ring.sample(2000, generator), torch.randn(2000, 2, generator=generator)
+clean_points, noise_points = (
+    ring.sample(2000, generator),
+    torch.randn(2000, 2, generator=generator),
+)
 first = (1 - times[0]) * clean_points + times[0] * noise_points
 noise_levels = [0.0, 0.2, 0.4, 0.7, 1.0]
 ends = {
-    correct: [sde_ends(ring.velocity, first, times, level, correct, torch.Generator().manual_seed(3)) for level in noise_levels]
+    correct: [
+        sde_ends(ring.velocity, first, times, level, correct, torch.Generator().manual_seed(3))
+        for level in noise_levels
+    ]
     for correct in (True, False)
 }
 
@@ -288,10 +320,17 @@ figure, axes = panels(3, width=3.2, height=3.0)
 for cell, correct in zip(axes[:2], (True, False), strict=True):
     plane(cell, f"a = 0.7, {'with' if correct else 'without'} the correction")
     cell.scatter(*ends[correct][3].T, s=2, alpha=0.5, color=DATA if correct else ACCENT)
-for correct, shade, label, height in ((True, DATA, "with", 0.27), (False, ACCENT, "without", 0.6)):
+for correct, shade, label, height in (
+    (True, DATA, "with", 0.27),
+    (False, ACCENT, "without", 0.6),
+):
     axes[2].plot(noise_levels, spread_of[correct], "o-", color=shade, markersize=4)
     axes[2].text(0.35, height, label, color=shade)
-axes[2].set(xlabel="noise level a", ylabel="distance to the nearest centre (rms)", title="The correction preserves the spread")
+axes[2].set(
+    xlabel="noise level a",
+    ylabel="distance to the nearest centre (rms)",
+    title="The correction preserves the spread",
+)
 axes[2].set_ylim(0, None)
 clean(axes[2])
 plt.show()
@@ -313,9 +352,14 @@ interactive("marginals")
 # %%
 for steps in (15, 60, 240):
     grid = torch.linspace(0.98, 0, steps + 1).tolist()
-    ours = sde_ends(ring.velocity, first[:1000], grid, 0.7, True, torch.Generator().manual_seed(3))
+    ours = sde_ends(
+        ring.velocity, first[:1000], grid, 0.7, True, torch.Generator().manual_seed(3)
+    )
     theirs = lesson.colleague_ends(ring.velocity, first[:1000], grid, 0.7)
-    print(f"{steps:3d} steps: spread {blob_spread(ours):.2f} with your loop, {blob_spread(theirs):.2f} with the colleague's")
+    print(
+        f"{steps:3d} steps: spread {blob_spread(ours):.2f} with your loop,"
+        f" {blob_spread(theirs):.2f} with the colleague's"
+    )
 
 # %% [markdown]
 # ### Exercise 4 · read the log
@@ -385,18 +429,16 @@ lesson.check_excess_variance(excess_variance)
 # with the noise level: more exploration costs image quality.
 
 # %% [markdown]
-# Two kernels avoid the excess by construction. Both start from the estimates $\hat x_0 = x - tv$ and $\hat\varepsilon = x + (1-t)v$, and restore the right amount of noise: new noise of standard deviation std, and old noise for the rest,
-#
-# $$x_s \sim \mathcal N\Big((1-s)\,\hat x_0 + \sqrt{s^2 - \mathrm{std}^2}\;\hat\varepsilon,\ \ \mathrm{std}^2 I\Big).$$
+# Two kernels avoid the excess by construction. Both start from the estimates $\hat x_0 = x - tv$ and $\hat\varepsilon = x + (1-t)v$, and mix three parts: $\hat x_0$, the old noise $\hat\varepsilon$, and independent new noise with standard deviation std. The coefficients of the first two follow from one requirement. If both estimates are exact, $x_s$ has the distribution of $(1-s)\,x_0 + s\,\varepsilon'$ with standard normal $\varepsilon'$, for each $x_0$. Only std remains to be chosen.
 #
 # *Coefficients-Preserving Sampling* (CPS; Wang & Yu 2025, arXiv 2509.05952) sets $\mathrm{std} = s\,\sin(\eta\pi/2)$ with a noise level $\eta$ between 0 and 1. Stepwise-Flow-GRPO (arXiv 2603.28718, equation 8) uses a *DDIM-inspired* kernel with $\mathrm{std} = a\,s\sqrt{1-t}$.
 # (Both papers write $\sigma$ for this std. It has no factor $\sqrt\Delta$.)
 #
 # ### Exercise 6 · CPS
 #
-# *Difficulty: medium · kind: formula · importance: useful · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 8 minutes*
 #
-# Return mean and standard deviation of the next node with CPS's std; `t`, `s` and `eta` are numbers, so use `math.sin`.
+# Find the two coefficients. Return mean and standard deviation of the next node with CPS's std; `t`, `s` and `eta` are numbers, so use `math.sin`.
 
 
 # %% tags=["exercise"]
@@ -406,7 +448,7 @@ def cps_step(x, velocity, t, s, eta):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute $\hat x_0$ and $\hat\varepsilon$ from the lesson on flow matching, then std, then the formula. Rounding can make $s^2 - \mathrm{std}^2$ slightly negative; `max(0, ...)` prevents an error.
+# **Hint.** The old and the new noise are independent: what do their variances add up to? The coefficient of $\hat x_0$ does not depend on std. Rounding can make $s^2 - \mathrm{std}^2$ slightly negative; `max(0, ...)` prevents an error.
 
 
 # %% tags=["solution"]
@@ -421,7 +463,11 @@ def cps_step(x, velocity, t, s, eta):
 lesson.check_cps(cps_step)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Old and new noise are independent, so their *variances* must add up to $s^2$: $(s^2 - \mathrm{std}^2) + \mathrm{std}^2$.
+# **Why.** The kernel is
+#
+# $$x_s \sim \mathcal N\Big((1-s)\,\hat x_0 + \sqrt{s^2 - \mathrm{std}^2}\;\hat\varepsilon,\ \ \mathrm{std}^2 I\Big).$$
+#
+# Old and new noise are independent, so their *variances* must add up to $s^2$: $(s^2 - \mathrm{std}^2) + \mathrm{std}^2$.
 # At $\eta = 0$ the step is the ODE step; at $\eta = 1$ all noise is new.
 
 # %% [markdown]
@@ -464,10 +510,18 @@ for cell, (name, kernel) in zip(axes[:5], kernels.items(), strict=True):
     plane(cell, name.replace(", ", "\n"), extent=2.6)
     cell.scatter(*final[:1500].T, s=2, alpha=0.5, color=ACCENT)
     nearest = torch.cdist(final, sharp.means).min(dim=1).values
-    print(f"{name:28} median distance to the nearest blob's centre {float(nearest.median()):.3f}")
+    print(
+        f"{name:28} median distance to the nearest blob's centre {float(nearest.median()):.3f}"
+    )
 plane(axes[5], "data", extent=2.6)
-axes[5].scatter(*sharp.sample(1500, torch.Generator().manual_seed(8)).T, s=2, alpha=0.5, color=DATA)
-exact = torch.cdist(sharp.sample(20000, torch.Generator().manual_seed(9)), sharp.means).min(dim=1).values
+axes[5].scatter(
+    *sharp.sample(1500, torch.Generator().manual_seed(8)).T, s=2, alpha=0.5, color=DATA
+)
+exact = (
+    torch.cdist(sharp.sample(20000, torch.Generator().manual_seed(9)), sharp.means)
+    .min(dim=1)
+    .values
+)
 print(f"{'data':28} median distance to the nearest blob's centre {float(exact.median()):.3f}")
 plt.show()
 
@@ -547,10 +601,14 @@ shades = {"Flow-SDE 0.7": DATA, "CPS 0.7": ACCENT, "DDIM-SDE 0.7": OTHERS[0]}
 for name, shade in shades.items():
     stds = transition_stds(kernels[name], schedule)
     axes[0].plot(range(10), stds, "o-", color=shade, label=name, markersize=4)
-axes[0].set(xlabel="step", ylabel="std of the transition", title="0 = not a decision", xticks=range(10))
+axes[0].set(
+    xlabel="step", ylabel="std of the transition", title="0 = not a decision", xticks=range(10)
+)
 axes[0].legend(frameon=False, fontsize=8)
 clean(axes[0])
-same_start = torch.randn(300, 2, generator=torch.Generator().manual_seed(4)).repeat_interleave(20, 0)
+same_start = torch.randn(300, 2, generator=torch.Generator().manual_seed(4)).repeat_interleave(
+    20, 0
+)
 spread, changed = [], []
 for step in range(10):
     final = follow(Windowed(FlowSDE(0.7), [step]), same_start, 10).unflatten(1, (300, 20))[-1]
@@ -573,7 +631,7 @@ print("another blob, per step:           ", " ".join(f"{value:.2f}" for value in
 # On the right, 20 samples from the same initial noise are *siblings*. A bar is the share of samples that end at another blob than most of their siblings. The printed spread is the root of the end points' variance among siblings, summed over both coordinates. Early noise decides *which* blob the sample ends in; late noise only moves the sample within its blob. Stepwise credit is based
 # on this observation: steps differ in their effect, and a rule with equal credit for all steps ignores the difference.
 #
-# With kernel, noise level and window you can design the decisions of a policy. A good design explores enough to find better samples, and still produces samples without grain.
+# With kernel, noise level and window you can design the decisions of a policy. The steps outside the window use the network too, but GRPO's gradient does not contain their effect (the lesson on GRPO). A good design explores enough to find better samples, and still produces samples without grain.
 #
 # ### Exercise 10 · design the decisions
 #
@@ -611,11 +669,18 @@ x = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
 velocity = ring.velocity(x, schedule.times[index])
 for sampler in (FlowSDE(0.7), CPS(0.7), Windowed(FlowSDE(0.7), range(2, 6))):
     gaussian = sampler.transition(x, velocity, schedule, index)
-    print(f"{sampler!s:62} std at steps 3, 3, 7, 9: {[round(s, 3) for s in gaussian.std.tolist()]}")
+    print(
+        f"{sampler!s:62} std at steps 3, 3, 7, 9:"
+        f" {[round(s, 3) for s in gaussian.std.tolist()]}"
+    )
 t, s = float(schedule.times[3]), float(schedule.times[4])
 mean, std = flow_sde_step(x[:2], velocity[:2], t, s, 0.7)
 library = FlowSDE(0.7).transition(x[:2], velocity[:2], schedule, index[:2])
-print("ours agrees:", torch.allclose(mean, library.mean, atol=1e-6), abs(std - float(library.std[0])) < 1e-6)
+print(
+    "ours agrees:",
+    torch.allclose(mean, library.mean, atol=1e-6),
+    abs(std - float(library.std[0])) < 1e-6,
+)
 
 # %% [markdown]
 # ## Quiz

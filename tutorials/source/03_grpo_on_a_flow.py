@@ -16,12 +16,13 @@
 # **After this lesson you can** treat denoising as a decision process, derive the policy gradient and its baseline, write the log-probability, the group's advantage, the clipped loss and the KL penalty, and train a flow with them: first with plain
 # PyTorch in under 80 lines, then with the library in ten.
 #
-# **Time** 110 minutes, of which the computer needs less than one. **You need** the lesson on ODE and SDE.
+# **Time** 125 minutes, of which the computer needs less than one. **You need** the lesson on ODE and SDE.
 #
 # The data are the ring again, now with *prompts*: "towards 45 degrees" describes points at that angle, and the reward is $\exp(-d^2/2)$ for a point at distance $d$ from the target. The base model samples from the ring and ignores the prompt.
 
 # %% tags=["hide-input"]
 import math
+from copy import deepcopy
 from functools import partial
 
 import matplotlib.pyplot as plt
@@ -33,6 +34,7 @@ from flowrl.flow import GaussianMixture
 from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_03 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, clean, panels, plane
+from flowrl_course.progress import progress
 
 ring = GaussianMixture.ring()
 
@@ -47,7 +49,9 @@ def opening():
     plane(axes[0], "reward for “towards 45 degrees”")
     axes[0].contourf(x, y, reward, levels=12, cmap="Blues")
     plane(axes[1], "samples before training")
-    axes[1].scatter(*ring.sample(500, torch.Generator().manual_seed(0)).T, s=4, color=NOISE, alpha=0.6)
+    axes[1].scatter(
+        *ring.sample(500, torch.Generator().manual_seed(0)).T, s=4, color=NOISE, alpha=0.6
+    )
     axes[1].scatter(*target, s=90, marker="*", color=ACCENT)
     plt.show()
 
@@ -65,9 +69,7 @@ opening()
 # | episode | $T$ steps from noise to image |
 # | reward | one number $R$, for the finished image |
 #
-# To make an action more likely, the update needs its log-probability. For a Gaussian with mean $\mu$ and standard deviation $\mathrm{std}$ per element (that of the whole step, $\sigma_t\sqrt\Delta$ in the lesson on ODE and SDE),
-#
-# $$\log \pi(x) = -\frac{(x-\mu)^2}{2\,\mathrm{std}^2} - \log\mathrm{std} - \tfrac12\log 2\pi .$$
+# To make an action more likely, the update needs its log-probability. The elements of the next state are independent given $z_i$: each is Gaussian with its mean $\mu$ and with the standard deviation $\mathrm{std}$ of the whole step, $\sigma_t\sqrt\Delta$ in the lesson on ODE and SDE.
 #
 # A latent has many elements. The log-density of the whole latent is the sum over them; public code uses the **mean**, so that ratios of probabilities do not grow with the resolution (an image latent of SD3.5 has 65,536 elements). The section *Mean or sum?* below explains what this means for the clip range.
 #
@@ -75,7 +77,7 @@ opening()
 #
 # *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
 #
-# `x` and `mean` are `[sample, dim]`, `std` is `[sample]`. Return `[sample]`, the mean over elements.
+# Write the log-density of the next state, as its mean over elements. `x` and `mean` are `[sample, dim]`, `std` is `[sample]`; return `[sample]`. Include the terms without $\mu$.
 
 
 # %% tags=["exercise"]
@@ -85,7 +87,7 @@ def log_prob(x, mean, std):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute the mean over elements of $(x-\mu)^2$ first, `[sample]`. The other two terms are equal for all elements of a sample, so their mean is the term itself.
+# **Hint.** The density of one element is $\frac{1}{\sqrt{2\pi}\,\mathrm{std}}\exp\big(-\frac{(x-\mu)^2}{2\,\mathrm{std}^2}\big)$. Take the logarithm. Only one of its three terms differs between the elements of a sample.
 
 
 # %% tags=["solution"]
@@ -99,7 +101,11 @@ def log_prob(x, mean, std):
 lesson.check_log_prob(log_prob)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Only the first term depends on the network; the other terms cancel in every ratio. They stay because `log_prob` should return a log-density. Code that omits them *and* the factor
+# **Why.** The log-density of an element is
+#
+# $$\log \pi(x) = -\frac{(x-\mu)^2}{2\,\mathrm{std}^2} - \log\mathrm{std} - \tfrac12\log 2\pi .$$
+#
+# Only the first term depends on the network; the other terms cancel in every ratio. They stay because `log_prob` should return a log-density. Code that omits them *and* the factor
 # $1/(2\,\mathrm{std}^2)$ silently weighs the steps by $2\,\mathrm{std}^2$.
 
 # %% [markdown]
@@ -112,7 +118,7 @@ lesson.check_log_prob(log_prob)
 #
 # The third equality is the chain rule, $\nabla\log q = \nabla q / q$. In the fourth, $q(z_0)$ drops out, because it does not depend on the weights. The result needs samples, their rewards, and the gradients of log-probabilities (Williams 1992, REINFORCE).
 #
-# The derivation assumes that $R$ depends on the weights only through the drawn path. ODE steps use the network as well, but draw nothing. If they follow the last draw, the exact gradient has one more term, $\mathbb E[\nabla_\theta R]$ at fixed draws; ODE steps before the first draw add another. GRPO drops both terms, because they contain the gradient of the reward.
+# The derivation assumes that $R$ depends on the weights only through the drawn path. ODE steps use the network as well, but draw nothing. If they follow the last draw, the exact gradient has one more term, $\mathbb E[\nabla_\theta R]$ at fixed draws; ODE steps before the first draw or between draws add others, because they move the state of the next draw. GRPO drops all these terms, because they contain the gradient of the reward.
 # In this lesson they belong to one step, the last; with the window `2:7` of the lesson on Flow-GRPO, to five steps of ten. (The lesson Why a step may be credited measures them.) Training then improves the decisions, and changes the other steps only because all steps share the weights.
 #
 # Any number $b$ that does not depend on the action may be subtracted from $R$, because
@@ -173,16 +179,25 @@ for size in (2, 4, 12):
     means = grouped.mean(dim=1, keepdim=True).expand_as(grouped).flatten()
     estimate = gradient_samples(x[: len(means)], mu, width, grouped.flatten(), means)
     print(
-        f"b = mean of a group of {size:2d}       mean {estimate.mean():6.3f}, which is {float(estimate.mean()) / truth:.2f} of the exact gradient"
+        f"b = mean of a group of {size:2d}       mean {estimate.mean():6.3f}, which is"
+        f" {float(estimate.mean()) / truth:.2f} of the exact gradient"
     )
 
 # %% tags=["hide-input"]
 figure, axes = panels(width=4.8, height=3.0)
 shifts = torch.linspace(-1, 2, 31)
-axes.plot(shifts, [gradient_samples(x, mu, width, reward, float(b)).std() for b in shifts], color=DATA)
+axes.plot(
+    shifts,
+    [gradient_samples(x, mu, width, reward, float(b)).std() for b in shifts],
+    color=DATA,
+)
 axes.axvline(float(reward.mean()), color=ACCENT, linestyle=":")
 axes.text(float(reward.mean()) + 0.05, 2.9, "mean reward", color=ACCENT)
-axes.set(xlabel="baseline b", ylabel="std of one sample's estimate", title="Every baseline has the right mean; the noise differs")
+axes.set(
+    xlabel="baseline b",
+    ylabel="std of one sample's estimate",
+    title="Every baseline has the right mean; the noise differs",
+)
 axes.set_ylim(0, None)
 clean(axes)
 plt.show()
@@ -201,25 +216,31 @@ interactive("gradient")
 #
 # ## The group as the baseline
 #
-# GRPO (Shao et al. 2024, arXiv 2402.03300) needs no learned value function. It draws a *group* of $G$ samples for one prompt, uses the mean of the group as the baseline, and divides by the group's standard deviation,
+# GRPO (Shao et al. 2024, arXiv 2402.03300) needs no learned value function. It draws a *group* of $G$ samples for one prompt, uses the mean of the group as the baseline, and divides by the group's standard deviation. The result is the *group advantage* $A_{p,m}$ of member $m$ of prompt $p$.
 #
-# $$A_{p,m} = \frac{R_{p,m} - \operatorname{mean}_m R_p}{\operatorname{std}_m R_p + 10^{-4}} .$$
+# ### Exercise 3 · repair the group advantage
 #
-# ### Exercise 3 · group advantage
+# *Difficulty: easy · kind: debugging · importance: essential · time: 6 minutes*
 #
-# *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
+# `rewards` is `[prompt, member]`. A group advantage must have these properties:
 #
-# `rewards` is `[prompt, member]`. Use the population standard deviation (divide by $G$).
+# - The reward of other prompts has no effect on a group's advantages.
+# - A constant added to all rewards of a group has no effect; neither has a positive factor (apart from the last property).
+# - The advantages of a group have mean 0, and their mean square is 1.
+# - A group of equal rewards gets 0. For this, the public code adds $10^{-4}$ to the standard deviation.
+#
+# The draft below runs without an error and has three mistakes. Repair it.
 
 
 # %% tags=["exercise"]
 def group_advantage(rewards):
     """How much better than the group, in its standard deviations: [prompt, member]."""
-    return ...
+    centred = rewards - rewards.mean(dim=0)
+    return centred / rewards.std(dim=1, keepdim=True)
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Reduce over `dim=1` with `keepdim=True`. `torch.std` divides by $G - 1$ unless you pass `correction=0`.
+# **Hint.** Which axis has the members? With which divisor is the mean square of the advantages exactly 1? `torch.std` divides by $G - 1$ unless you pass `correction=0`. What is 0/0?
 
 
 # %% tags=["solution"]
@@ -233,7 +254,11 @@ def group_advantage(rewards):
 lesson.check_group_advantage(group_advantage)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The comparison within a prompt removes the difficulty of the prompt. With the $10^{-4}$, a group of equal rewards gets 0 instead of 0/0. The division by the standard deviation has a cost: groups in which
+# **Why.** The properties determine the advantage,
+#
+# $$A_{p,m} = \frac{R_{p,m} - \operatorname{mean}_m R_p}{\operatorname{std}_m R_p + 10^{-4}} ,$$
+#
+# with the population standard deviation (divide by $G$). The draft compared the same member of different prompts, which does not fail, because `[member]` broadcasts to `[prompt, member]`. The comparison within a prompt removes the difficulty of the prompt. With the $10^{-4}$, a group of equal rewards gets 0 instead of 0/0. The division by the standard deviation has a cost: groups in which
 # nearly all rewards are equal count as much as others, so their noise is amplified.
 
 # %% [markdown]
@@ -241,9 +266,7 @@ lesson.check_group_advantage(group_advantage)
 #
 # To make an action with $A > 0$ more likely and one with $A < 0$ less likely, follow the gradient of $A \log\pi$. Samples are drawn once and used for several updates. After the first update, the current policy is no longer the one that sampled, so each term is
 # reweighted by the ratio $\rho = \pi/\pi_\text{old} = \exp(\log\pi - \log\pi_\text{old})$: the loss is $-A\rho$, and at $\rho = 1$ its gradient is $-A\,\nabla\log\pi$. The reweighted loss is accurate only near $\rho = 1$. The clip of PPO (Schulman et al. 2017, arXiv
-# 1707.06347) with *clip range* $c$ removes the incentive to go further:
-#
-# $$L = \operatorname{mean}\ \max\big(-A\rho,\ -A\,\operatorname{clip}(\rho, 1-c, 1+c)\big).$$
+# 1707.06347) with *clip range* $c$ removes the incentive to go further in the direction of the advantage: once a pair with $A > 0$ has $\rho > 1 + c$, or a pair with $A < 0$ has $\rho < 1 - c$, its loss stays constant. Everywhere else it is $-A\rho$, also for a ratio that has moved far in the *wrong* direction.
 #
 # <details><summary><b>The importance-sampling identity</b></summary>
 #
@@ -258,9 +281,9 @@ lesson.check_group_advantage(group_advantage)
 #
 # ### Exercise 4 · the clipped loss
 #
-# *Difficulty: medium · kind: formula · importance: essential · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 8 minutes*
 #
-# All three inputs are `[pair]`: one entry for each (sample, step).
+# Write this loss. It is a continuous function of each ratio; return its mean over pairs. The three tensors are `[pair]`: one entry for each (sample, step). Before you write code, sketch the loss of a pair with $A = 1$ and of one with $A = -1$ as a function of $\rho$.
 
 
 # %% tags=["exercise"]
@@ -270,21 +293,27 @@ def clipped_loss(new_log_prob, old_log_prob, advantage, clip_range):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute the ratio from the difference of the log-probabilities. `torch.maximum` compares two tensors element by element; take the mean last.
+# **Hint.** Compare your sketch with $-A\rho$ and with $-A\operatorname{clip}(\rho, 1-c, 1+c)$: which of the two is it for small, and which for large ratios? Both signs of $A$ have the same answer. Compute the ratio from the difference of the log-probabilities, and take the mean last.
 
 
 # %% tags=["solution"]
 def clipped_loss(new_log_prob, old_log_prob, advantage, clip_range):
     """PPO's clipped objective as a loss, one number."""
     ratio = (new_log_prob - old_log_prob).exp()
-    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range)).mean()
+    return torch.maximum(
+        -advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range)
+    ).mean()
 
 
 # %%
 lesson.check_clipped_loss(clipped_loss)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** For a *loss* the pessimistic choice is the maximum. For a positive advantage, a ratio above $1 + c$ has no gradient, but a ratio below $1 - c$ still has a gradient, which points back towards 1. The minimum does the
+# **Why.** The loss is
+#
+# $$L = \operatorname{mean}\ \max\big(-A\rho,\ -A\,\operatorname{clip}(\rho, 1-c, 1+c)\big).$$
+#
+# For a *loss* the pessimistic choice is the maximum. For a positive advantage, a ratio above $1 + c$ has no gradient, but a ratio below $1 - c$ still has a gradient, which points back towards 1. The minimum does the
 # reverse: it stops corrections and does not limit the change of the policy.
 
 # %% [markdown]
@@ -294,11 +323,17 @@ lesson.check_clipped_loss(clipped_loss)
 figure, axes = panels(2, width=3.6, height=2.7)
 ratios = torch.linspace(0.5, 1.5, 101)
 for cell, sign in zip(axes, (1.0, -1.0), strict=True):
-    lost = [clipped_loss(rho.log(), torch.tensor(0.0), torch.tensor(sign), 0.2) for rho in ratios]
+    lost = [
+        clipped_loss(rho.log(), torch.tensor(0.0), torch.tensor(sign), 0.2) for rho in ratios
+    ]
     cell.axvspan(0.8, 1.2, color=NOISE, alpha=0.08)
     cell.plot(ratios, -sign * ratios, ":", color=NOISE, label="without clip")
     cell.plot(ratios, lost, color=ACCENT, label="with clip")
-    title = "A = +1: nothing to gain above 1 + c" if sign > 0 else "A = -1: nothing to gain below 1 - c"
+    title = (
+        "A = +1: nothing to gain above 1 + c"
+        if sign > 0
+        else "A = -1: nothing to gain below 1 - c"
+    )
     cell.set(xlabel="ratio $\\rho$", ylabel="loss of the pair")
     cell.set_title(title, fontsize=10)
     cell.legend(frameon=False, fontsize=8)
@@ -311,32 +346,28 @@ plt.show()
 # %% [markdown]
 # ## A penalty on the distance from the base model
 #
-# A reward rarely measures everything that matters. A penalty on the distance from the base model preserves what the reward does not measure. In each step both policies are Gaussians with the same standard deviation, for which
-#
-# $$\mathrm{KL}(\pi \,\|\, \pi_\text{ref}) = \frac{\|\mu - \mu_\text{ref}\|^2}{2\,\mathrm{std}^2},$$
-#
-# again as a mean over elements, so with the mean of $(\mu - \mu_\text{ref})^2$ instead of its sum.
+# A reward rarely measures everything that matters. A penalty on the distance from the base model preserves what the reward does not measure. The distance is the KL divergence of each step, $\mathrm{KL}(\pi \,\|\, \pi_\text{ref}) = \mathbb E_\pi[\log\pi - \log\pi_\text{ref}]$, again as a mean over elements. Both policies have the same standard deviation, since it does not depend on the network.
 #
 # ### Exercise 5 · KL
 #
-# *Difficulty: easy · kind: formula · importance: useful · time: 3 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 6 minutes*
 #
-# `mean` and `reference_mean` are `[sample, dim]`, `std` is `[sample]`. Return `[sample]`.
+# Find the expectation in closed form. `mean` and `reference_mean` are `[sample, dim]`, `std` is `[sample]`; return `[sample]`. How does the KL change if the step is half as noisy?
 
 
 # %% tags=["exercise"]
 def kl(mean, reference_mean, std):
-    """KL per element between two Gaussians [sample, dim] of the same std [sample]: [sample]."""
+    """KL per element of two Gaussians [sample, dim] of the same std [sample]: [sample]."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute the mean over elements of the squared difference of the means, `[sample]`, and divide by twice the variance.
+# **Hint.** For one element, write $x = \mu + \mathrm{std}\,\varepsilon$ and insert it into the difference of the two log-densities. Which terms cancel, and which have mean 0?
 
 
 # %% tags=["solution"]
 def kl(mean, reference_mean, std):
-    """KL per element between two Gaussians [sample, dim] of the same std [sample]: [sample]."""
+    """KL per element of two Gaussians [sample, dim] of the same std [sample]: [sample]."""
     return (mean - reference_mean).square().mean(dim=1) / (2 * std**2)
 
 
@@ -344,47 +375,41 @@ def kl(mean, reference_mean, std):
 lesson.check_kl(kl)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** With equal standard deviations the logarithms cancel. $\mathrm{std}$ belongs to the *transition*, $\sigma_t\sqrt\Delta$ for Flow-SDE; one public code base uses $\sigma_t$ without $\sqrt\Delta$, which weighs the steps differently.
+# **Why.** With $x = \mu + \mathrm{std}\,\varepsilon$ and $\delta = \mu - \mu_\text{ref}$ the difference of the log-densities is $\big((\mathrm{std}\,\varepsilon + \delta)^2 - (\mathrm{std}\,\varepsilon)^2\big)/(2\,\mathrm{std}^2)$. The mixed term has mean 0. What remains, for a whole latent, is
+#
+# $$\mathrm{KL}(\pi \,\|\, \pi_\text{ref}) = \frac{\|\mu - \mu_\text{ref}\|^2}{2\,\mathrm{std}^2},$$
+#
+# and per element the mean of the squares instead of their sum. With half the noise the same change of the mean has four times the KL. $\mathrm{std}$ belongs to the *transition*, $\sigma_t\sqrt\Delta$ for Flow-SDE; one public code base uses $\sigma_t$ without $\sqrt\Delta$, which weighs the steps differently.
 
 # %% [markdown]
 # ## The whole loop, without the library
 #
-# The velocity is the exact velocity of the ring plus the output of a small network, which starts at zero and has the prompt as an input. The rest uses the functions above: roll out, score, compare within groups, update.
+# The velocity is the exact velocity of the ring plus the output of a small network, which starts at zero and has the prompt as an input. The next three exercises write the parts of an iteration: roll out, credit, update.
 
 # %% tags=["setup"]
 STEPS, PROMPTS, MEMBERS, LEVEL = 10, 16, 12, 0.7
 torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(5, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
+net = nn.Sequential(
+    nn.Linear(5, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2)
+)
 nn.init.zeros_(net[-1].weight)
 nn.init.zeros_(net[-1].bias)
+untrained = deepcopy(net.state_dict())
 times = torch.linspace(1, 0, STEPS + 1)
 
 
 def velocity(x, t, direction):
-    """Exact velocity plus the network's correction."""
+    """Exact velocity plus the network's correction; t is [sample]."""
     return ring.velocity(x, t) + net(torch.cat([x, t[:, None], direction], dim=1))
 
 
 def transition(x, i, direction):
-    """Mean and std of the policy at step i [sample]; at t = 1 sigma uses the next grid time in its denominator."""
+    """Mean and std of the policy at step i [sample]; sigma uses times[1] where t = 1."""
     t, s = times[i], times[i + 1]
     v = velocity(x, t, direction)
     variance = LEVEL**2 * t / (1 - torch.where(t == 1, times[1], t))
     pull = (variance * (t - s) / (2 * t))[:, None] * (x + (1 - t[:, None]) * v)
     return x - (t - s)[:, None] * v - pull, (variance * (t - s)).sqrt()
-
-
-def rollout(direction, generator, steps=STEPS - 1):
-    """Nodes [node, sample, dim]; the first `steps` steps are random, the rest follow the ODE."""
-    nodes = [torch.randn(len(direction), 2, generator=generator)]
-    for i in range(STEPS):
-        x, step = nodes[-1], torch.full((len(direction),), i)
-        if i < steps:
-            mean, std = transition(x, step, direction)
-            nodes.append(mean + std[:, None] * torch.randn(x.shape, generator=generator))
-        else:
-            nodes.append(x - (times[i] - times[i + 1]) * velocity(x, times[step], direction))
-    return torch.stack(nodes)
 
 
 def reward_of(points, direction):
@@ -399,61 +424,146 @@ def directions(count, generator):
 
 
 # %% [markdown]
-# ### Exercise 6 · the training loop
+# ### Exercise 6 · the rollout
 #
-# *Difficulty: harder · kind: code · importance: essential · time: 30 minutes*
+# *Difficulty: medium · kind: code · importance: essential · time: 10 minutes*
 #
-# Write one iteration with the functions above, in these steps. The first five need no gradients.
+# Write the sampler. `direction` is `[sample, 2]`. Node 0 is standard normal noise. The first `random_steps` of the `STEPS` steps draw the next node from the policy, and the others are ODE steps with the policy's velocity. Return all nodes, `[node, sample, 2]`. Take all random numbers from `generator`.
 #
-# 1. Draw `PROMPTS` directions, and repeat each for `MEMBERS` members; the members of a prompt are adjacent.
-# 2. Roll out, and compute the reward of the last node.
-# 3. Compute the group advantages, one number per sample.
-# 4. List all pairs (sample, step) of the `STEPS - 1` random steps, step by step within a sample: pair number `sample * (STEPS - 1) + step`. `torch.cartesian_prod` makes this list.
-# 5. Compute the log-probability of the transition of every pair, under the policy that drew it. `transition(x, step, direction)` takes pairs: `x` `[pair, dim]`, `step` `[pair]`, `direction` `[pair, 2]`.
-# 6. Shuffle the pairs with `torch.randperm`, and split them into `minibatches` chunks. For each chunk, compute the new log-probabilities and `clipped_loss`, and take one step of the optimizer.
-#
-# Take all random numbers from `generator`, in the order directions, rollout, permutation. The function returns nothing: it changes the weights.
+# `transition(x, step, direction)` and `velocity(x, t, direction)` expect one step and one time for every sample, as tensors `[sample]`. Training uses the default, `STEPS - 1` random steps; evaluation uses `random_steps=0`.
 
 
 # %% tags=["exercise"]
-def iteration(optimizer, generator, clip_range, minibatches):
-    """One iteration of GRPO: rollout, reward, credit, update."""
-    with torch.no_grad():
-        direction = directions(PROMPTS, generator)
-        ...  # repeat, roll out, score, compare, log-probabilities before the update
-    ...  # update
+def rollout(direction, generator, random_steps=STEPS - 1):
+    """Nodes [node, sample, dim]; the steps after the first `random_steps` follow the ODE."""
+    nodes = [...]
+    return torch.stack(nodes)
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** `torch.cartesian_prod(torch.arange(samples), torch.arange(STEPS - 1)).unbind(1)` gives the pairs as two tensors, `sample` and `step`. The states of the pairs are `nodes[step, sample]`, their successors `nodes[step + 1, sample]`, and their advantages `advantage[sample]`.
+# **Hint.** `torch.full((len(direction),), i)` is step $i$ for every sample, and `times[step]` its time. A random step is `mean + std[:, None] * noise` with fresh noise. An ODE step from $t$ to $s$ subtracts $(t - s)\,v$.
 
 
 # %% tags=["solution"]
-def iteration(optimizer, generator, clip_range, minibatches):
-    """One iteration of GRPO: rollout, reward, credit, update."""
+def rollout(direction, generator, random_steps=STEPS - 1):
+    """Nodes [node, sample, dim]; the steps after the first `random_steps` follow the ODE."""
+    nodes = [torch.randn(len(direction), 2, generator=generator)]
+    for i in range(STEPS):
+        x, step = nodes[-1], torch.full((len(direction),), i)
+        if i < random_steps:
+            mean, std = transition(x, step, direction)
+            nodes.append(mean + std[:, None] * torch.randn(x.shape, generator=generator))
+        else:
+            v = velocity(x, times[step], direction)
+            nodes.append(x - (times[i] - times[i + 1]) * v)
+    return torch.stack(nodes)
+
+
+# %%
+lesson.check_rollout(rollout, net)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The rollout keeps all nodes, because the update needs the state and the action of every decision. The last step follows the ODE. Its noise would remain in the finished sample, and no later step could remove it.
+
+# %% [markdown]
+# ### Exercise 7 · the credit
+#
+# *Difficulty: medium · kind: code · importance: essential · time: 6 minutes*
+#
+# `nodes` is the result of a rollout with the default number of random steps. Its samples are `MEMBERS` samples of the first prompt, then `MEMBERS` of the second, and so on. `score(points, direction)` computes rewards `[sample]`. Return one advantage for every *decision*, `[sample, decision]`: GRPO credits all decisions of a sample with the group advantage of its reward.
+
+
+# %% tags=["exercise"]
+def credit(nodes, direction, score=reward_of):
+    """The advantage of every decision [sample, decision]."""
+    return ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Which node is the finished sample? `group_advantage` takes `[prompt, member]`; `view(-1, MEMBERS)` makes the groups. How many of the steps are decisions?
+
+
+# %% tags=["solution"]
+def credit(nodes, direction, score=reward_of):
+    """The advantage of every decision [sample, decision]."""
+    rewards = score(nodes[-1], direction)
+    advantage = group_advantage(rewards.view(-1, MEMBERS)).flatten()
+    return advantage[:, None].repeat(1, STEPS - 1)
+
+
+# %%
+lesson.check_credit(credit)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Nothing in the reward says which decision was good, so all nine get the same number. The last step is not a decision: it draws nothing, and has no log-probability. This function is the only part that differs between the three papers of this course.
+
+# %% [markdown]
+# ### Exercise 8 · the update
+#
+# *Difficulty: harder · kind: code · importance: essential · time: 20 minutes*
+#
+# `nodes`, `direction` and `advantage` are the results above. Train on all pairs (sample, decision):
+#
+# 1. Compute the log-probability of every transition under the policy that drew it, without gradients.
+# 2. Shuffle all pairs with `torch.randperm` and `generator`, and split them into `minibatches` chunks.
+# 3. For each chunk compute the new log-probabilities and `clipped_loss`, and take one step of the optimizer.
+#
+# `torch.cartesian_prod(torch.arange(samples), torch.arange(STEPS - 1)).unbind(1)` lists all pairs as two tensors. The function returns nothing.
+
+
+# %% tags=["exercise"]
+def update(optimizer, nodes, direction, advantage, clip_range, minibatches, generator):
+    """One pass over all pairs (sample, decision), with one optimizer step per mini-batch."""
+    ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** With the two tensors `sample` and `step`, the states are `nodes[step, sample]`, the next states `nodes[step + 1, sample]`, and the advantages `advantage[sample, step]`. When must the old log-probabilities be computed?
+
+
+# %% tags=["solution"]
+def update(optimizer, nodes, direction, advantage, clip_range, minibatches, generator):
+    """One pass over all pairs (sample, decision), with one optimizer step per mini-batch."""
+
+    def log_probs(sample, step):
+        gaussian = transition(nodes[step, sample], step, direction[sample])
+        return log_prob(nodes[step + 1, sample], *gaussian)
+
+    every = torch.cartesian_prod(torch.arange(len(direction)), torch.arange(STEPS - 1))
     with torch.no_grad():
-        direction = directions(PROMPTS, generator).repeat_interleave(MEMBERS, 0)
-        nodes = rollout(direction, generator)
-        advantage = group_advantage(reward_of(nodes[-1], direction).view(PROMPTS, MEMBERS)).flatten()
-        sample, step = torch.cartesian_prod(torch.arange(len(direction)), torch.arange(STEPS - 1)).unbind(1)
-        before = log_prob(nodes[step + 1, sample], *transition(nodes[step, sample], step, direction[sample]))
-    for part in torch.randperm(len(sample), generator=generator).chunk(minibatches):
-        chosen, i = sample[part], step[part]
-        after = log_prob(nodes[i + 1, chosen], *transition(nodes[i, chosen], i, direction[chosen]))
-        loss = clipped_loss(after, before[part], advantage[chosen], clip_range)
+        old = log_probs(*every.unbind(1))
+    for part in torch.randperm(len(every), generator=generator).chunk(minibatches):
+        sample, step = every[part].unbind(1)
+        loss = clipped_loss(
+            log_probs(sample, step), old[part], advantage[sample, step], clip_range
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
 
 # %%
-lesson.check_iteration(iteration, net)
+lesson.check_update(update, net)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The four parts of `flowrl` are visible here: sampler (`rollout`), reward, credit (`group_advantage`), and loss. Only the credit differs between the three papers. Without gradients the first half costs no memory for activations; the old log-probabilities must come from the weights that drew the trajectories, so they are computed before the first step of the optimizer.
+# **Why.** The old log-probabilities belong to the weights that drew the trajectories, so they are computed once, before the first step of the optimizer. Steps 1 and 2 of this exercise and both earlier ones need no gradients. This saves the memory of the activations.
 
 # %% [markdown]
-# With your iteration, training is a loop of a few lines. We evaluate with the ODE on prompts that are not used in training.
+# An iteration joins the three parts. They are `flowrl`'s sampler, credit rule and update.
+
+
+# %%
+def iteration(optimizer, generator, clip_range, minibatches, score=reward_of):
+    """One iteration of GRPO."""
+    with torch.no_grad():
+        direction = directions(PROMPTS, generator).repeat_interleave(MEMBERS, 0)
+        nodes = rollout(direction, generator)
+        advantage = credit(nodes, direction, score)
+    update(optimizer, nodes, direction, advantage, clip_range, minibatches, generator)
+
+
+# %% [markdown]
+# Training is a loop of a few lines. We evaluate with the ODE on prompts that are not used in training.
 
 
 # %%
@@ -465,13 +575,17 @@ def train(iterations, seed=0, clip_range=2e-2, minibatches=4):
     for _ in range(iterations):
         with torch.no_grad():
             held_out = directions(256, torch.Generator().manual_seed(99))
-            curve.append(float(reward_of(rollout(held_out, torch.Generator().manual_seed(98), steps=0)[-1], held_out).mean()))
+            points = rollout(held_out, torch.Generator().manual_seed(98), random_steps=0)[-1]
+            curve.append(float(reward_of(points, held_out).mean()))
         iteration(optimizer, generator, clip_range, minibatches)
     return curve
 
 
 curve = train(60)
-print(f"reward of held-out prompts: {curve[0]:.3f} before, {curve[20]:.3f} after 20 iterations, {curve[-1]:.3f} at the end")
+print(
+    f"reward of held-out prompts: {curve[0]:.3f} before, {curve[20]:.3f} after 20 iterations,"
+    f" {curve[-1]:.3f} at the end"
+)
 
 # %% [markdown] tags=["expected"]
 # reward of held-out prompts: 0.174 before, 0.55..0.70 after 20 iterations, 0.97..1.00 at the end
@@ -479,21 +593,26 @@ print(f"reward of held-out prompts: {curve[0]:.3f} before, {curve[20]:.3f} after
 # %% tags=["hide-input"]
 figure, axes = panels(4, width=2.9, height=3.0)
 axes[0].plot(curve, color=COLOURS["flow-grpo"])
-axes[0].set(xlabel="iteration", ylabel="reward, held-out prompts", title="own loop", ylim=(0, 1))
+axes[0].set(
+    xlabel="iteration", ylabel="reward, held-out prompts", title="own loop", ylim=(0, 1)
+)
 clean(axes[0])
 for cell, degrees in zip(axes[1:], (45, 170, 290), strict=True):
     angle = math.radians(degrees)
     direction = torch.tensor([[math.cos(angle), math.sin(angle)]]).repeat(300, 1)
     with torch.no_grad():
-        points = rollout(direction, torch.Generator().manual_seed(7), steps=0)[-1]
+        points = rollout(direction, torch.Generator().manual_seed(7), random_steps=0)[-1]
     plane(cell, f"towards {degrees} degrees")
     cell.scatter(*ring.sample(400, torch.Generator().manual_seed(0)).T, s=3, color="#d5d8dd")
     cell.scatter(*(2 * direction[0]), s=260, marker="*", facecolor="none", edgecolor=ACCENT)
     cell.scatter(*points.T, s=8, color=DATA, alpha=0.6)
     print(
-        f"towards {degrees} degrees: reward {reward_of(points, direction).mean():.3f}, standard deviation {points.std(0).mean():.3f}"
+        f"towards {degrees} degrees: reward {reward_of(points, direction).mean():.3f},"
+        f" standard deviation {points.std(0).mean():.3f}"
     )
-axes[1].text(0, -3.0, "300 samples (blue), target (star)", ha="center", fontsize=8, color=NOISE)
+axes[1].text(
+    0, -3.0, "300 samples (blue), target (star)", ha="center", fontsize=8, color=NOISE
+)
 print(f"one blob of the ring: standard deviation {ring.std:.3f}")
 plt.show()
 
@@ -508,10 +627,86 @@ plt.show()
 # %% [markdown]
 # The reward rises, at the cost of diversity: for each prompt all 300 samples, from 300 different noises, end at nearly the same point. The reward is largest at one point, so a policy that only maximises it loses all diversity, here that of the whole
 # ring and even that within a blob. The KL penalty of exercise 5, which this loop omits, limits this loss.
+
+# %% [markdown]
+# ## Why not differentiate the reward?
+#
+# Our reward is differentiable. Then the weights can also be trained by backpropagation from the reward through the ODE's last step (the idea of ReFL, arXiv 2304.05977, and of DRaFT-1, arXiv 2309.17400) or through all steps (as in AlignProp, arXiv 2310.03739). The next two cells compare both with GRPO at equal cost in network evaluations. A backward pass counts as two, so a sample costs GRPO $10 + 9 + 3 \cdot 9 = 46$ evaluations (rollout, old log-probabilities, update), and backpropagation through $K$ of the ten steps $10 + 2K$.
+#
+# There are three scores to maximise. The first is the lesson's reward. The second is 1 near the target and 0 elsewhere. The third can be hacked, as a learned reward may be: far outside the ring, where there are no data, it is larger than at the target.
+
+
+# %%
+def hit(x, direction):
+    """1 near the target, 0 elsewhere."""
+    return 0.5 + 0.5 * (reward_of(x, direction) - 0.6).sign()
+
+
+def hackable(x, direction):
+    """The reward, plus up to 1.6 outside the ring."""
+    return reward_of(x, direction) + 0.8 * (x.norm(dim=1) - 2.2).clamp(0, 2)
+
+
+def differentiate(optimizer, generator, score, last):
+    """One update by backpropagation through the `last` steps of the ODE."""
+    direction = directions(PROMPTS, generator).repeat_interleave(MEMBERS, 0)
+    with torch.no_grad():
+        x = rollout(direction, generator, random_steps=0)[STEPS - last]
+    for i in range(STEPS - last, STEPS):
+        v = velocity(x, times[torch.full((len(x),), i)], direction)
+        x = x - (times[i] - times[i + 1]) * v
+    optimizer.zero_grad()
+    (-score(x, direction).mean()).backward()
+    optimizer.step()
+
+
+# %%
+def compare(score, last, iterations, seed):
+    """Score and reward of held-out prompts at the cost of `iterations` of GRPO."""
+    net.load_state_dict(untrained)
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
+    for _ in range(iterations * 46 // (STEPS + 2 * last) if last else iterations):
+        if last:
+            differentiate(optimizer, generator, score, last)
+        else:
+            iteration(optimizer, generator, 2e-2, 4, score)
+    direction = directions(256, torch.Generator().manual_seed(99))
+    with torch.no_grad():
+        x = rollout(direction, torch.Generator().manual_seed(98), random_steps=0)[-1]
+    return [float(form(x, direction).mean()) for form in (score, reward_of)]
+
+
+LAST = {"GRPO": 0, "last step": 1, "all steps": 10}
+plan = [(score, method, 20) for score in (reward_of, hit, hackable) for method in LAST]
+print("score      cost  method     its mean, three seeds  reward, three seeds")
+for score, method, iterations in progress([*plan, (hackable, "GRPO", 60)], "row"):
+    runs = torch.tensor([compare(score, LAST[method], iterations, seed) for seed in range(3)])
+    columns = ("  ".join(f"{value:4.2f}" for value in column) for column in runs.T)
+    print(f"{score.__name__:9}  {iterations:4d}  {method:9} ", "    ".join(columns))
+
+# %% [markdown] tags=["expected"]
+# score      cost  method     its mean, three seeds  reward, three seeds
+# reward_of    20  GRPO       0.55..0.75  0.55..0.75  0.55..0.75    0.55..0.75  0.55..0.75  0.55..0.75
+# reward_of    20  last step  0.97..1.00  0.97..1.00  0.97..1.00    0.97..1.00  0.97..1.00  0.97..1.00
+# reward_of    20  all steps  0.40..0.75  0.40..0.75  0.40..0.75    0.40..0.75  0.40..0.75  0.40..0.75
+# hit          20  GRPO       0.40..0.65  0.40..0.65  0.40..0.65    0.45..0.68  0.45..0.68  0.45..0.68
+# hit          20  last step  0.14  0.14  0.14    0.17  0.17  0.17
+# hit          20  all steps  0.14  0.14  0.14    0.17  0.17  0.17
+# hackable     20  GRPO       0.50..0.70  0.50..0.70  0.50..0.70    0.35..0.60  0.35..0.60  0.35..0.60
+# hackable     20  last step  1.55..1.60  1.55..1.60  1.55..1.60    0.00..0.02  0.00..0.02  0.00..0.02
+# hackable     20  all steps  0.90..1.40  0.90..1.40  0.90..1.40    0.02..0.15  0.02..0.15  0.02..0.15
+# hackable     60  GRPO       1.40..1.70  1.40..1.70  1.40..1.70    0.02..0.20  0.02..0.20  0.02..0.20
+
+# %% [markdown]
+# (The cost is in iterations of GRPO. All methods have the same learning rate, which was tuned for none of them.) For the smooth reward, the gradient through the last step is far more efficient than GRPO. The gradient through all steps is not: an update costs more, so there are 30 of them instead of 76. A reward of 0 and 1 has the gradient 0 almost everywhere. There backpropagation learns nothing, and GRPO learns as before.
+# With the hackable score, every method in the end raises the score and loses the reward that was meant. Backpropagation has lost it within the smaller budget, in which GRPO still raises the reward from 0.17 to about 0.5. With three times the budget GRPO has lost it as well. So the policy gradient does not protect against a flawed reward. It exploits the flaw more slowly, which leaves more time to notice it on a second metric. The KL penalty and early stopping work for both kinds of gradient.
+#
+# For images there are two more differences. Backpropagation needs the activations of the network, of the decoder and of the reward network in memory. And many rewards, such as text recognition, detectors, judges behind a server and human ratings, have no usable gradient.
 #
 # ## Before the next run: a prediction
 #
-# ### Exercise 7 · one mini-batch
+# ### Exercise 9 · one mini-batch
 #
 # *Difficulty: medium · kind: prediction · importance: useful · time: 3 minutes*
 #
@@ -550,18 +745,27 @@ from flowrl.samplers import FlowSDE
 
 mixture = world("mixture")
 reward, prompts = mixture.reward("soft"), mixture.prompts("direction", "train")
-method = Method("flow-grpo", FlowSDE(0.7), loss=ClippedLoss(clip_range=2e-2))  # trains all steps but the last
+# trains all steps but the last
+method = Method("flow-grpo", FlowSDE(0.7), loss=ClippedLoss(clip_range=2e-2))
 numbers = {
     "groups": 16,
     "members": 12,
     "steps": 10,
     "optimizer": partial(torch.optim.AdamW, lr=3e-3, betas=(0.9, 0.99), weight_decay=1e-4),
 }
-trainer = Trainer(mixture.policy(PolicyOptions()), method, reward, prompts, updates=Updates(minibatches=4), **numbers)
+trainer = Trainer(
+    mixture.policy(PolicyOptions()),
+    method,
+    reward,
+    prompts,
+    updates=Updates(minibatches=4),
+    **numbers,
+)
 history = [trainer.iteration() for _ in range(30)]
 for row in history[::10] + history[-1:]:
     print(
-        f"iteration {row['iteration']:2d}: training reward {row['reward_mean']:.3f}, clipped {row['clip_fraction']:.0%}, ratio {row['ratio_mean']:.4f}"
+        f"iteration {row['iteration']:2d}: training reward {row['reward_mean']:.3f}, clipped"
+        f" {row['clip_fraction']:.0%}, ratio {row['ratio_mean']:.4f}"
     )
 
 # %% [markdown] tags=["expected"]
@@ -571,9 +775,19 @@ for row in history[::10] + history[-1:]:
 # iteration 30: training reward 0.82..0.93, clipped 17..27%, ratio 0.9900..1.0100
 
 # %%
-trainer = Trainer(mixture.policy(PolicyOptions()), method, reward, prompts, updates=Updates(minibatches=1), **numbers)
+trainer = Trainer(
+    mixture.policy(PolicyOptions()),
+    method,
+    reward,
+    prompts,
+    updates=Updates(minibatches=1),
+    **numbers,
+)
 for row in [trainer.iteration() for _ in range(3)]:
-    print(f"one mini-batch, iteration {row['iteration']}: clipped {row['clip_fraction']:.0%}, ratio {row['ratio_mean']:.4f}")
+    print(
+        f"one mini-batch, iteration {row['iteration']}: clipped {row['clip_fraction']:.0%},"
+        f" ratio {row['ratio_mean']:.4f}"
+    )
 
 # %% [markdown]
 # ## Mean or sum?
@@ -592,10 +806,14 @@ for size in sizes:
     terms = (noise.square() - (noise - change).square()) / 2
     spread["sum"].append(float(terms.sum(1).exp().std()))
     spread["mean"].append(float(terms.mean(1).exp().std()))
-    print(f"{size:6d} elements: std of the ratio {spread['sum'][-1]:.1e} with the sum, {spread['mean'][-1]:.1e} with the mean")
+    print(
+        f"{size:6d} elements: std of the ratio {spread['sum'][-1]:.1e} with the sum,"
+        f" {spread['mean'][-1]:.1e} with the mean"
+    )
 low, high = (65536 * math.log1p(sign * 1e-4) for sign in (-1, 1))
 print(
-    f"a mean ratio of 1 ± 1e-4 with 65536 elements is a ratio of the whole latents from 1/{math.exp(-low):.0f} to {math.exp(high):.0f}"
+    "a mean ratio of 1 ± 1e-4 with 65536 elements is a ratio of the whole latents from"
+    f" 1/{math.exp(-low):.0f} to {math.exp(high):.0f}"
 )
 
 # %% tags=["hide-input"]
@@ -606,7 +824,10 @@ for name, shade in (("sum", ACCENT), ("mean", DATA)):
 axes.axhline(1e-4, color=NOISE, linestyle=":", linewidth=1)
 axes.text(3e3, 1.25e-4, "Flow-GRPO's clip range, 1e-4", fontsize=8, color=NOISE)
 axes.set(
-    xlabel="elements of the latent", ylabel="std of the ratio", title="the ratio after the same small change", xlim=(1.5, 3e5)
+    xlabel="elements of the latent",
+    ylabel="std of the ratio",
+    title="the ratio after the same small change",
+    xlim=(1.5, 3e5),
 )
 clean(axes)
 plt.show()
@@ -626,7 +847,7 @@ interactive("ratio", elements=65536, change=0.001)
 # - A clip of $10^{-4}$ is not stricter than PPO's usual 0.2. With 65,536 elements the spread reaches it at a change of $10^{-4} \cdot 256 = 0.026$ standard deviations, and the ratio of whole latents may then be as large as 700.
 # - With the mean, $\rho$ no longer reweights samples correctly. At $\rho = 1$ the gradient of the loss is still the policy gradient, divided by $d$. Adam is not sensitive to this constant factor.
 #
-# ### Exercise 8 · translate a clip range
+# ### Exercise 10 · translate a clip range
 #
 # *Difficulty: medium · kind: formula · importance: useful · time: 5 minutes*
 #
@@ -661,13 +882,14 @@ lesson.check_translated_clip(translated_clip)
 # %%
 for elements in (2, 128, 16384):
     print(
-        f"Flow-GRPO's clip range of 1e-4 at 65536 elements corresponds to {translated_clip(1e-4, 65536, elements):.1e} at {elements} elements"
+        "Flow-GRPO's clip range of 1e-4 at 65536 elements corresponds to"
+        f" {translated_clip(1e-4, 65536, elements):.1e} at {elements} elements"
     )
 
 # %% [markdown]
 # ## Failed runs
 #
-# ### Exercise 9 · read a run
+# ### Exercise 11 · read a run
 #
 # *Difficulty: medium · kind: debugging · importance: useful · time: 8 minutes*
 #
@@ -703,7 +925,7 @@ lesson.check_diagnosis(diagnosis)
 # reward, all advantages are 0: check the spread within groups first.
 
 # %% [markdown]
-# ### Exercise 10 · find the bug
+# ### Exercise 12 · find the bug
 #
 # *Difficulty: medium · kind: debugging · importance: useful · time: 6 minutes*
 #

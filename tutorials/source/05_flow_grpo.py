@@ -16,7 +16,7 @@
 # **After this lesson you can** fine-tune a text-to-image model with Flow-GRPO (arXiv 2505.05470), choose the group size and the steps that are decisions,
 # compute the saving of training with 10 steps instead of 40, measure the distance from the base model, and detect a collapse early.
 #
-# **Time** 105 minutes, of which the computer needs about one. **You need** the lesson on GRPO (GRPO on a flow: ratio, clip, KL).
+# **Time** 115 minutes, of which the computer needs about one. **You need** the lesson on GRPO (GRPO on a flow: ratio, clip, KL).
 #
 # The first lessons used two-dimensional data. In this lesson we train a small text-to-image model, a diffusion transformer, with the method of
 # the lesson on GRPO: *make the better members of a group more likely*. The reward comes from a rule-based judge of the images.
@@ -32,7 +32,17 @@ from flowrl.worlds import PolicyOptions
 from flowrl_course import lesson_05 as lesson
 from flowrl_course import recorded
 from flowrl_course.batches import ode_images, sample_groups
-from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, ImageRow, clean, panels, show_images
+from flowrl_course.figures import (
+    ACCENT,
+    COLOURS,
+    DATA,
+    NOISE,
+    OTHERS,
+    ImageRow,
+    clean,
+    panels,
+    show_images,
+)
 from flowrl_course.recorded import measured
 from flowrl_course.runs import train
 
@@ -70,50 +80,57 @@ heldout = sorted({prompt.text for prompt in shapes.prompts("preference", "heldou
 print(f"{everything:,} weights, {trainable:,} of them in the adapter")
 print(f"{len(prompts)} training prompts; held out: {', '.join(heldout)}")
 before = evaluate(base, shapes, "preference", "soft", count=96, steps=20)
-print("base model on 96 held-out samples:", {form: round(value, 2) for form, value in before.scores.items()})
+print(
+    "base model on 96 held-out samples:",
+    {form: round(value, 2) for form, value in before.scores.items()},
+)
 
 # %% [markdown]
 # ## One group
 #
-# A *group* is several samples of one prompt. Flow-GRPO's credit compares an image with its group,
-#
-# $$A_{p,m} = \frac{R_{p,m} - \operatorname{mean}_m R_p}{\operatorname{std}_m R_p + 10^{-4}},$$
-#
-# and every **decision** of the trajectory, that is, every random step, gets the same number. An ODE step is not a decision, because its standard deviation is 0 (the lesson on ODE and SDE). The lessons on Stepwise-Flow-GRPO and TP-GRPO estimate which decision made the image good.
-#
-# ### Exercise 1 · uniform credit
-#
-# *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
-#
-# `final` is $R$, `[prompt, member]`. Return the advantages `[prompt, member, decision]`, the same at each of the `decisions` decisions. Use the population standard deviation
-# (`unbiased=False`) of the group.
+# A *group* is several samples of one prompt. Flow-GRPO's credit is the group advantage of the lesson on GRPO, and every **decision** of the trajectory, that is, every random step, gets the same number. An ODE step is not a decision, because its standard deviation is 0 (the lesson on ODE and SDE). The lessons on Stepwise-Flow-GRPO and TP-GRPO estimate which decision made the image good.
 
 
-# %% tags=["exercise"]
+# %%
 def uniform_advantages(final, decisions):
-    """Flow-GRPO's credit, [prompt, member, decision]."""
-    return ...
-
-
-# %% [markdown] tags=["hint"]
-# **Hint.** Compute mean and standard deviation over `dim=1` with `keepdim=True`. The result is `[prompt, member]`; add an axis with `[:, :, None]` and repeat it `decisions` times.
-
-
-# %% tags=["solution"]
-def uniform_advantages(final, decisions):
-    """Flow-GRPO's credit, [prompt, member, decision]."""
+    """Flow-GRPO's credit [prompt, member, decision] from rewards [prompt, member]."""
     centred = final - final.mean(dim=1, keepdim=True)
     scores = centred / (final.std(dim=1, keepdim=True, unbiased=False) + 1e-4)
     return scores[:, :, None].repeat(1, 1, decisions)
 
 
+# %% [markdown]
+# In `flowrl` this rule is `credit.Uniform`; the released code of Flow-GRPO takes the mean per prompt but the standard deviation over the whole batch, which is `Uniform(std="batch")`.
+#
+# ### Exercise 1 · the advantage of a success
+#
+# *Difficulty: medium · kind: formula · importance: essential · time: 7 minutes*
+#
+# Many rewards are 0 or 1, such as "the image has the right number of objects". In a group of `members` images, `successes` got 1, at least one and not all. Which advantage does a success get, and which a failure? Return both numbers, from whole numbers, in closed form (neglect the $10^{-4}$). Before you compute: in a group with a single success, is the success or are the failures further from 0?
+
+
+# %% tags=["exercise"]
+def success_and_failure(successes, members):
+    """The advantages of an image with reward 1 and of one with reward 0."""
+    return ..., ...
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Let $p$ be the share of successes. The mean of the rewards is $p$. Their variance is the mean of the squares minus the square of the mean, and $R^2 = R$ for rewards of 0 and 1.
+
+
+# %% tags=["solution"]
+def success_and_failure(successes, members):
+    """The advantages of an image with reward 1 and of one with reward 0."""
+    p = successes / members
+    return ((1 - p) / p) ** 0.5, -((p / (1 - p)) ** 0.5)
+
+
 # %%
-lesson.check_uniform(uniform_advantages)
+lesson.check_success(success_and_failure)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The mean runs over the *members* (dimension 1), not over prompts: some prompts are harder than others, and the difficulty of a prompt must not lower
-# the advantages of its images. With the $10^{-4}$, a group of equal rewards gets 0 instead of a division by zero. In `flowrl` this rule is `credit.Uniform`; the released code of
-# Flow-GRPO takes the mean per prompt but the standard deviation over the whole batch, which is `Uniform(std="batch")`.
+# **Why.** The standard deviation is $\sqrt{p(1-p)}$, so the advantages are $(1-p)/\sqrt{p(1-p)} = \sqrt{(1-p)/p}$ and $-p/\sqrt{p(1-p)} = -\sqrt{p/(1-p)}$. The rarer result is further from 0: one success among 12 gets 3.3, and each failure -0.3. The squares of a group's advantages always sum to $G$. So a group with one success counts as much as one with six, although its estimate is noisier. Without the division by the standard deviation its weight would be $p(1-p)$.
 
 # %% [markdown]
 # The next figure shows a group of eight. The sampler is Flow-SDE of the lesson on ODE and SDE with $a = 0.7$ in steps 2 to 6 and the ODE in the others; the next section gives the reason. In `flowrl` this window is written `2:7`, as a Python slice: the five steps 2 to 6. They are the decisions 0 to 4.
@@ -122,11 +139,15 @@ lesson.check_uniform(uniform_advantages)
 sampler = Windowed(FlowSDE(0.7), range(2, 7))
 group = sample_groups(base, judge, prompts[4:5], members=8, sampler=sampler, seed=1)
 final = group.values[..., -1]
-advantages = uniform_advantages(final, decisions=len(group.decisions))  # [prompt, member, decision]: 1, 8, 5
+# [prompt, member, decision]: 1, 8, 5
+advantages = uniform_advantages(final, decisions=len(group.decisions))
 images = base.decode(group.rollout.trajectories.images_latent)
 order = final[0].argsort(descending=True)
 captions = [f"R {final[0, k]:.2f}   A {advantages[0, k, 0]:+.1f}" for k in order]
-show_images(ImageRow(images[order], captions), title=f'One group, "{prompts[4].text}", best first: reward and advantage')
+show_images(
+    ImageRow(images[order], captions),
+    title=f'One group, "{prompts[4].text}", best first: reward and advantage',
+)
 plt.show()
 
 # %% [markdown]
@@ -134,7 +155,7 @@ plt.show()
 #
 # ## Which steps are decisions?
 #
-# The loss contains only the decisions, the stochastic steps, in which the policy is a Gaussian with a log-probability. The effect of the ODE steps on the reward is not part of the gradient (the lesson on GRPO). In Flow-GRPO every step but the last is stochastic. However, the noise of a
+# The loss contains only the decisions, the stochastic steps, in which the policy is a Gaussian with a log-probability. With a window, the effect of the weights through the ODE steps before, between and after the decisions is dropped: they move the states, but the gradient treats the states as fixed (the lesson on GRPO). In the 2-D world, the gradient of the decisions alone has about two thirds of the length of the full gradient with the window `2:7`, and nearly its direction (the lesson Why a step may be credited). In Flow-GRPO every step but the last is stochastic. However, the noise of a
 # step may have no visible effect on the image. To measure the effect, we let the members of a group start from the *same* noise and make *one* step stochastic. Then we compute the spread of
 # the final rewards within the group. Before we run this experiment, predict its result.
 #
@@ -175,9 +196,10 @@ interactive("one-noise")
 spread = {}
 for task in ("preference", "compositional"):
     chosen = shapes.prompts(task, "train")[:6]
+    samplers = [Windowed(FlowSDE(0.7), [step]) for step in range(10)]
     alone = [
-        sample_groups(base, judge, chosen, members=8, sampler=Windowed(FlowSDE(0.7), [step]), shared_noise=True, seed=3)
-        for step in range(10)
+        sample_groups(base, judge, chosen, 8, sampler, shared_noise=True, seed=3)
+        for sampler in samplers
     ]
     spread[task] = torch.stack([batch.values[..., -1].std(dim=1).mean() for batch in alone])
     print(f"{task:<26}" + " ".join(f"{value:.3f}" for value in spread[task]))
@@ -187,11 +209,20 @@ print("std of the step's own noise " + " ".join(f"{value:.3f}" for value in stds
 # %% tags=["hide-input"]
 figure, axes = panels(width=6.4, height=3.0)
 axes.axvspan(1.5, 6.5, color="#eef1f5")
-axes.text(4, 0.262, "window 2:7, steps 2 to 6 (trained below)", ha="center", fontsize=8, color=NOISE)
-for task, shade, place in (("compositional", ACCENT, (4.1, 0.175)), ("preference", DATA, (0.05, 0.085))):
+axes.text(
+    4, 0.262, "window 2:7, steps 2 to 6 (trained below)", ha="center", fontsize=8, color=NOISE
+)
+for task, shade, place in (
+    ("compositional", ACCENT, (4.1, 0.175)),
+    ("preference", DATA, (0.05, 0.085)),
+):
     axes.plot(range(10), spread[task], "o-", color=shade)
     axes.text(*place, task, color=shade)
-axes.set(xlabel="the one step that is random (0 = from pure noise)", ylabel="spread of R within a group", ylim=(0, 0.28))
+axes.set(
+    xlabel="the one step that is random (0 = from pure noise)",
+    ylabel="spread of R within a group",
+    ylim=(0, 0.28),
+)
 axes.set_xticks(range(10))
 axes.set_title("Early noise changes the reward, late noise does not", fontsize=10)
 clean(axes)
@@ -247,7 +278,11 @@ lesson.check_silent(silent_share)
 # %%
 crowd = sample_groups(base, judge, prompts[:12], members=48, sampler=sampler, seed=3)
 everyone = [prompt for prompt in prompts[:12] for _ in range(48)]
-strict = shapes.reward("strict").score(base.decode(crowd.rollout.trajectories.images_latent), everyone).view(12, 48)
+strict = (
+    shapes.reward("strict")
+    .score(base.decode(crowd.rollout.trajectories.images_latent), everyone)
+    .view(12, 48)
+)
 soft = crowd.values[..., -1]
 reference = uniform_advantages(soft, 1)[..., 0]
 sizes, silent, faithful = [2, 3, 4, 6, 8, 12, 24], [], []
@@ -258,22 +293,42 @@ for size in sizes:
     faithful.append(float(torch.corrcoef(torch.stack([small, reference.flatten()]))[0, 1]))
 for size, share, agreeing in zip(sizes, silent, faithful, strict=True):
     formula = silent_share(strict.mean(dim=1), size)
-    print(f"groups of {size:2d}: {share:5.1%} silent (formula {formula:5.1%}), correlation with the group of 48: {agreeing:.2f}")
+    print(
+        f"groups of {size:2d}: {share:5.1%} silent (formula {formula:5.1%}), correlation with"
+        f" the group of 48: {agreeing:.2f}"
+    )
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=3.9, height=2.9)
 fine = torch.linspace(2, 24, 60)
-axes[0].plot(fine, [silent_share(strict.mean(dim=1), float(size)) for size in fine], color=DATA)
+axes[0].plot(
+    fine, [silent_share(strict.mean(dim=1), float(size)) for size in fine], color=DATA
+)
 axes[0].plot(sizes, silent, "o", color=ACCENT)
 axes[0].text(4.6, 0.2, "formula", color=DATA)
 axes[0].text(8.5, 0.06, "measured", color=ACCENT)
-axes[0].plot(fine, [silent_share(torch.full((1,), 0.95), float(size)) for size in fine], ":", color=NOISE)
+axes[0].plot(
+    fine,
+    [silent_share(torch.full((1,), 0.95), float(size)) for size in fine],
+    ":",
+    color=NOISE,
+)
 axes[0].text(12, 0.6, "when 95% succeed", color=NOISE)
-axes[0].set(xlabel="group size G", ylabel="fraction of silent groups", title="Silent groups with 0/1 rewards", ylim=(0, 1))
+axes[0].set(
+    xlabel="group size G",
+    ylabel="fraction of silent groups",
+    title="Silent groups with 0/1 rewards",
+    ylim=(0, 1),
+)
 axes[1].plot(sizes, faithful, "o-", color=ACCENT)
 axes[1].plot(fine, (1 - 1 / fine).sqrt(), ":", color=NOISE)
 axes[1].text(2.2, 0.94, r"$\sqrt{1 - 1/G}$", color=NOISE)
-axes[1].set(xlabel="group size G", ylabel="correlation", title="Advantages against those of 48 members", ylim=(0.4, 1.02))
+axes[1].set(
+    xlabel="group size G",
+    ylabel="correlation",
+    title="Advantages against those of 48 members",
+    ylim=(0.4, 1.02),
+)
 for cell in axes:
     clean(cell)
 plt.show()
@@ -318,7 +373,8 @@ lesson.check_cost(iteration_cost)
 paper = iteration_cost(1, 40, 39) / iteration_cost(1, 10, 9)
 window = iteration_cost(1, 40, 5) / iteration_cost(1, 10, 5)
 print(
-    f"10 instead of 40 steps, all but the last stochastic: {paper:.1f} times cheaper; five stochastic steps in both: {window:.1f} times"
+    f"10 instead of 40 steps, all but the last stochastic: {paper:.1f} times cheaper; five"
+    f" stochastic steps in both: {window:.1f} times"
 )
 
 # %% [markdown] tags=["explanation"]
@@ -368,14 +424,21 @@ interactive("budget")
 # %%
 settings = preset("default").apply(task="preference", groups=8, group_size=12, iterations=8)
 healthy = train(settings)
-print("mean reward of the training samples:", " ".join(f"{value:.2f}" for value in healthy.curve("reward_mean")))
+print(
+    "mean reward of the training samples:",
+    " ".join(f"{value:.2f}" for value in healthy.curve("reward_mean")),
+)
 held = {}
 for name, policy in (("before", base), ("after", healthy.policy)):
-    held[name] = [evaluate(policy, shapes, "preference", "soft", count=96, steps=steps).scores for steps in (5, 10, 40)]
+    held[name] = [
+        evaluate(policy, shapes, "preference", "soft", count=96, steps=steps).scores
+        for steps in (5, 10, 40)
+    ]
     print(
         f"{name:<7}"
         + "   ".join(
-            f"{s:2d} steps: soft {v['soft']:.2f} strict {v['strict']:.2f}" for s, v in zip((5, 10, 40), held[name], strict=True)
+            f"{s:2d} steps: soft {v['soft']:.2f} strict {v['strict']:.2f}"
+            for s, v in zip((5, 10, 40), held[name], strict=True)
         )
     )
 
@@ -387,12 +450,28 @@ for name, policy in (("before", base), ("after", healthy.policy)):
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=3.9, height=2.8)
 axes[0].plot(range(1, 9), healthy.curve("reward_mean"), "o-", color=COLOURS["flow-grpo"])
-axes[0].set(xlabel="iteration", ylabel="mean reward (soft)", title="Training samples, 10 steps", ylim=(0.6, 1))
+axes[0].set(
+    xlabel="iteration",
+    ylabel="mean reward (soft)",
+    title="Training samples, 10 steps",
+    ylim=(0.6, 1),
+)
 for name, shade in (("before", NOISE), ("after", COLOURS["flow-grpo"])):
     values = [scores["strict"] for scores in held[name]]
     axes[1].plot((5, 10, 40), values, "o-", color=shade)
-    axes[1].annotate(f"{name} training", (20, values[1]), xytext=(0, -14), textcoords="offset points", color=shade)
-axes[1].set(xlabel="ODE steps while evaluating", ylabel="strict success", title="Held-out prompts", ylim=(0, 1))
+    axes[1].annotate(
+        f"{name} training",
+        (20, values[1]),
+        xytext=(0, -14),
+        textcoords="offset points",
+        color=shade,
+    )
+axes[1].set(
+    xlabel="ODE steps while evaluating",
+    ylabel="strict success",
+    title="Held-out prompts",
+    ylim=(0, 1),
+)
 axes[1].set_xticks((5, 10, 40))
 for cell in axes:
     clean(cell)
@@ -402,7 +481,11 @@ rows = []
 for name, policy in (("before", base), ("after", healthy.policy)):
     drawn = ode_images(policy, judge, shown, seed=4)
     rows.append(ImageRow(drawn.images[:5], drawn.rewards[:5], name))
-show_images(*rows, heads=heldout[:5], title="Held-out prompts, the same noise before and after 8 iterations")
+show_images(
+    *rows,
+    heads=heldout[:5],
+    title="Held-out prompts, the same noise before and after 8 iterations",
+)
 plt.show()
 
 # %% [markdown]
@@ -415,18 +498,13 @@ plt.show()
 #
 # ### The paper's formula
 #
-# The Flow-GRPO paper writes the KL of one step with velocities,
-#
-# $$\mathrm{KL} = \frac{\|\mu - \mu_\text{ref}\|^2}{2\,\mathrm{std}^2} = \frac{\Delta}{2}\Big(\frac{\sigma_t(1-t)}{2t} + \frac1{\sigma_t}\Big)^2\,\|v - v_\text{ref}\|^2, \qquad \mathrm{std} = \sigma_t\sqrt\Delta,\quad \sigma_t = a\sqrt{\frac{t}{1-t}}.$$
-#
-# Both forms are equal. The mean of a Flow-SDE step is $\mu = x_t\,(\ldots) - \Delta\big(1 + \frac{\sigma_t^2(1-t)}{2t}\big)v$ (the lesson on ODE and SDE), in which the first term is the same for both policies. It cancels in $\mu - \mu_\text{ref}$, and
-# the factor of $v$, squared and divided by $2\,\mathrm{std}^2$, is the factor above. `flowrl` uses the form with means, because that form holds for every kernel of the lesson on ODE and SDE.
+# The lesson on GRPO has the KL of one step with means, $\|\mu - \mu_\text{ref}\|^2/(2\,\mathrm{std}^2)$. The Flow-GRPO paper writes it with velocities. Both policies start the step at the same state $x_t$, and the step is Flow-SDE's of the lesson on ODE and SDE, with $\mathrm{std} = \sigma_t\sqrt\Delta$ and $\sigma_t = a\sqrt{t/(1-t)}$. `flowrl` uses the form with means, because that form holds for every kernel of the lesson on ODE and SDE.
 #
 # ### Exercise 6 · KL from velocities
 #
-# *Difficulty: medium · kind: formula · importance: useful · time: 6 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 10 minutes*
 #
-# `velocity` and `reference_velocity` are `[sample, dim]`; `t`, `s` and `noise_level` are numbers with $s < t < 1$. Return the KL of the step per element, `[sample]`: the *mean* over elements in place of the squared norm.
+# Derive the KL as a function of the two velocities. `velocity` and `reference_velocity` are `[sample, dim]`; `t`, `s` and `noise_level` are numbers with $s < t < 1$. Return the KL of the step per element, `[sample]`: the *mean* over elements in place of the squared norm.
 
 
 # %% tags=["exercise"]
@@ -436,7 +514,7 @@ def kl_from_velocities(velocity, reference_velocity, t, s, noise_level):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute $\sigma_t$ first (`** 0.5` takes the root of a number). The factor in front of $\|v - v_\text{ref}\|^2$ is one number; multiply it by the mean over elements of the squared difference.
+# **Hint.** The mean of the step is linear in $v$: $\mu = x_t\,(\ldots) - \Delta\,(\ldots)\,v$. Collect both terms with $v$, that of the ODE and that of the score correction. The part with $x_t$ cancels in $\mu - \mu_\text{ref}$. (`** 0.5` takes the root of a number.)
 
 
 # %% tags=["solution"]
@@ -451,7 +529,11 @@ def kl_from_velocities(velocity, reference_velocity, t, s, noise_level):
 lesson.check_kl_from_velocities(kl_from_velocities)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The check compares your result with `flow.kl` of the two transitions. Two versions of this formula exist in public code. The paper's norm is a sum over elements; the code takes the mean, as for the log-probability. The released code of Flow-GRPO
+# **Why.** From $\mu = x_t\,(\ldots) - \Delta\big(1 + \frac{\sigma_t^2(1-t)}{2t}\big)v$ follows
+#
+# $$\mathrm{KL} = \frac{\|\mu - \mu_\text{ref}\|^2}{2\,\mathrm{std}^2} = \frac{\Delta}{2}\Big(\frac{\sigma_t(1-t)}{2t} + \frac1{\sigma_t}\Big)^2\,\|v - v_\text{ref}\|^2 .$$
+#
+# The check compares your result with `flow.kl` of the two transitions. Two versions of this formula exist in public code. The paper's norm is a sum over elements; the code takes the mean, as for the log-probability. The released code of Flow-GRPO
 # also omits the division by $\Delta$ in the form with means, so its KL is this one times $\Delta$ (`ClippedLoss(kl="without_delta")`). The published KL weights belong to that version.
 
 # %% [markdown]
@@ -465,32 +547,31 @@ lesson.check_kl_from_velocities(kl_from_velocities)
 #
 # ### Exercise 7 · three estimators
 #
-# *Difficulty: easy · kind: formula · importance: useful · time: 5 minutes*
+# *Difficulty: medium · kind: prediction · importance: useful · time: 8 minutes*
 #
-# `log_ratio` is $\ell$, `[sample]`. Return $k_1$, $k_2$ and $k_3$ of every sample, each `[sample]`, in this order.
-
+# Which statements are true? The latent has many elements, and $\ell$ is the sum over them.
+#
+# - **A** $k_1$ of a single sample can be negative.
+# - **B** $k_3$ of a single sample can be negative.
+# - **C** $k_2$ has the same expectation as $k_1$, for every pair of policies.
+# - **D** If the policies are very close, $k_1$ has less noise than $k_3$.
+# - **E** If the policies are far apart, $k_3$ can have more noise than $k_1$.
+# - **F** With samples held fixed, the gradient of $k_1$ has the gradient of the KL as its mean.
 
 # %% tags=["exercise"]
-def kl_estimates(log_ratio):
-    """The estimators k1, k2, k3 of KL(pi || pi_ref) from log pi - log pi_ref of samples of pi."""
-    return ..., ..., ...
-
+estimators = {"A": ..., "B": ..., "C": ..., "D": ..., "E": ..., "F": ...}
 
 # %% [markdown] tags=["hint"]
-# **Hint.** $r = e^{-\ell}$, with the minus sign, because $\ell$ has the current policy in the numerator and $r$ the reference.
-
+# **Hint.** B: where is $e^{-\ell} - 1 + \ell$ smallest, as a function of $\ell$? C, D: insert a small $\ell$ into all three. E: $r$ is an exponential. F: what is $\mathbb E[\nabla\log\pi]$?
 
 # %% tags=["solution"]
-def kl_estimates(log_ratio):
-    """The estimators k1, k2, k3 of KL(pi || pi_ref) from log pi - log pi_ref of samples of pi."""
-    return log_ratio, log_ratio.square() / 2, (-log_ratio).exp() - 1 + log_ratio
-
+estimators = {"A": True, "B": False, "C": False, "D": False, "E": True, "F": False}
 
 # %%
-lesson.check_kl_estimates(kl_estimates)
+lesson.check_estimators(estimators)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $k_1$ of a single sample may be negative, although a KL is not. In contrast, $k_3$ is never negative, because $e^{-\ell} \ge 1 - \ell$. $k_2$ is biased: it is the second-order expansion of $k_3$ for small $\ell$.
+# **Why.** A, B: $\ell$ has both signs, while $e^{-\ell} \ge 1 - \ell$. C: $k_2$ is the second-order expansion of $k_3$ for small $\ell$, and biased otherwise. D: for small $\ell$, $k_3 \approx \ell^2/2$ is of second order, and $\ell$ of first. E: $r$ is large where $\pi_\text{ref}$ has much more density than $\pi$; such samples are rare and dominate the variance. F: the gradient of $\ell$ at fixed samples is $\nabla\log\pi$, whose mean is 0.
 
 # %% [markdown]
 # The next cell compares the estimators with the closed form. For two Gaussians whose means differ by $\delta$ standard deviations in each of $d$ elements, $\ell$ of the whole latent is itself Gaussian, with mean $K = d\delta^2/2$ and variance $2K$.
@@ -501,24 +582,48 @@ d = 128  # elements of a latent of this model
 draws = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
 exact = [0.01, 0.1, 1.0, 3.0]
 bias, scatter = {}, {}
+
+
+def kl_estimates(log_ratio):
+    """The estimators k1, k2 and k3 of every sample."""
+    return log_ratio, log_ratio.square() / 2, (-log_ratio).exp() - 1 + log_ratio
+
+
 for form, elements in (("sum", 1), ("mean", d)):
     for K in exact:
         estimates = kl_estimates((K + (2 * K) ** 0.5 * draws) / elements)
         bias[form, K] = [float(k.mean()) / (K / elements) for k in estimates]
         scatter[form, K] = [float(k.std()) / (K / elements) for k in estimates]
-print("estimate / closed form: mean ± std over samples         k1             k2             k3")
+print(
+    "estimate / closed form: mean ± std over samples         k1             k2             k3"
+)
 for (form, K), ratios in bias.items():
-    cells = "  ".join(f"{m:5.3f} ± {s:5.2f}" for m, s in zip(ratios, scatter[form, K], strict=True))
+    cells = "  ".join(
+        f"{m:5.3f} ± {s:5.2f}" for m, s in zip(ratios, scatter[form, K], strict=True)
+    )
     print(f"{form + ' over elements,':<20} KL of the latent {K:4.2f}            {cells}")
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.0, height=2.9)
 for k, (name, shade) in enumerate((("k1", DATA), ("k2", NOISE), ("k3", ACCENT))):
-    axes[0].loglog(exact, [scatter["sum", K][k] for K in exact], "o-", color=shade, markersize=4)
+    axes[0].loglog(
+        exact, [scatter["sum", K][k] for K in exact], "o-", color=shade, markersize=4
+    )
     axes[0].text(3.5, scatter["sum", 3.0][k], name, color=shade, va="center")
-    axes[1].loglog(exact, [bias["mean", K][k] for K in exact], "o-", color=shade, markersize=4, label=name)
-axes[0].set(xlabel="KL of the latent", ylabel="std / KL", title="With the sum: noise of one sample", xlim=(0.007, 7))
-axes[1].set(xlabel="KL of the latent", ylabel="mean / KL", title="With the mean: k2 and k3 are far too small")
+    axes[1].loglog(
+        exact, [bias["mean", K][k] for K in exact], "o-", color=shade, markersize=4, label=name
+    )
+axes[0].set(
+    xlabel="KL of the latent",
+    ylabel="std / KL",
+    title="With the sum: noise of one sample",
+    xlim=(0.007, 7),
+)
+axes[1].set(
+    xlabel="KL of the latent",
+    ylabel="mean / KL",
+    title="With the mean: k2 and k3 are far too small",
+)
 axes[1].legend(frameon=False, fontsize=8)
 for cell in axes:
     clean(cell)
@@ -535,17 +640,13 @@ plt.show()
 #
 # ### From steps to trajectories
 #
-# The probability of a trajectory, given its noise $z_0$, is a product over its steps, $\pi(z_1, \ldots, z_T \mid z_0) = \prod_i \pi(z_{i+1} \mid z_i)$. Hence the log-ratio of a trajectory is the sum of those of its steps. The expectation of each summand, given $z_i$, is the KL of the step:
-#
-# $$\mathrm{KL}(\text{path}) = \mathbb E_{\pi}\Big[\sum_i \mathrm{KL}\big(\pi(\cdot \mid z_i)\,\|\,\pi_\text{ref}(\cdot \mid z_i)\big)\Big].$$
-#
-# The states $z_i$ are those that the *current* policy visits. The loss differentiates each summand at fixed states, although the states depend on the policy as well. Steps without noise contribute nothing. The KL between the distributions of finished images is at most the path KL, because an image is a function of its trajectory.
+# The probability of a trajectory, given its noise $z_0$, is a product over its steps, $\pi(z_1, \ldots, z_T \mid z_0) = \prod_i \pi(z_{i+1} \mid z_i)$. The KL of the path is the expectation of its log-ratio, and follows from the KLs of its steps. The states $z_i$ are those that the *current* policy visits. The loss differentiates each summand at fixed states, although the states depend on the policy as well. Steps without noise contribute nothing. The KL between the distributions of finished images is at most the path KL, because an image is a function of its trajectory.
 #
 # ### Exercise 8 · path KL
 #
 # *Difficulty: medium · kind: formula · importance: useful · time: 5 minutes*
 #
-# `step_kl` `[sample, step]` is the KL per element of every stochastic step of trajectories of the current policy, as exercise 6 computes it. A latent has `elements` elements. Return the KL of the path, one number, in nats (the unit that belongs to natural logarithms).
+# `step_kl` `[sample, step]` is the KL per element of every stochastic step of trajectories of the current policy, as exercise 6 computes it. A latent has `elements` elements. Derive the KL of the path from them, and return it: one number, in nats (the unit that belongs to natural logarithms).
 
 
 # %% tags=["exercise"]
@@ -555,7 +656,7 @@ def path_kl(step_kl, elements):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The KL of a step per element, times `elements`, is the KL of the step. Over which axis does the formula sum, and over which axis is it an expectation?
+# **Hint.** The logarithm of a product is a sum. Which expectation turns the log-ratio of a step into its KL? Then ask of each axis whether it is a sum or an expectation, and what "per element" divided by.
 
 
 # %% tags=["solution"]
@@ -568,7 +669,11 @@ def path_kl(step_kl, elements):
 lesson.check_path_kl(path_kl)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Sum over steps and elements, because log-probabilities of independent draws add up; mean over samples, because the formula is an expectation. The metric `kl` of `flowrl` is the mean over all three, so the path KL is the metric times steps times elements.
+# **Why.** Given $z_i$, the expectation of the log-ratio of step $i$ is the KL of this step. So
+#
+# $$\mathrm{KL}(\text{path}) = \mathbb E_{\pi}\Big[\sum_i \mathrm{KL}\big(\pi(\cdot \mid z_i)\,\|\,\pi_\text{ref}(\cdot \mid z_i)\big)\Big].$$
+#
+# Sum over steps and elements, because log-probabilities of independent draws add up; mean over samples, because of the expectation. The metric `kl` of `flowrl` is the mean over all three, so the path KL is the metric times steps times elements.
 #
 # In the loss this scale cancels. The policy term and the KL term both have means over steps and elements in place of sums, so their ratio is that of the sums: a KL weight $\beta$ is the price of one nat of path KL, in units of the advantage (at $\rho = 1$).
 
@@ -578,19 +683,37 @@ nodes, schedule = paths.rollout.trajectories.nodes, paths.rollout.trajectories.s
 everyone, decisions = paths.condition.repeat(12), range(2, 7)
 step_kl, log_ratios, difference = [], [], 0.0
 for i in decisions:
-    x, index, t, s = nodes[:, i], torch.full((96,), i), float(schedule.times[i]), float(schedule.times[i + 1])
+    x, index, t, s = (
+        nodes[:, i],
+        torch.full((96,), i),
+        float(schedule.times[i]),
+        float(schedule.times[i + 1]),
+    )
     with torch.no_grad():
-        v, v_base = paths.rollout.trajectories.velocities[:, i], base.velocity(x, torch.full((96,), 1000 * t), everyone)
+        v, v_base = (
+            paths.rollout.trajectories.velocities[:, i],
+            base.velocity(x, torch.full((96,), 1000 * t), everyone),
+        )
     new, old = (sampler.transition(x, field, schedule, index) for field in (v, v_base))
     step_kl.append(kl_from_velocities(v.flatten(1), v_base.flatten(1), t, s, 0.7))
     difference = max(difference, float((step_kl[-1] - kl(new, old)).abs().max()))
     log_ratios.append(d * (log_prob(new, nodes[:, i + 1]) - log_prob(old, nodes[:, i + 1])))
 step_kl, log_ratios = torch.stack(step_kl, dim=1), torch.stack(log_ratios, dim=1)
 print(f"largest difference from flow.kl: {difference:.0e}")
-print("nats per step:", " ".join(f"step {i}: {value:.2f}" for i, value in zip(decisions, d * step_kl.mean(0), strict=True)))
-print(f"path KL, closed form: {path_kl(step_kl, d):.1f} nats (standard error {float(d * step_kl.sum(1).std()) / 96**0.5:.1f})")
 print(
-    f"path KL, k1:          {log_ratios.sum(1).mean():.1f} nats (standard error {float(log_ratios.sum(1).std()) / 96**0.5:.1f})"
+    "nats per step:",
+    " ".join(
+        f"step {i}: {value:.2f}"
+        for i, value in zip(decisions, d * step_kl.mean(0), strict=True)
+    ),
+)
+print(
+    f"path KL, closed form: {path_kl(step_kl, d):.1f} nats (standard error"
+    f" {float(d * step_kl.sum(1).std()) / 96**0.5:.1f})"
+)
+print(
+    f"path KL, k1:          {log_ratios.sum(1).mean():.1f} nats (standard error"
+    f" {float(log_ratios.sum(1).std()) / 96**0.5:.1f})"
 )
 
 # %% [markdown] tags=["expected"]
@@ -664,12 +787,23 @@ runs = {
     "+ KL penalty 1": train(unstable.replace(kl_weight=1.0)),
     "the run above": healthy,
 }
-print(f"{'held out, 96 samples':<22} {'soft':>6} {'strict':>7}   KL of the new policy from the old one, per iteration")
-print(f"{'base model':<22} {held['before'][1]['soft']:6.2f} {held['before'][1]['strict']:7.2f}")
+print(
+    f"{'held out, 96 samples':<22} {'soft':>6} {'strict':>7}   KL of the new policy from the"
+    " old one, per iteration"
+)
+print(
+    f"{'base model':<22} {held['before'][1]['soft']:6.2f} {held['before'][1]['strict']:7.2f}"
+)
 for name, run in runs.items():
     scores, moved = run.evaluation.scores, run.curve("approx_kl")
-    print(f"{name:<22} {scores['soft']:6.2f} {scores['strict']:7.2f}   " + " ".join(f"{value:.4f}" for value in moved))
-print("training reward of the unstable run:", " ".join(f"{value:.2f}" for value in runs["unstable"].curve("reward_mean")))
+    print(
+        f"{name:<22} {scores['soft']:6.2f} {scores['strict']:7.2f}   "
+        + " ".join(f"{value:.4f}" for value in moved)
+    )
+print(
+    "training reward of the unstable run:",
+    " ".join(f"{value:.2f}" for value in runs["unstable"].curve("reward_mean")),
+)
 
 # %% [markdown] tags=["expected"]
 # held out, 96 samples     soft  strict   KL of the new policy from the old one, per iteration
@@ -683,8 +817,8 @@ print("training reward of the unstable run:", " ".join(f"{value:.2f}" for value 
 # %% tags=["hide-input"]
 shades = {
     "unstable": ACCENT,
-    "+ clip 0.002": COLOURS["dance-grpo"],
-    "+ KL penalty 1": COLOURS["noise-weighted"],
+    "+ clip 0.002": OTHERS[0],
+    "+ KL penalty 1": OTHERS[3],
     "the run above": COLOURS["flow-grpo"],
 }
 figure, axes = panels(3, width=3.4, height=2.9)
@@ -697,11 +831,20 @@ for cell, metric, label, title in zip(
 ):
     for name, run in runs.items():
         values = run.curve(metric)
-        cell.plot(range(1, len(values) + 1), values, "o-", markersize=3, color=shades[name], label=name)
+        cell.plot(
+            range(1, len(values) + 1),
+            values,
+            "o-",
+            markersize=3,
+            color=shades[name],
+            label=name,
+        )
     cell.set(xlabel="iteration", ylabel=label, title=title)
     clean(cell)
 axes[1].set_yscale("log")
-figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+figure.legend(
+    *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False
+)
 plt.show()
 rows = []
 for name, run in runs.items():
@@ -779,11 +922,21 @@ lesson.check_changed_setting(changed_setting)
 #
 # Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded. The other items of the paper, and what is still to be run, are in `docs/papers/coverage.md`.
 
-# %%
+# %% tags=["hide-input"]
 recorded.table(
-    ("10 - 40 steps, at equal evaluations", "as good, over 4 times faster", measured("train-short"), "better"),
+    (
+        "10 - 40 steps, at equal evaluations",
+        "as good, over 4 times faster",
+        measured("train-short"),
+        "better",
+    ),
     ("  final reward", "the same", measured("train-short", 1), "worse"),
-    ("different - same noise in a group", "better; curves not at hand", measured("different-noise"), "undecided"),
+    (
+        "different - same noise in a group",
+        "better; curves not at hand",
+        measured("different-noise"),
+        "undecided",
+    ),
     ("KL - none: density at equal reward", "better", measured("kl-quality"), "undecided"),
     ("  reward", "training takes longer", measured("binding-kl"), "equal"),
 )
@@ -795,8 +948,18 @@ panels_of = {
     "KL": ("kl-quality", "updates"),
 }
 recorded.curves(panels_of)
-recorded.dots({"KL: reward": ("kl-frontier-uniform", "area"), "KL: density": ("kl-frontier-uniform", "quality")})
-recorded.dots({"Groups of 12 and 6": ("scale-small-groups", "area"), "Groups of 12 and 24": ("scale-groups", "area")})
+recorded.dots(
+    {
+        "KL: reward": ("kl-frontier-uniform", "area"),
+        "KL: density": ("kl-frontier-uniform", "quality"),
+    }
+)
+recorded.dots(
+    {
+        "Groups of 12 and 6": ("scale-small-groups", "area"),
+        "Groups of 12 and 24": ("scale-groups", "area"),
+    }
+)
 recorded.search("uniform")
 
 # %% [markdown]

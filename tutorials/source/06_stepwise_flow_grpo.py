@@ -16,7 +16,7 @@
 # **After this lesson you can** estimate the reward of an unfinished image, translate the paper's figure and labels into steps, say which transitions are decisions, compute the credit of each decision from its gain, explain why the gains are normalised jointly, and measure the value of better credit
 # in network evaluations.
 #
-# **Time** 95 minutes, of which the computer needs one to two. **You need** the lesson on Flow-GRPO, and the Tweedie estimate of the lesson on flow matching.
+# **Time** 105 minutes, of which the computer needs one to two. **You need** the lesson on Flow-GRPO, and the Tweedie estimate of the lesson on flow matching.
 #
 # Flow-GRPO gives every step of a trajectory the same credit. The animation shows two trajectories of one group, from the same noise. Before every random step it shows an estimate of the finished image (computed as in
 # exercise 3) and the reward of the estimate. Which of the two has the better *first two steps*?
@@ -40,6 +40,7 @@ from flowrl_course.figures import (
     DATA,
     INK,
     NOISE,
+    OTHERS,
     SIGNED,
     ImageRow,
     animation,
@@ -55,13 +56,19 @@ shapes = world("shapes")
 base = shapes.policy(PolicyOptions())
 prompts = shapes.prompts("compositional", "train")[:8]
 judge = shapes.reward("soft")
-sampler = Windowed(FlowSDE(0.7), range(9))  # steps 0 to 8 are random, the last one follows the ODE
-batch = sample_groups(base, judge, prompts, members=12, sampler=sampler, probe=Substeps(5), shared_noise=True)
-COLUMNS = [*range(9), 10]  # the nodes of the table's columns: the states before the random steps, and the image
+# steps 0 to 8 are random, the last one follows the ODE
+sampler = Windowed(FlowSDE(0.7), range(9))
+batch = sample_groups(
+    base, judge, prompts, members=12, sampler=sampler, probe=Substeps(5), shared_noise=True
+)
+# the nodes of the table's columns: the states before the random steps, and the image
+COLUMNS = [*range(9), 10]
 
 
 def crossing(values):
-    """The two members of one group whose reward curves cross most clearly: (prompt, early leader, final winner)."""
+    """The two members of one group whose reward curves cross most clearly: (prompt, early
+    leader, final winner).
+    """
     lead = values[:, :, None] - values[:, None]
     ahead, behind = lead[..., 1:-1].amax(-1), -lead[..., -1]
     size = torch.minimum(ahead, behind).flatten()
@@ -75,11 +82,16 @@ estimates = batch.rollout.estimates
 
 
 def estimate_of(member):
-    """The estimated image at every column of the table, the last one finished, [column, channel, height, width]."""
+    """The estimated image at every column of the table, the last one finished, [column,
+    channel, height, width].
+    """
     index = group * 12 + member
     latents = [estimates[node] for node in range(9)]
-    latents = [rows[index if len(rows) == len(prompts) * 12 else group] for rows in latents]  # node 0 has one row per group
-    return base.decode(torch.stack([*latents, batch.rollout.trajectories.images_latent[index]]))
+    # node 0 has one row per group
+    latents = [rows[index if len(rows) == len(prompts) * 12 else group] for rows in latents]
+    return base.decode(
+        torch.stack([*latents, batch.rollout.trajectories.images_latent[index]])
+    )
 
 
 def opening():
@@ -87,14 +99,23 @@ def opening():
     figure, axes = panels(3, width=2.6, height=2.9, width_ratios=[1, 1, 2])
     frames, shades = [estimate_of(leader), estimate_of(winner)], (ACCENT, DATA)
     shown, lines = [], []
-    for cell, images, shade, name in zip(axes[:2], frames, shades, ("trajectory A", "trajectory B"), strict=True):
+    for cell, images, shade, name in zip(
+        axes[:2], frames, shades, ("trajectory A", "trajectory B"), strict=True
+    ):
         shown.append(cell.imshow(pixels(images[0])))
         cell.set(xticks=[], yticks=[])
         cell.set_title(name, color=shade)
     for shade in shades:
         lines.append(axes[2].plot([], [], "o-", color=shade, markersize=4)[0])
     for member, shade, name in ((leader, ACCENT, "A"), (winner, DATA, "B")):
-        axes[2].text(10.5, float(batch.values[group, member, -1]), name, color=shade, fontweight="bold", va="center")
+        axes[2].text(
+            10.5,
+            float(batch.values[group, member, -1]),
+            name,
+            color=shade,
+            fontweight="bold",
+            va="center",
+        )
     axes[2].set(
         xlim=(-0.3, 11.4),
         ylim=(0, 1.05),
@@ -109,7 +130,9 @@ def opening():
 
     def draw(frame):
         column = min(frame, 9)
-        for image, images, line, member in zip(shown, frames, lines, (leader, winner), strict=True):
+        for image, images, line, member in zip(
+            shown, frames, lines, (leader, winner), strict=True
+        ):
             image.set_data(pixels(images[column]))
             line.set_data(COLUMNS[: column + 1], batch.values[group, member, : column + 1])
 
@@ -147,38 +170,48 @@ print(f"value table: {tuple(batch.values.shape)} = prompts, members, D + 1")
 #
 # The caption of the paper's Figure 1 defines the gain as $g_t = r_{t-1} - r_t$: here the paper's $t$ counts the remaining steps, so $r_{t-1}$ is the reward after the step. (In the labels of the same figure $t$ is the time of a state; see below.)
 #
-# ### Exercise 1 · gains
+# ### Exercise 1 · values from gains
 #
-# *Difficulty: easy · kind: formula · importance: essential · time: 3 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 5 minutes*
 #
-# From a value table `[prompt, member, decision+1]` compute the gains `[prompt, member, decision]`.
+# The log of a run contains the gains `[prompt, member, decision]` and the final rewards `[prompt, member]`, but not the value table. Recover it, `[prompt, member, decision+1]`.
 
 
 # %% tags=["exercise"]
-def step_gains(values):
-    """The change of the value in each decision."""
+def values_from_gains(gained, final):
+    """The value table of these gains and final rewards."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Both slices `[..., 1:]` and `[..., :-1]` have one entry per decision. Which of them is the value after the decision?
+# **Hint.** What do the gains from decision $k$ to the last one add up to? `flip(-1).cumsum(-1).flip(-1)` sums from an entry to the end.
 
 
 # %% tags=["solution"]
+def values_from_gains(gained, final):
+    """The value table of these gains and final rewards."""
+    later = gained.flip(-1).cumsum(-1).flip(-1)
+    return torch.cat([final[..., None] - later, final[..., None]], dim=-1)
+
+
+# %%
+lesson.check_values(values_from_gains)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** The gains *telescope*: $g_k + \dots + g_{D-1} = R - V_k$. In particular $\sum_k g_k = R - V_0$, so gains distribute the total change over the decisions. There is one column more than decisions. In `flowrl`: `credit.gains`.
+
+
+# %%
 def step_gains(values):
     """The change of the value in each decision."""
     return values[..., 1:] - values[..., :-1]
 
 
-# %%
-lesson.check_gains(step_gains)
-
-# %% [markdown] tags=["explanation"]
-# **Why.** There is one column more than decisions. The sum over decisions *telescopes* to $\sum_k g_k = R - V_0$: gains distribute the total change over the decisions. In `flowrl`: `credit.gains`.
-
-# %%
 gained = step_gains(batch.values)
-print("sum of gains equals R - V_0:", torch.allclose(gained.sum(-1), batch.values[..., -1] - batch.values[..., 0], atol=1e-6))
+print(
+    "sum of gains equals R - V_0:",
+    torch.allclose(gained.sum(-1), batch.values[..., -1] - batch.values[..., 0], atol=1e-6),
+)
 for name, member in (("A", leader), ("B", winner)):
     print(
         f"{name}: R = {batch.values[group, member, -1]:.2f}, gains "
@@ -186,17 +219,34 @@ for name, member in (("A", leader), ("B", winner)):
     )
 final = batch.values[group, :, -1]
 for name, member in (("A", leader), ("B", winner)):
-    print(f"{name}: uniform credit {(final[member] - final.mean()) / final.std(unbiased=False):+.2f} at every step")
+    print(
+        f"{name}: uniform credit"
+        f" {(final[member] - final.mean()) / final.std(unbiased=False):+.2f} at every step"
+    )
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=3.0)
 axes[0].plot(COLUMNS, batch.values[group].T, color="#d3d6dc", linewidth=0.8)
 for name, member, shade in (("A", leader, ACCENT), ("B", winner, DATA)):
     axes[0].plot(COLUMNS, batch.values[group, member], "o-", color=shade, markersize=4)
-    axes[0].text(10.15, float(batch.values[group, member, -1]), name, color=shade, fontweight="bold", va="center")
+    axes[0].text(
+        10.15,
+        float(batch.values[group, member, -1]),
+        name,
+        color=shade,
+        fontweight="bold",
+        va="center",
+    )
     offset = -0.2 if name == "A" else 0.2
-    axes[1].bar(torch.arange(9) + offset, gained[group, member], width=0.4, color=shade, label=name)
-axes[0].set(xlabel="node", ylabel="reward of the estimate", title="The crossing (grey: the rest of the group)", xlim=(-0.3, 10.8))
+    axes[1].bar(
+        torch.arange(9) + offset, gained[group, member], width=0.4, color=shade, label=name
+    )
+axes[0].set(
+    xlabel="node",
+    ylabel="reward of the estimate",
+    title="The crossing (grey: the rest of the group)",
+    xlim=(-0.3, 10.8),
+)
 axes[1].set(xlabel="decision k", ylabel="gain", title="Gains of A and B", xticks=range(9))
 axes[1].axhline(0, color=INK, linewidth=0.8)
 axes[1].legend(frameon=False)
@@ -248,13 +298,30 @@ lesson.check_figure_1(figure_1)
 figure, axes = panels(width=7.0, height=3.0)
 grid = batch.rollout.trajectories.schedule.times
 for member, shade, name in ((leader, ACCENT, "A"), (winner, DATA, "B")):
-    axes.plot(COLUMNS, batch.values[group, member], "o-", color=shade, markersize=4, label=f"trajectory {name}")
+    axes.plot(
+        COLUMNS,
+        batch.values[group, member],
+        "o-",
+        color=shade,
+        markersize=4,
+        label=f"trajectory {name}",
+    )
 low = int(gained[group, leader].argmin())
 start, end = (float(batch.values[group, leader, column]) for column in (low, low + 1))
-axes.annotate("", (COLUMNS[low + 1], end), (low, start), arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 1.6})
+axes.annotate(
+    "",
+    (COLUMNS[low + 1], end),
+    (low, start),
+    arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 1.6},
+)
 label = f"$g_{{{float(grid[low]):.2f}}}$ = {end - start:+.2f}: decision {low}"
 axes.text(low + 1.6, (start + end) / 2 - 0.07, label, fontsize=9)
-axes.set(xticks=range(11), xlabel="t of the state (noise → image)", ylabel="reward of the estimate", ylim=(0, 1.05))
+axes.set(
+    xticks=range(11),
+    xlabel="t of the state (noise → image)",
+    ylabel="reward of the estimate",
+    ylim=(0, 1.05),
+)
 axes.set_xticklabels([*(f"{float(t):.2f}" for t in grid[:-2]), "0.001", "0"])
 axes.set_title("The two trajectories with the paper's labels", fontsize=10)
 axes.legend(frameon=False, fontsize=8, loc="center right")
@@ -323,22 +390,34 @@ everyone = batch.condition.repeat(12)
 
 
 def network(x, t):
-    """The policy's velocity for all trajectories of the batch at time t; the input of an image transformer is 1000 t, per sample."""
+    """The policy's velocity for all trajectories of the batch at time t; the input of an image
+    transformer is 1000 t, per sample.
+    """
     return base.velocity(x, torch.full((len(x),), 1000.0 * float(t)), everyone)
 
 
 with torch.no_grad():
-    ours = substep_estimate(network, paths.nodes[:, node], paths.schedule.times[node], paths.velocities[:, node], 5)
-print(f"largest difference from the library: {float((ours - estimates[node]).abs().max()):.0e} (latents are of size 1)")
-probes = {"1 step (Tweedie)": Substeps(1), "2 steps": Substeps(2), "5 steps": Substeps(5), "whole ODE": Completion()}
+    ours = substep_estimate(
+        network, paths.nodes[:, node], paths.schedule.times[node], paths.velocities[:, node], 5
+    )
+print(
+    f"largest difference from the library: {float((ours - estimates[node]).abs().max()):.0e}"
+    " (latents are of size 1)"
+)
+probes = {
+    "1 step (Tweedie)": Substeps(1),
+    "2 steps": Substeps(2),
+    "5 steps": Substeps(5),
+    "whole ODE": Completion(),
+}
 tables = {}
 for name, probe in probes.items():
     scored = sample_groups(base, judge, prompts, 12, sampler, probe, shared_noise=True)
     tables[name] = scored
     error = (scored.values - scored.values[..., -1:]).square().mean((0, 1)).sqrt()
     print(
-        f"{name:<17} {scored.usage.nfe / 96:5.1f} NFE per trajectory; rms of V_k - R for k = 1 to 6: "
-        + " ".join(f"{e:.2f}" for e in error[1:7])
+        f"{name:<17} {scored.usage.nfe / 96:5.1f} NFE per trajectory; rms of V_k - R for k = 1"
+        " to 6: " + " ".join(f"{e:.2f}" for e in error[1:7])
     )
 
 # %% [markdown] tags=["expected"]
@@ -355,24 +434,45 @@ for name in ("1 step (Tweedie)", "5 steps", "whole ODE"):
     scored = tables[name]
     latents = [scored.rollout.estimates[node][index] for node in shown]
     latents = torch.stack([*latents, scored.rollout.trajectories.images_latent[index]])
-    rows.append(ImageRow(base.decode(latents), scored.values[group, winner, [*shown, -1]], name))
+    rows.append(
+        ImageRow(base.decode(latents), scored.values[group, winner, [*shown, -1]], name)
+    )
 heads = [*(f"before decision {k}" for k in shown), "finished"]
 show_images(
     *rows,
     heads=heads,
-    title=f'Estimates of trajectory B ("{prompts[group].text}") by three estimators, and their rewards',
+    title=(
+        f'Estimates of trajectory B ("{prompts[group].text}") by three estimators, and their'
+        " rewards"
+    ),
     size=1.1,
 )
 plt.show()
 figure, axes = panels(2, width=4.0, height=2.9)
-shades = dict(zip(probes, (NOISE, COLOURS["noise-weighted"], COLOURS["stepwise-flow-grpo"], COLOURS["tp-grpo"]), strict=True))
+shades = dict(
+    zip(
+        probes,
+        (NOISE, OTHERS[0], OTHERS[1], OTHERS[3]),
+        strict=True,
+    )
+)
 for name, scored in tables.items():
     mean = scored.values.mean((0, 1))
     axes[0].plot(COLUMNS, mean, "o-", color=shades[name], markersize=3, label=name)
     distance = (scored.values - scored.values[..., -1:]).square().mean((0, 1)).sqrt()
     axes[1].plot(COLUMNS, distance, "o-", color=shades[name], markersize=3)
-axes[0].set(xlabel="decision k (10: image)", ylabel="mean of V_k", title="Blurred estimates have low rewards", ylim=(0, 0.8))
-axes[1].set(xlabel="decision k (10: image)", ylabel="rms of V_k - R", title="Distance from the final reward", ylim=(0, None))
+axes[0].set(
+    xlabel="decision k (10: image)",
+    ylabel="mean of V_k",
+    title="Blurred estimates have low rewards",
+    ylim=(0, 0.8),
+)
+axes[1].set(
+    xlabel="decision k (10: image)",
+    ylabel="rms of V_k - R",
+    title="Distance from the final reward",
+    ylim=(0, None),
+)
 axes[0].legend(frameon=False, fontsize=8)
 for cell in axes:
     clean(cell)
@@ -423,11 +523,20 @@ print("fraction in the paper: " + " ".join(f"{value:5.1%}" for value in paper / 
 
 # %% tags=["hide-input"]
 figure, axes = panels(width=6.0, height=2.8)
-axes.bar(torch.arange(9) - 0.2, 100 * size / size.sum(), width=0.4, color=COLOURS["stepwise-flow-grpo"])
+axes.bar(
+    torch.arange(9) - 0.2,
+    100 * size / size.sum(),
+    width=0.4,
+    color=COLOURS["stepwise-flow-grpo"],
+)
 axes.bar(torch.arange(10) + 0.2, 100 * paper / paper.sum(), width=0.4, color=NOISE)
 axes.text(3.6, 16, "this world", color=COLOURS["stepwise-flow-grpo"])
 axes.text(7.0, 10.5, "the paper (SD3.5)", color=NOISE)
-axes.set(xlabel="decision (0 = from pure noise)", ylabel="fraction of all |gain| (%)", title="Early steps have the largest gains")
+axes.set(
+    xlabel="decision (0 = from pure noise)",
+    ylabel="fraction of all |gain| (%)",
+    title="Early steps have the largest gains",
+)
 axes.set_xticks(range(10))
 clean(axes)
 plt.show()
@@ -441,41 +550,56 @@ plt.show()
 #
 # $$A_k = \frac{g_k - \operatorname{mean}(g)}{\operatorname{std}(g) + 10^{-4}}.$$
 #
-# ### Exercise 5 · joint normalisation
+# ### Exercise 5 · who gets the credit?
 #
-# *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 8 minutes*
 #
-# `gained` is `[prompt, member, decision]`; population standard deviation again.
+# In one group, the gains of decision $k$ have the mean `means[k]` and the (population) standard deviation `stds[k]` over the members; both are `[decision]`. Return the mean square of $A_k$ over the members, `[decision]`, with joint normalisation (neglect the $10^{-4}$). What is it with normalisation step by step? What credit does a decision get whose gain is large, but equal for all members?
 
 
 # %% tags=["exercise"]
-def joint_advantages(gained):
-    """Stepwise-Flow-GRPO's credit from gains."""
+def mean_squares(means, stds):
+    """The mean square of every decision's joint advantage."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Mean and standard deviation run over two axes at once: `dim=(1, 2)` with `keepdim=True`.
+# **Hint.** $\operatorname{mean}(g)$ is the mean of `means`. The mean square of $g_k - \operatorname{mean}(g)$ over members has two parts, the variance and the square of the mean's distance. $\operatorname{std}(g)^2$ is the average of these mean squares over the decisions.
 
 
 # %% tags=["solution"]
+def mean_squares(means, stds):
+    """The mean square of every decision's joint advantage."""
+    squares = stds.square() + (means - means.mean()).square()
+    return squares / squares.mean()
+
+
+# %%
+lesson.check_mean_squares(mean_squares)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Step by step every decision gets the mean square 1. Jointly, a decision with large differences between members keeps more credit than one with small differences. But the joint mean is not the mean of the decision. A gain that all members share remains as credit, although it says nothing about which member chose better. It adds noise to the gradient, and no bias, because it is a baseline.
+#
+# Mean and standard deviation run over decisions only. An ODE step has a gain of about 0 for every member, so as an entry of the table it would lower the standard deviation. The advantages of all decisions would then grow with the number of ODE steps. In `flowrl`: `credit.StepwiseGain()`; its other pools are options (`normalise="step"`, `pool="batch"`).
+
+
+# %%
 def joint_advantages(gained):
     """Stepwise-Flow-GRPO's credit from gains."""
     centred = gained - gained.mean(dim=(1, 2), keepdim=True)
     return centred / (gained.std(dim=(1, 2), keepdim=True, unbiased=False) + 1e-4)
 
 
-# %%
-lesson.check_joint(joint_advantages)
-
-# %% [markdown] tags=["explanation"]
-# **Why.** There is one mean and one standard deviation per group, so a large gain stays larger than a small one at every decision. They run over decisions only. An ODE step has a gain of about 0 for every member, so as an entry of the table it would lower the standard deviation. The advantages of all decisions would then grow with the number of ODE steps. In `flowrl`: `credit.StepwiseGain()`; its other pools are options (`normalise="step"`, `pool="batch"`).
-
-# %%
 joint = joint_advantages(gained)
 alone = StepwiseGain(normalise="step").assign(batch.values, batch.decisions)
-print("joint, mean |A| per decision:        " + " ".join(f"{value:.2f}" for value in joint.abs().mean((0, 1))))
-print("step by step, mean |A| per decision: " + " ".join(f"{value:.2f}" for value in alone.abs().mean((0, 1))))
+print(
+    "joint, mean |A| per decision:        "
+    + " ".join(f"{value:.2f}" for value in joint.abs().mean((0, 1)))
+)
+print(
+    "step by step, mean |A| per decision: "
+    + " ".join(f"{value:.2f}" for value in alone.abs().mean((0, 1)))
+)
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.6, height=3.1)
@@ -498,7 +622,10 @@ plt.show()
 total = joint.sum(-1)
 flow = batch.values[..., -1] - batch.values[..., -1].mean(1, keepdim=True)
 spread = gained.std(dim=(1, 2), unbiased=False)[:, None] + 1e-4
-print(f"largest |std(g) x sum of A - (R - mean R)|: {float((total * spread - flow).abs().max()):.0e}")
+print(
+    "largest |std(g) x sum of A - (R - mean R)|:"
+    f" {float((total * spread - flow).abs().max()):.0e}"
+)
 
 # %% [markdown] tags=["expected"]
 # largest |std(g) x sum of A - (R - mean R)|: 0..1e-5
@@ -542,39 +669,35 @@ lesson.check_wrong_line(wrong_line)
 #
 # TP-GRPO uses the reward-to-go at its turning points, as the lesson on TP-GRPO shows. The paper compares gains with generalised advantages in its Figure 7, and finds plain gains as good as the alternatives.
 #
-# ### Exercise 7 · from gains to reward-to-go
+# ### Exercise 7 · the error of the estimates
 #
-# *Difficulty: harder · kind: formula · importance: useful · time: 8 minutes*
+# *Difficulty: harder · kind: formula · importance: useful · time: 10 minutes*
 #
-# `gained` is `[prompt, member, decision]`. Return the sums above for `lam` $= \lambda$ between 0 and 1, `[prompt, member, decision]`. There is no factor $1 - \lambda$: at $\lambda = 1$ the sum is $R - V_k$.
+# Suppose that every estimate is wrong by an independent error, $V_j = V^*_j + e_j$, with standard deviation 1. The reward of the finished image has no error. The sum $A_k$ runs over `remaining` $= D - k$ gains. Return the standard deviation of the error that the $e_j$ cause in $A_k$, for `lam` $= \lambda$ between 0 and 1. Which $\lambda$ makes it smallest, and what does this $\lambda$ cost?
 
 
 # %% tags=["exercise"]
-def generalised(gained, lam):
-    """sum over j >= 0 of lam^j g_{k+j}, [prompt, member, decision]."""
+def credit_error(lam, remaining):
+    """The standard deviation of the error of A_k."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The sum has a recursion: $A_k = g_k + \lambda A_{k+1}$. Start with the last decision, whose sum is its own gain, and go backwards.
+# **Hint.** Most $V_j$ occur in two neighbouring gains. Collect the factor of each $V_j$ in the sum: of $V_k$, of those between, and of $R$. Only then add up variances.
 
 
 # %% tags=["solution"]
-def generalised(gained, lam):
-    """sum over j >= 0 of lam^j g_{k+j}, [prompt, member, decision]."""
-    sums = torch.zeros_like(gained)
-    running = torch.zeros_like(gained[..., 0])
-    for k in reversed(range(gained.shape[-1])):
-        running = gained[..., k] + lam * running
-        sums[..., k] = running
-    return sums
+def credit_error(lam, remaining):
+    """The standard deviation of the error of A_k."""
+    weights = [(1 - lam) * lam**j for j in range(remaining - 1)]
+    return (1 + sum(weight**2 for weight in weights)) ** 0.5
 
 
 # %%
-lesson.check_generalised(generalised)
+lesson.check_credit_error(credit_error)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** A decision affects only later ones, so the sum runs forward, and the recursion $A_k = g_k + \lambda A_{k+1}$ runs from the last decision to the first. In `flowrl`: `StepwiseGain(lam=...)`.
+# **Why.** $V_k$ has the factor $-1$, $V_{k+j}$ the factor $\lambda^{j-1} - \lambda^j = (1-\lambda)\lambda^{j-1}$, and $R$ the factor $\lambda^{D-1-k}$. A gain contains two errors, so $\sqrt2$; the reward-to-go contains one, so 1. At $\lambda = 1$ the credit contains instead the luck of all later decisions, which the gain does not have. If estimates are worse than that luck is large, a larger $\lambda$ is better. In `flowrl`: `StepwiseGain(lam=...)`.
 
 # %% [markdown]
 # ## The value of better credit
@@ -586,7 +709,8 @@ lesson.check_generalised(generalised)
 window = Windowed(FlowSDE(0.7), range(2, 7))
 palette = shapes.prompts("preference", "train")
 batches = [
-    sample_groups(base, judge, palette[8 * k % 24 :][:8], 12, window, Substeps(5), shared_noise=True, seed=k) for k in range(4)
+    sample_groups(base, judge, part, 12, window, Substeps(5), shared_noise=True, seed=seed)
+    for seed, part in enumerate(palette[8 * k % 24 :][:8] for k in range(4))
 ]
 rules = {
     "uniform (Flow-GRPO)": Uniform(),
@@ -598,7 +722,10 @@ cosines, by_batch = {}, [credit_gradients(batch, list(rules.values())) for batch
 for name, gradients in zip(rules, zip(*by_batch, strict=True), strict=True):
     pairs = pairwise_cosines(gradients)
     cosines[name] = float(pairs.mean())
-    print(f"{name:<22} cosine between batches {cosines[name]:.2f} (std over pairs {pairs.std():.2f})")
+    print(
+        f"{name:<22} cosine between batches {cosines[name]:.2f} (std over pairs"
+        f" {pairs.std():.2f})"
+    )
 
 # %% [markdown]
 # Credit for single decisions gives a much clearer gradient than uniform credit, and joint normalisation a clearer one than step by step, in agreement with the paper. (The agreement of two gradients does not prove that their direction is right. The lesson Test your own rule compares it with the true gradient; in two dimensions the direction of the jointly normalised gains is right.)
@@ -637,8 +764,13 @@ lesson.check_worth(batches_worth)
 worth = batches_worth(cosines["uniform (Flow-GRPO)"], cosines["gains, joint"])
 spent, plain = batches[0].usage.nfe / 96, 10
 print(f"one batch of stepwise credit is worth {worth:.1f} batches of uniform credit")
-print(f"sampling: {spent:.1f} against {plain} NFE per trajectory, {spent / plain:.1f} times as many")
-print(f"with the update (5 decisions, 3 each): {(spent + 15) / (plain + 15):.1f} times as many")
+print(
+    f"sampling: {spent:.1f} against {plain} NFE per trajectory, {spent / plain:.1f} times as"
+    " many"
+)
+print(
+    f"with the update (5 decisions, 3 each): {(spent + 15) / (plain + 15):.1f} times as many"
+)
 
 # %% [markdown]
 # Sampling costs less than the 41.4 evaluations above: with this window only five states need an estimate, and the members of a group share the first three nodes. (Decision 0 is step 2 here, and its gain counts from the shared state.) An update costs about three evaluations per decision: one forward, and two for the backward pass.
@@ -683,12 +815,16 @@ interactive("budget")
 
 # %%
 settings = preset("default").apply(task="preference", groups=8, group_size=12, iterations=6)
-runs = {name: train(settings.replace(method=name)) for name in ("flow-grpo", "stepwise-flow-grpo")}
+runs = {
+    name: train(settings.replace(method=name)) for name in ("flow-grpo", "stepwise-flow-grpo")
+}
 for name, run in runs.items():
     scores = run.evaluation.scores
     print(
-        f"{name:<19} training reward {' '.join(f'{value:.2f}' for value in run.curve('reward_mean'))}; held out: soft {scores['soft']:.2f}, strict {scores['strict']:.2f}; "
-        f"sampling {sum(run.curve('nfe')):,} NFE"
+        f"{name:<19} training reward"
+        f" {' '.join(f'{value:.2f}' for value in run.curve('reward_mean'))}; held out: soft"
+        f" {scores['soft']:.2f}, strict {scores['strict']:.2f}; sampling"
+        f" {sum(run.curve('nfe')):,} NFE"
     )
 
 # %% [markdown] tags=["expected"]
@@ -704,7 +840,13 @@ for name, run in runs.items():
     axes[1].plot(spent_nfe / 1000, rewards, "o-", color=COLOURS[name])
     for cell, end in ((axes[0], 6), (axes[1], float(spent_nfe[-1]) / 1000)):
         cell.annotate(
-            name, (end, rewards[-1]), (0, offset), textcoords="offset points", color=COLOURS[name], ha="right", fontsize=8
+            name,
+            (end, rewards[-1]),
+            (0, offset),
+            textcoords="offset points",
+            color=COLOURS[name],
+            ha="right",
+            fontsize=8,
         )
 axes[0].set(xlabel="iteration", ylabel="mean training reward (soft)", title="Per iteration")
 axes[1].set(xlabel="network evaluations while sampling (thousands)", title="Per evaluation")
@@ -721,20 +863,50 @@ plt.show()
 #
 # Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded. The other items of the paper, and what is still to be run, are in `docs/papers/coverage.md`.
 
-# %%
+# %% tags=["hide-input"]
 recorded.table(
-    ("Figure 4: gains - uniform, per update", "better in 3 of 4", measured("stepwise-updates"), "undecided"),
+    (
+        "Figure 4: gains - uniform, per update",
+        "better in 3 of 4",
+        measured("stepwise-updates"),
+        "undecided",
+    ),
     ("  images", "", measured("stepwise-updates", 0, "shapes"), "better"),
-    ("Figure 5: per evaluation", "better per hour in 3 of 4", measured("stepwise-cost"), "worse"),
+    (
+        "Figure 5: per evaluation",
+        "better per hour in 3 of 4",
+        measured("stepwise-cost"),
+        "worse",
+    ),
     ("  images", "", measured("stepwise-cost", 0, "shapes"), "worse"),
-    ("  images, per second of SD3.5-Medium", "", measured("stepwise-cost", 2, "shapes"), "worse"),
+    (
+        "  images, per second of SD3.5-Medium",
+        "",
+        measured("stepwise-cost", 2, "shapes"),
+        "worse",
+    ),
     ("Figure 9: joint - by step", "better", measured("joint-normalisation"), "equal"),
-    ("  joint: cosine to the true gradient", "not at hand", cosine("StepwiseGain(joint), T'=5"), "close"),
-    ("  by step: cosine to the true gradient", "not at hand", cosine("StepwiseGain(step), T'=5"), "worse"),
+    (
+        "  joint: cosine to the true gradient",
+        "not at hand",
+        cosine("StepwiseGain(joint), T'=5"),
+        "close",
+    ),
+    (
+        "  by step: cosine to the true gradient",
+        "not at hand",
+        cosine("StepwiseGain(step), T'=5"),
+        "worse",
+    ),
     ("Figure 10: T' = 1 minus 5", "similar", measured("substeps"), "worse"),
     ("  T' = 2 minus 5", "similar", measured("substeps", 1), "worse"),
     ("  T' = 8 minus 5", "similar", measured("substeps", 2), "slight"),
-    ("DDIM-inspired SDE - Flow-SDE, gains", "better; curves not at hand", measured("ddim-sde"), "slight"),
+    (
+        "DDIM-inspired SDE - Flow-SDE, gains",
+        "better; curves not at hand",
+        measured("ddim-sde"),
+        "slight",
+    ),
     ("  log-density of untrained samples", "cleaner", measured("ddim-sde", 2), "better"),
 )
 
@@ -744,10 +916,18 @@ recorded.table(
 # %% tags=["hide-input"]
 shown = palette[:6]
 rows = []
-for name, policy in (("base model", base), *((name, run.policy) for name, run in runs.items())):
+for name, policy in (
+    ("base model", base),
+    *((name, run.policy) for name, run in runs.items()),
+):
     finished = ode_images(policy, judge, shown, seed=4)
     rows.append(ImageRow(finished.images, finished.rewards, name))
-show_images(*rows, heads=[prompt.text for prompt in shown], size=1.1, title="The same noise, before and after six iterations")
+show_images(
+    *rows,
+    heads=[prompt.text for prompt in shown],
+    size=1.1,
+    title="The same noise, before and after six iterations",
+)
 plt.show()
 
 # %% [markdown]
@@ -756,15 +936,25 @@ plt.show()
 # %% tags=["hide-input"]
 axes_of = {"Per update": "updates", "Per evaluation": "forwards", "Per second": "seconds"}
 recorded.curves({title: ("stepwise-updates", axis) for title, axis in axes_of.items()})
-recorded.curves({title: ("stepwise-updates", axis) for title, axis in axes_of.items()}, "shapes")
+recorded.curves(
+    {title: ("stepwise-updates", axis) for title, axis in axes_of.items()}, "shapes"
+)
 
 # %% [markdown]
 # Per update stepwise gains end higher, in the 2-D world because some runs with uniform credit fall again. Per evaluation the order is reversed while the reward rises, because an iteration costs more, as in the paper's Table 2. The paper nevertheless reports a lead per hour on SD3.5. Two differences may explain this: our worlds are easy, so uniform credit learns them in few iterations, and the rewards here cost nearly nothing.
 
 # %% tags=["hide-input"]
 area = "area"
-recorded.dots({"Figure 9": ("joint-normalisation", area), "Figure 10": ("substeps", area), "The SDE": ("ddim-sde", area)})
-recorded.dots({"Figure 7, moving average": ("plain-gains", area), "Figure 7, λ": ("lambda", area)})
+recorded.dots(
+    {
+        "Figure 9": ("joint-normalisation", area),
+        "Figure 10": ("substeps", area),
+        "The SDE": ("ddim-sde", area),
+    }
+)
+recorded.dots(
+    {"Figure 7, moving average": ("plain-gains", area), "Figure 7, λ": ("lambda", area)}
+)
 
 # %% [markdown]
 # Two results contradict the paper in this world. One or two substeps are far worse than five, plausibly because a biased estimate shifts the last gain, which ends at the exact reward. And joint normalisation does not learn faster than step by step, although its gradient is clearer and closer to the true one. The DDIM-inspired SDE gives better samples before training, but does not speed up learning.
@@ -816,7 +1006,7 @@ lesson.check_quiz(quiz)
 # ## Further reading
 #
 # - Savani et al. 2026, *Stepwise credit assignment for GRPO on flow-matching models* (arXiv 2603.28718): the paper of this lesson. No code is public.
-# - Schulman et al. 2015, *High-dimensional continuous control using generalized advantage estimation* (arXiv 1506.02438): equation 16 is the sum of exercise 7.
+# - Schulman et al. 2015, *High-dimensional continuous control using generalized advantage estimation* (arXiv 1506.02438): equation 16 is the sum before exercise 7.
 # - He et al. 2025, *TempFlow-GRPO* (arXiv 2508.04324): credit of a step from branches, and weights by the noise of a step.
 # - *DenseGRPO* (arXiv 2601.20218): gains of ODE completions, normalised step by step.
 # - Ng, Harada and Russell 1999, *Policy invariance under reward transformations* (ICML): why differences of a potential, such as gains, do not change the optimal policy.

@@ -34,8 +34,25 @@ from flowrl.bench.explain import explain
 from flowrl.bench.rules import TurningPointVariant
 from flowrl_course import lesson_07 as lesson
 from flowrl_course import recorded
-from flowrl_course.batches import STEPS, credit_gradients, ode_images, pairwise_cosines, sample_groups
-from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, animation, clean, panels, pixels
+from flowrl_course.batches import (
+    STEPS,
+    credit_gradients,
+    ode_images,
+    pairwise_cosines,
+    sample_groups,
+)
+from flowrl_course.figures import (
+    ACCENT,
+    COLOURS,
+    DATA,
+    INK,
+    NOISE,
+    OTHERS,
+    animation,
+    clean,
+    panels,
+    pixels,
+)
 from flowrl_course.recorded import cosine, measured
 from flowrl_course.runs import train
 
@@ -43,14 +60,19 @@ shapes = world("shapes")
 base = shapes.policy(PolicyOptions())
 prompts = shapes.prompts("compositional", "train")[:16]
 judge = shapes.reward("soft")
-sampler = Windowed(FlowSDE(0.7), range(9))  # steps 0 to 8 are decisions 0 to 8, the last step follows the ODE
+# steps 0 to 8 are decisions 0 to 8, the last step follows the ODE
+sampler = Windowed(FlowSDE(0.7), range(9))
 batch = sample_groups(base, judge, prompts, members=12, sampler=sampler, probe=Completion())
-values, decisions = batch.values, batch.decisions  # [prompt, member, decision+1]: 16 prompts, 12 members, 10 columns
-COLUMNS = [*range(9), 10]  # the nodes of the table's columns: the states before the decisions, and the image
+# [prompt, member, decision+1]: 16 prompts, 12 members, 10 columns
+values, decisions = batch.values, batch.decisions
+# the nodes of the table's columns: the states before the decisions, and the image
+COLUMNS = [*range(9), 10]
 
 
 def clearest(values):
-    """The trajectory with the clearest turn upwards: low before, high after, (prompt, member, decision)."""
+    """The trajectory with the clearest turn upwards: low before, high after, (prompt, member,
+    decision).
+    """
     fall, rise = -gains(values)[..., :-1], reward_to_go(values)[..., 1:]
     score = torch.minimum(fall, torch.minimum(rise, gains(values)[..., 1:]))
     score = torch.where(values[..., -1:] > values[..., :1], score, -1.0)
@@ -63,7 +85,9 @@ group, member, turn = clearest(values)
 
 
 def completions(index):
-    """The completion before every decision of one trajectory, and its finished state, [column, *latent]."""
+    """The completion before every decision of one trajectory, and its finished state, [column,
+    *latent].
+    """
     latents = [batch.rollout.estimates[node][index] for node in range(9)]
     return torch.stack([*latents, batch.rollout.trajectories.images_latent[index]])
 
@@ -80,9 +104,21 @@ def opening():
         cell.set_title(f"{row[column]:.2f}", fontsize=9)
     axes = figure.add_subplot(grid[1, :])
     axes.plot(COLUMNS, row, "o-", color=COLOURS["tp-grpo"])
-    axes.scatter([turn], [float(row[turn])], s=220, facecolors="none", edgecolors=ACCENT, linewidths=2.2, zorder=5)
+    axes.scatter(
+        [turn],
+        [float(row[turn])],
+        s=220,
+        facecolors="none",
+        edgecolors=ACCENT,
+        linewidths=2.2,
+        zorder=5,
+    )
     axes.annotate(
-        f"decision {turn} turns it", (turn, float(row[turn])), xytext=(14, -4), textcoords="offset points", color=ACCENT
+        f"decision {turn} turns it",
+        (turn, float(row[turn])),
+        xytext=(14, -4),
+        textcoords="offset points",
+        color=ACCENT,
     )
     axes.set(
         xlabel="decision k (0: from noise; 10: the image)",
@@ -91,7 +127,10 @@ def opening():
         ylim=(0, 1.1),
         xticks=range(11),
     )
-    axes.set_title(f'"{prompts[group].text}": the ODE completion before every decision, and its reward', fontsize=10)
+    axes.set_title(
+        f'"{prompts[group].text}": the ODE completion before every decision, and its reward',
+        fontsize=10,
+    )
     clean(axes)
     plt.show()
 
@@ -139,17 +178,21 @@ everyone, paths, node = batch.condition.repeat(12), batch.rollout.trajectories, 
 
 
 def network(x, t):
-    """The policy's velocity for all trajectories of the batch at time t; the input of an image transformer is 1000 t, per sample."""
+    """The policy's velocity for all trajectories of the batch at time t; the input of an image
+    transformer is 1000 t, per sample.
+    """
     return base.velocity(x, torch.full((len(x),), 1000.0 * float(t)), everyone)
 
 
 with torch.no_grad():
     ours = complete(network, paths.nodes[:, node], node, paths.schedule.times)
 print(
-    f"largest difference from the library: {float((ours - batch.rollout.estimates[node]).abs().max()):.0e} (latents are of size 1)"
+    "largest difference from the library:"
+    f" {float((ours - batch.rollout.estimates[node]).abs().max()):.0e} (latents are of size 1)"
 )
 print(
-    f"{batch.usage.nfe / 192:g} network evaluations per trajectory in {batch.usage.calls} sequential calls, {batch.usage.reward_calls / 192:g} images scored"
+    f"{batch.usage.nfe / 192:g} network evaluations per trajectory in {batch.usage.calls}"
+    f" sequential calls, {batch.usage.reward_calls / 192:g} images scored"
 )
 
 # %% [markdown] tags=["expected"]
@@ -169,11 +212,20 @@ def moving():
     states = base.decode(paths.nodes[index, COLUMNS])
     ends = base.decode(completions(index))
     figure, axes = panels(3, width=2.5, height=2.7, width_ratios=[1, 1, 1.6])
-    shown = [cell.imshow(pixels(images[0])) for cell, images in zip(axes, (states, ends), strict=False)]
+    shown = [
+        cell.imshow(pixels(images[0]))
+        for cell, images in zip(axes, (states, ends), strict=False)
+    ]
     for cell, title in zip(axes, ("the state", "its completion"), strict=False):
         cell.set(xticks=[], yticks=[], title=title)
     line = axes[2].plot([], [], "o-", color=COLOURS["tp-grpo"], markersize=4)[0]
-    axes[2].set(xlim=(-0.3, 10.3), ylim=(0, 1.1), xlabel="decision", xticks=range(0, 11, 2), title="reward of the completion")
+    axes[2].set(
+        xlim=(-0.3, 10.3),
+        ylim=(0, 1.1),
+        xlabel="decision",
+        xticks=range(0, 11, 2),
+        title="reward of the completion",
+    )
     clean(axes[2])
     figure.canvas.draw()
 
@@ -203,15 +255,35 @@ moving()
 
 # %%
 names = ("a", "b", "c")
-table = torch.tensor([[[0.50, 0.40, 0.30, 0.45, 0.60], [0.50, 0.60, 0.70, 0.55, 0.40], [0.50, 0.55, 0.52, 0.65, 0.62]]])
+rows = [
+    [0.50, 0.40, 0.30, 0.45, 0.60],
+    [0.50, 0.60, 0.70, 0.55, 0.40],
+    [0.50, 0.55, 0.52, 0.65, 0.62],
+]
+table = torch.tensor([rows])
 figure, axes = panels(3, width=2.9, height=2.4, sharey=True)
-for cell, name, row, shade in zip(axes, names, table[0], (DATA, ACCENT, COLOURS["dance-grpo"]), strict=True):
+for cell, name, row, shade in zip(
+    axes, names, table[0], (DATA, ACCENT, OTHERS[0]), strict=True
+):
     cell.plot(range(5), row, "o-", color=shade)
     for j, value in enumerate(row):
-        cell.annotate(f"{value:.2f}", (j, float(value)), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8)
+        cell.annotate(
+            f"{value:.2f}",
+            (j, float(value)),
+            xytext=(0, 7),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
     for i in range(4):
         cell.text(i + 0.5, 0.215, f"decision {i}", ha="center", fontsize=6.5, color=NOISE)
-    cell.set(title=f"trajectory {name}", xlabel="column", xticks=range(5), xlim=(-0.4, 4.4), ylim=(0.2, 0.8))
+    cell.set(
+        title=f"trajectory {name}",
+        xlabel="column",
+        xticks=range(5),
+        xlim=(-0.4, 4.4),
+        ylim=(0.2, 0.8),
+    )
     clean(cell)
 axes[0].set_ylabel("reward of the completion")
 plt.show()
@@ -315,8 +387,13 @@ lesson.check_consistent(consistent_turns)
 
 # %%
 consistent = consistent_turns(values)
-print(f"consistent turning points per trajectory: {float(consistent.float().sum(-1).mean()):.2f}")
-print("fraction of trajectories by decision:", " ".join(f"{value:.2f}" for value in consistent.float().mean((0, 1))))
+print(
+    f"consistent turning points per trajectory: {float(consistent.float().sum(-1).mean()):.2f}"
+)
+print(
+    "fraction of trajectories by decision:",
+    " ".join(f"{value:.2f}" for value in consistent.float().mean((0, 1))),
+)
 
 # %% [markdown]
 # ### Exercise 5 · a rule that does nothing
@@ -332,9 +409,18 @@ print("fraction of trajectories by decision:", " ".join(f"{value:.2f}" for value
 
 # %% tags=["hide-input"]
 others = (values > 0.95).float()
-print(f"mean reward {float(others[..., -1].mean()):.2f}, std within groups {float(others[..., -1].std(1).mean()):.2f}")
-print("fraction of decisions with a loss: " + " ".join(f"{value:.2f}" for value in (gains(others) < 0).float().mean((0, 1))))
-print("fraction that turn:                " + " ".join(f"{value:.2f}" for value in consistent_turns(others).float().mean((0, 1))))
+print(
+    f"mean reward {float(others[..., -1].mean()):.2f}, std within groups"
+    f" {float(others[..., -1].std(1).mean()):.2f}"
+)
+print(
+    "fraction of decisions with a loss: "
+    + " ".join(f"{value:.2f}" for value in (gains(others) < 0).float().mean((0, 1)))
+)
+print(
+    "fraction that turn:                "
+    + " ".join(f"{value:.2f}" for value in consistent_turns(others).float().mean((0, 1)))
+)
 
 # %% tags=["exercise"]
 cause = "..."
@@ -380,14 +466,28 @@ case = torch.tensor([0.40, 0.50, 0.35, 0.30, 0.45, 0.75])
 figure, axes = panels(width=6.4, height=3.0)
 axes.plot(range(6), case, "o-", color=COLOURS["tp-grpo"])
 for j, value in enumerate(case.tolist()):
-    axes.annotate(f"{value:.2f}", (j, value), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9)
+    axes.annotate(
+        f"{value:.2f}",
+        (j, value),
+        xytext=(0, 8),
+        textcoords="offset points",
+        ha="center",
+        fontsize=9,
+    )
 for i in range(5):
     axes.text(i + 0.5, 0.215, f"t = {5 - i}", ha="center", fontsize=9, color=NOISE)
 axes.axhline(float(case[0]), color=NOISE, linestyle=":", linewidth=1)
-axes.annotate("", (5.25, float(case[-1])), (5.25, float(case[0])), arrowprops={"arrowstyle": "->", "color": INK})
+axes.annotate(
+    "",
+    (5.25, float(case[-1])),
+    (5.25, float(case[0])),
+    arrowprops={"arrowstyle": "->", "color": INK},
+)
 axes.text(5.28, 0.56, r"$R - V_0$", color=INK, fontsize=8)
 axes.set(
-    xlabel="column (the paper's t labels the decision between two columns)", ylabel="reward of the completion", xlim=(-0.3, 5.8)
+    xlabel="column (the paper's t labels the decision between two columns)",
+    ylabel="reward of the completion",
+    xlim=(-0.3, 5.8),
 )
 axes.set(ylim=(0.2, 0.85), xticks=range(6), title="A case with the paper's labels")
 clean(axes)
@@ -460,12 +560,20 @@ lesson.check_balance(balance)
 
 # %%
 kept = balance(consistent_turns(table), reward_to_go(table))
-print("kept by R - V_k:", [f"{names[m]} at decision {i}" for _, m, i in kept.nonzero().tolist()])
+print(
+    "kept by R - V_k:", [f"{names[m]} at decision {i}" for _, m, i in kept.nonzero().tolist()]
+)
 by_trend = TurningPoint(balance="trend").selected(table)
-print("kept by trend  :", [f"{names[m]} at decision {i}" for _, m, i in by_trend.nonzero().tolist()])
+print(
+    "kept by trend  :",
+    [f"{names[m]} at decision {i}" for _, m, i in by_trend.nonzero().tolist()],
+)
 rule = TurningPoint()
 selected, aggregated = rule.selected(values, decisions.mask), reward_to_go(values)[consistent]
-print(f"in our batch: {int((aggregated > 0).sum())} turns up, {int((aggregated < 0).sum())} down; {int(selected.sum())} remain")
+print(
+    f"in our batch: {int((aggregated > 0).sum())} turns up, {int((aggregated < 0).sum())}"
+    f" down; {int(selected.sum())} remain"
+)
 print("same as ours:", torch.equal(selected, balance(consistent, reward_to_go(values))))
 
 # %% [markdown] tags=["expected"]
@@ -553,7 +661,12 @@ lesson.check_against_chance(against_chance)
 generator = torch.Generator().manual_seed(1)
 walk = torch.randn(100, 400, 10, generator=generator).cumsum(-1)
 increments = gains(values).flatten(0, 1)
-shuffles = torch.stack([increments.gather(0, torch.rand(increments.shape, generator=generator).argsort(0)) for _ in range(50)])
+shuffles = torch.stack(
+    [
+        increments.gather(0, torch.rand(increments.shape, generator=generator).argsort(0))
+        for _ in range(50)
+    ]
+)
 start = values[..., 0].flatten()[None, :, None]
 shuffled = torch.cat([start.expand(50, -1, -1), start + shuffles.cumsum(-1)], dim=-1)
 error = float(consistent.float().sum(-1).std()) / len(increments) ** 0.5
@@ -566,20 +679,33 @@ counts = {
 for name, value in counts.items():
     print(
         f"{name:<20} {value:.2f}"
-        + (f" ± {error:.2f} (standard error, {len(increments)} trajectories)" if name == "measured" else "")
+        + (
+            f" ± {error:.2f} (standard error, {len(increments)} trajectories)"
+            if name == "measured"
+            else ""
+        )
     )
 for name, tried in (("measured", values), ("shuffled", shuffled)):
     fractions = consistent_turns(tried).float().mean((0, 1))
-    print(f"{name:<9} fraction by decision: " + " ".join(f"{value:.2f}" for value in fractions))
+    print(
+        f"{name:<9} fraction by decision: " + " ".join(f"{value:.2f}" for value in fractions)
+    )
 aggregated = reward_to_go(values)[consistent].abs()
 swing = gains(values).abs()[consistent]
 print(
-    f"of the measured ones, {float((aggregated < 0.01).float().mean()):.0%} have |R - V_k| < 0.01 and {float((swing < 0.01).float().mean()):.0%} have |g_k| < 0.01"
+    f"of the measured ones, {float((aggregated < 0.01).float().mean()):.0%} have |R - V_k| <"
+    f" 0.01 and {float((swing < 0.01).float().mean()):.0%} have |g_k| < 0.01"
 )
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=3.0)
-axes[0].bar(range(9), consistent.float().mean((0, 1)), color=COLOURS["tp-grpo"], alpha=0.75, label="measured")
+axes[0].bar(
+    range(9),
+    consistent.float().mean((0, 1)),
+    color=COLOURS["tp-grpo"],
+    alpha=0.75,
+    label="measured",
+)
 for name, tried, style in (
     ("independent noise", torch.randn(100, 400, 10, generator=generator), ":"),
     ("random walk", walk, "--"),
@@ -588,15 +714,27 @@ for name, tried, style in (
     fractions = consistent_turns(tried).float().mean((0, 1))
     axes[0].plot(range(9), fractions, style, color=NOISE if style != "-" else INK, label=name)
 axes[0].set(
-    xlabel="decision", ylabel="fraction of trajectories", title="Consistent turning points: data and chance", ylim=(0, 0.62)
+    xlabel="decision",
+    ylabel="fraction of trajectories",
+    title="Consistent turning points: data and chance",
+    ylim=(0, 0.62),
 )
 axes[0].legend(frameon=False, fontsize=8)
 size = reward_to_go(values).abs()
 axes[1].semilogy(range(8), [size[..., i].median() for i in range(8)], "o--", color=NOISE)
-axes[1].semilogy(range(8), [size[..., i][consistent[..., i]].median() for i in range(8)], "o-", color=COLOURS["tp-grpo"])
+axes[1].semilogy(
+    range(8),
+    [size[..., i][consistent[..., i]].median() for i in range(8)],
+    "o-",
+    color=COLOURS["tp-grpo"],
+)
 axes[1].text(0.1, 0.06, "all decisions", color=NOISE)
 axes[1].text(2.6, 0.35, "turning points", color=COLOURS["tp-grpo"])
-axes[1].set(xlabel="decision", ylabel=r"median of $|R - V_k|$", title="Late turning points change the reward little")
+axes[1].set(
+    xlabel="decision",
+    ylabel=r"median of $|R - V_k|$",
+    title="Late turning points change the reward little",
+)
 for cell in axes:
     clean(cell)
 plt.show()
@@ -613,16 +751,22 @@ plt.show()
 
 # %%
 wrong = values.clone()
-wrong[..., 0] = ode_images(base, judge, [prompt for prompt in prompts for _ in range(12)], STEPS, seed=99).rewards.view(16, 12)
+wrong[..., 0] = ode_images(
+    base, judge, [prompt for prompt in prompts for _ in range(12)], STEPS, seed=99
+).rewards.view(16, 12)
 flipped = (wrong[..., -1] - wrong[..., 0]).sign() != (values[..., -1] - values[..., 0]).sign()
 after = consistent_turns(wrong)
 print(f"trend of another sign: {float(flipped.float().mean()):.0%} of the trajectories")
 print(
-    f"turning points: {int((consistent & after).sum())} stay, {int((consistent & ~after).sum())} are lost, {int((~consistent & after).sum())} are new"
+    f"turning points: {int((consistent & after).sum())} stay,"
+    f" {int((consistent & ~after).sum())} are lost, {int((~consistent & after).sum())} are new"
 )
-first = [TurningPoint().assign(table, decisions)[..., 0].flatten() for table in (values, wrong)]
+first = [
+    TurningPoint().assign(table, decisions)[..., 0].flatten() for table in (values, wrong)
+]
 print(
-    f"correlation of the first decision's advantages with the right ones: {float(torch.corrcoef(torch.stack(first))[0, 1]):.2f}"
+    "correlation of the first decision's advantages with the right ones:"
+    f" {float(torch.corrcoef(torch.stack(first))[0, 1]):.2f}"
 )
 
 # %% [markdown] tags=["expected"]
@@ -676,7 +820,10 @@ lesson.check_random_marks(random_marks)
 # %%
 window = Windowed(FlowSDE(0.7), range(2, 7))
 palette = shapes.prompts("preference", "train")
-batches = [sample_groups(base, judge, palette[8 * k % 24 :][:8], 12, window, Completion(), seed=k) for k in range(4)]
+batches = [
+    sample_groups(base, judge, palette[8 * k % 24 :][:8], 12, window, Completion(), seed=k)
+    for k in range(4)
+]
 rules = {
     "uniform (Flow-GRPO)": Uniform(),
     "increments alone": TurningPointVariant(where="none"),
@@ -684,13 +831,18 @@ rules = {
     "another member's": TurningPointVariant(where="shift"),
     "same dose": TurningPointVariant(where="dose"),
     "same dose and signs": TurningPointVariant(where="sign"),
-    "increments, joint": TurningPointVariant(where="none", rule=TurningPoint(normalise="joint")),
+    "increments, joint": TurningPointVariant(
+        where="none", rule=TurningPoint(normalise="joint")
+    ),
     "turning points, joint": TurningPoint(normalise="joint"),
 }
 by_batch = [credit_gradients(batch, list(rules.values())) for batch in batches]
 for name, gradients in zip(rules, zip(*by_batch, strict=True), strict=True):
     pairs = pairwise_cosines(gradients)
-    print(f"{name:<22} cosine between batches {pairs.mean():.2f} (std over pairs {pairs.std():.2f})")
+    print(
+        f"{name:<22} cosine between batches {pairs.mean():.2f} (std over pairs"
+        f" {pairs.std():.2f})"
+    )
 
 # %% [markdown]
 # How much do the marks of each rule change the credit? The next cell prints the fraction of decisions with a mark, and $|R - V_{k+1}|$ at the marks.
@@ -699,15 +851,20 @@ for name, gradients in zip(rules, zip(*by_batch, strict=True), strict=True):
 drawn = torch.cat([batch.values for batch in batches])
 changed = (drawn[..., -1:] - drawn[..., 1:]).abs()  # [prompt, member, decision]
 marks = {
-    name: torch.cat([rules[name].selected(batch.values, batch.decisions.mask) for batch in batches])
+    name: torch.cat(
+        [rules[name].selected(batch.values, batch.decisions.mask) for batch in batches]
+    )
     for name in ("turning points", "another member's", "same dose", "same dose and signs")
 }
-marks["random (exercise 10)"] = random_marks(marks["turning points"], torch.Generator().manual_seed(0))
+marks["random (exercise 10)"] = random_marks(
+    marks["turning points"], torch.Generator().manual_seed(0)
+)
 for name, chosen in marks.items():
     by_decision = " ".join(f"{share:4.0%}" for share in chosen.float().mean((0, 1)))
     print(
-        f"{name:<20} marks {float(chosen.float().mean()):.0%} of the decisions, one by one {by_decision}; "
-        f"dose (rms change of the credit at a mark) {float(changed[chosen].square().mean().sqrt()):.4f}"
+        f"{name:<20} marks {float(chosen.float().mean()):.0%} of the decisions, one by one"
+        f" {by_decision}; dose (rms change of the credit at a mark)"
+        f" {float(changed[chosen].square().mean().sqrt()):.4f}"
     )
 
 # %% [markdown] tags=["expected"]
@@ -741,8 +898,10 @@ runs = {name: train(settings.replace(**change)) for name, change in changes.item
 for name, run in runs.items():
     scores = run.evaluation.scores
     print(
-        f"{name:<13} training reward {' '.join(f'{value:.2f}' for value in run.curve('reward_mean'))}; held out: soft {scores['soft']:.2f}, strict {scores['strict']:.2f}; "
-        f"sampling {sum(run.curve('nfe')):,} NFE"
+        f"{name:<13} training reward"
+        f" {' '.join(f'{value:.2f}' for value in run.curve('reward_mean'))}; held out: soft"
+        f" {scores['soft']:.2f}, strict {scores['strict']:.2f}; sampling"
+        f" {sum(run.curve('nfe')):,} NFE"
     )
 
 # %% [markdown] tags=["expected"]
@@ -752,9 +911,16 @@ for name, run in runs.items():
 
 # %% tags=["hide-input"]
 figure, axes = panels(width=5.6, height=2.8)
-for (name, run), place in zip(runs.items(), ((3.6, 0.8), (2.1, 0.86), (4.1, 0.92)), strict=True):
+for (name, run), place in zip(
+    runs.items(), ((3.6, 0.8), (2.1, 0.86), (4.1, 0.92)), strict=True
+):
     shade = COLOURS.get(name, OTHERS[0])
-    axes.plot(range(1, 6), run.curve("reward_mean"), "o--" if name == "control" else "o-", color=shade)
+    axes.plot(
+        range(1, 6),
+        run.curve("reward_mean"),
+        "o--" if name == "control" else "o-",
+        color=shade,
+    )
     axes.text(*place, name, color=shade)
 axes.set(
     xlabel="iteration",
@@ -776,33 +942,64 @@ plt.show()
 #
 # Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded. The other items of the paper, and what is still to be run, are in `docs/papers/coverage.md`.
 
-# %%
+# %% tags=["hide-input"]
 recorded.table(
     ("Table 1: turning points - uniform", "better", measured("tp-beats-uniform"), "better"),
     ("  images", "", measured("tp-beats-uniform", 0, "shapes"), "undecided"),
     ("  at equal evaluations", "not reported", measured("lead-turning-points"), "worse"),
-    ("  images, at equal evaluations", "not reported", measured("lead-turning-points", 0, "shapes"), "worse"),
-    ("Figure 4: ratio of updates, equal reward", "0.30 (700 of 2300)", measured("tp-beats-uniform", 1), "weaker"),
+    (
+        "  images, at equal evaluations",
+        "not reported",
+        measured("lead-turning-points", 0, "shapes"),
+        "worse",
+    ),
+    (
+        "Figure 4: ratio of updates, equal reward",
+        "0.30 (700 of 2300)",
+        measured("tp-beats-uniform", 1),
+        "weaker",
+    ),
     ("  images", "", measured("tp-beats-uniform", 1, "shapes"), "weaker"),
-    ("first step on: cosine, true gradient", "Remark 5.2, no ablation", cosine("TurningPoint (consistent)"), "equal"),
+    (
+        "first step on: cosine, true gradient",
+        "Remark 5.2, no ablation",
+        cosine("TurningPoint (consistent)"),
+        "equal",
+    ),
     ("  first step off", "", cosine("TurningPoint, no first step"), "equal"),
     ("balancing: none - balanced", "Appendix D, no ablation", measured("balancing"), "equal"),
     ("random decisions - turning points", "not at hand", measured("random-points"), "equal"),
     ("  images", "not at hand", measured("random-points", 0, "shapes"), "equal"),
-    ("increments alone - turning points", "not at hand", measured("increments-alone"), "equal"),
+    (
+        "increments alone - turning points",
+        "not at hand",
+        measured("increments-alone"),
+        "equal",
+    ),
 )
 
 # %% tags=["hide-input"]
 both = {"per update": "updates", "per evaluation": "forwards"}
-recorded.curves({f"Figure 4, {words}": ("tp-beats-uniform", axis) for words, axis in both.items()})
-recorded.curves({f"With images, {words}": ("tp-beats-uniform", axis) for words, axis in both.items()}, "shapes")
+recorded.curves(
+    {f"Figure 4, {words}": ("tp-beats-uniform", axis) for words, axis in both.items()}
+)
+recorded.curves(
+    {f"With images, {words}": ("tp-beats-uniform", axis) for words, axis in both.items()},
+    "shapes",
+)
 
 # %% [markdown]
 # The lead of turning points is real per update in the 2-D world, but much smaller than the published one, and much of it is a fall of uniform credit after update 12. Per evaluation turning points trail while the reward rises, since every iteration also pays for the completions. This early part decides the mean over training, although turning points are ahead at the end. On SD3.5, with thousands of updates, the balance may differ.
 
 # %% tags=["hide-input"]
 area = "area"
-recorded.dots({"Window": ("tp-window", area), "Noise level": ("tp-noise", area), "Group size G": ("scale-groups", area)})
+recorded.dots(
+    {
+        "Window": ("tp-window", area),
+        "Noise level": ("tp-noise", area),
+        "Group size G": ("scale-groups", area),
+    }
+)
 recorded.dots(
     {
         "Position": ("random-points", area),

@@ -41,7 +41,8 @@ from flowrl_course.runs import learn, start
 torch.set_num_threads(1)
 RULES = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 TIGHT = 2e-3
-LENGTH = {"flow-grpo": 20, "stepwise-flow-grpo": 12, "tp-grpo": 12}  # iterations; the step-wise rules converge earlier
+# iterations; the step-wise rules converge earlier
+LENGTH = {"flow-grpo": 20, "stepwise-flow-grpo": 12, "tp-grpo": 12}
 
 
 def tight_run(rule, seed):
@@ -54,7 +55,9 @@ runs = {(rule, TIGHT): [tight_run(rule, 0)] for rule in RULES}
 
 def opening():
     """Samples for six held-out directions during training, and the reward."""
-    wanted = torch.tensor([target(prompt) for prompt in world("mixture").prompts("direction", "heldout")])
+    wanted = torch.tensor(
+        [target(prompt) for prompt in world("mixture").prompts("direction", "heldout")]
+    )
     hue = torch.atan2(wanted[:, 1], wanted[:, 0]) / (2 * math.pi) % 1
     figure, axes = panels(4, width=2.6, height=2.9)
     dots = []
@@ -63,7 +66,11 @@ def opening():
         cell.set_title(rule, color=COLOURS[rule], fontsize=10)
         cell.scatter(*wanted.T, c=hue, cmap="hsv", vmin=0, vmax=1, marker="x", s=60)
         colours = hue.repeat(16)
-        dots.append(cell.scatter(*wanted.repeat(16, 1).T, c=colours, cmap="hsv", vmin=0, vmax=1, s=7, alpha=0.7))
+        dots.append(
+            cell.scatter(
+                *wanted.repeat(16, 1).T, c=colours, cmap="hsv", vmin=0, vmax=1, s=7, alpha=0.7
+            )
+        )
     for rule in RULES:
         run = runs[rule, TIGHT][0]
         axes[3].plot(run.iterations, run.reward, color=COLOURS[rule])
@@ -104,36 +111,45 @@ opening()
 # in which $q_{n-1}$ is the 97.5% quantile of Student's t distribution: 4.30 for three seeds, 2.57 for six, and 1.96 only for very many. The quantile is
 # large for few seeds because SD itself is an estimate from few numbers. In most tables $\pm$ is SD, which measures something else: the spread of single seeds.
 #
-# ### Exercise 1 · an interval from few seeds
+# ### Exercise 1 · how many seeds?
 #
-# *Difficulty: easy · kind: formula · importance: essential · time: 5 minutes*
+# *Difficulty: medium · kind: design · importance: essential · time: 7 minutes*
 #
-# `values` is `[seed]`. `lesson.T_QUANTILE[d]` is the quantile for `d` degrees of freedom.
+# Earlier runs of a method had the sample standard deviation `spread`. You want an interval that is at most $\pm$ `half` wide. Return the smallest number of seeds for which it is, if SD stays the same, or `None` if 17 seeds are not enough. `lesson.T_QUANTILE[d]` is the quantile for `d` degrees of freedom, 1 to 16. Estimate the result for `spread=0.1` and `half=0.1` before you compute it.
 
 
 # %% tags=["exercise"]
-def interval(values):
-    """Mean, and half the width of its 95% interval."""
-    return ..., ...
+def seeds_needed(spread, half):
+    """The smallest number of seeds whose interval is at most +- half; None if over 17."""
+    return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** You need three parts: the mean; the sample standard deviation (`Tensor.std` divides by $n - 1$); the quantile. How many degrees of freedom do $n$ seeds leave?
+# **Hint.** $n$ is in the root and in the quantile, so the inequality has no simple solution: try $n = 2, 3, \dots$ How many degrees of freedom do $n$ seeds leave?
 
 
 # %% tags=["solution"]
-def interval(values):
-    """Mean, and half the width of its 95% interval."""
-    n = len(values)
-    return float(values.mean()), lesson.T_QUANTILE[n - 1] * float(values.std()) / math.sqrt(n)
+def seeds_needed(spread, half):
+    """The smallest number of seeds whose interval is at most +- half; None if over 17."""
+    for n in range(2, 18):
+        if lesson.T_QUANTILE[n - 1] * spread / math.sqrt(n) <= half:
+            return n
+    return None
 
 
 # %%
-lesson.check_interval(interval)
+lesson.check_seeds(seeds_needed)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** `Tensor.std` divides by $n - 1$ by default, and $n$ seeds leave $n - 1$ degrees of freedom. With 1.96 instead of 4.30 for three seeds, the interval is less than half as wide as it should be. It misses the true mean in 19 cases of 100 instead of 5. The formula assumes normally distributed results. Rewards near
-# their maximum of 1 are not normally distributed, so plot the single runs as well.
+# **Why.** Seven seeds are needed for an interval as wide as $\pm$ the spread of single runs. With 1.96 instead of the quantile the answer would be four, and the interval would miss the true mean more often than in 5 cases of 100. Half the width needs about four times as many seeds. The formula assumes normally distributed results. Rewards near their maximum of 1 are not normally distributed, so plot the single runs as well.
+
+
+# %%
+def interval(values):
+    """Mean, and half the width of its 95% interval, of values [seed]."""
+    n = len(values)
+    return float(values.mean()), lesson.T_QUANTILE[n - 1] * float(values.std()) / math.sqrt(n)
+
 
 # %% [markdown]
 # Now we train five more seeds of each rule. `learn` (in `flowrl_course.runs`) runs the trainer with a fixed evaluation: 96 ODE samples of the averaged weights for six
@@ -145,10 +161,19 @@ for rule in RULES:
 rewards = {key: torch.stack([run.reward for run in repeats]) for key, repeats in runs.items()}
 iterations = runs[RULES[0], TIGHT][0].iterations
 for at in (4, -1):
-    print(f"reward after {'8 iterations' if at == 4 else '20 (Flow-GRPO) or 12 iterations'}, mean and 95% interval")
+    print(
+        f"reward after {'8 iterations' if at == 4 else '20 (Flow-GRPO) or 12 iterations'},"
+        " mean and 95% interval"
+    )
     for rule in RULES:
-        three, six = interval(rewards[rule, TIGHT][:3, at]), interval(rewards[rule, TIGHT][:, at])
-        print(f"  {rule:<20} 3 seeds {three[0]:.2f} ± {three[1]:.2f}    6 seeds {six[0]:.2f} ± {six[1]:.2f}")
+        three, six = (
+            interval(rewards[rule, TIGHT][:3, at]),
+            interval(rewards[rule, TIGHT][:, at]),
+        )
+        print(
+            f"  {rule:<20} 3 seeds {three[0]:.2f} ± {three[1]:.2f}    6 seeds {six[0]:.2f} ±"
+            f" {six[1]:.2f}"
+        )
 
 # %% [markdown] tags=["expected"]
 # reward after 8 iterations, mean and 95% interval
@@ -168,12 +193,28 @@ for rule in RULES:
     along = iterations[: len(means)]
     axes.plot(along, rewards[rule, TIGHT].T, color=COLOURS[rule], linewidth=0.7, alpha=0.5)
     axes.plot(along, means, color=COLOURS[rule], linewidth=2.4)
-    axes.fill_between(along, means - halves, means + halves, color=COLOURS[rule], alpha=0.18, linewidth=0)
-for text, x, y, rule in (("Stepwise", 4.6, 0.72, RULES[1]), ("TP-GRPO", 8.2, 0.72, RULES[2]), ("Flow-GRPO", 15.6, 0.3, RULES[0])):
-    axes.text(x, y, text, color=COLOURS[rule], fontweight="bold", ha="right" if rule == RULES[1] else "left")
+    axes.fill_between(
+        along, means - halves, means + halves, color=COLOURS[rule], alpha=0.18, linewidth=0
+    )
+for text, x, y, rule in (
+    ("Stepwise", 4.6, 0.72, RULES[1]),
+    ("TP-GRPO", 8.2, 0.72, RULES[2]),
+    ("Flow-GRPO", 15.6, 0.3, RULES[0]),
+):
+    axes.text(
+        x,
+        y,
+        text,
+        color=COLOURS[rule],
+        fontweight="bold",
+        ha="right" if rule == RULES[1] else "left",
+    )
 axes.set_xticks(range(0, 21, 4))
 axes.set(
-    xlabel="iteration", ylabel="held-out reward", ylim=(0.15, 1.02), title="six seeds each (thin), mean and 95% interval (band)"
+    xlabel="iteration",
+    ylabel="held-out reward",
+    ylim=(0.15, 1.02),
+    title="six seeds each (thin), mean and 95% interval (band)",
 )
 clean(axes)
 plt.show()
@@ -228,9 +269,15 @@ lesson.check_permutation(permutation_p)
 # %%
 print("splits of 3 + 3 seeds:", math.comb(6, 3), "   of 6 + 6:", math.comb(12, 6))
 for at in (4, 6):
-    stepwise, turning = rewards["stepwise-flow-grpo", TIGHT][:, at], rewards["tp-grpo", TIGHT][:, at]
+    stepwise, turning = (
+        rewards["stepwise-flow-grpo", TIGHT][:, at],
+        rewards["tp-grpo", TIGHT][:, at],
+    )
     p3, p6 = permutation_p(stepwise[:3], turning[:3]), permutation_p(stepwise, turning)
-    print(f"Stepwise against TP-GRPO after {int(iterations[at])} iterations: p = {p3:.3f} with 3 seeds, {p6:.3f} with 6")
+    print(
+        f"Stepwise against TP-GRPO after {int(iterations[at])} iterations: p = {p3:.3f} with 3"
+        f" seeds, {p6:.3f} with 6"
+    )
 
 # %% [markdown] tags=["expected"]
 # splits of 3 + 3 seeds: 20    of 6 + 6: 924
@@ -275,19 +322,28 @@ from flowrl_course.figures import interactive
 interactive("chance")
 
 # %%
-same = torch.stack(
-    [run.reward[-1] for run in [*runs["flow-grpo", TIGHT], *(tight_run("flow-grpo", seed) for seed in range(6, 10))]]
-)
+more = [tight_run("flow-grpo", seed) for seed in range(6, 10)]
+same = torch.stack([run.reward[-1] for run in [*runs["flow-grpo", TIGHT], *more]])
 triples = list(itertools.combinations(range(10), 3))
 means = torch.tensor([float(same[list(three)].mean()) for three in triples])
 spreads = torch.tensor([float(same[list(three)].std()) for three in triples])
-pairs = torch.tensor([(i, j) for i, j in itertools.combinations(range(120), 2) if not set(triples[i]) & set(triples[j])])
+pairs = torch.tensor(
+    [
+        (i, j)
+        for i, j in itertools.combinations(range(120), 2)
+        if not set(triples[i]) & set(triples[j])
+    ]
+)
 gaps = (means[pairs[:, 0]] - means[pairs[:, 1]]).abs()
 apart = gaps > spreads[pairs].sum(1)
 print(
-    f"{len(pairs):,} pairs of the same method; the median difference is {float(gaps.median()):.2f}, one in twenty is above {float(gaps.quantile(0.95)):.2f}"
+    f"{len(pairs):,} pairs of the same method; the median difference is"
+    f" {float(gaps.median()):.2f}, one in twenty is above {float(gaps.quantile(0.95)):.2f}"
 )
-print(f"bars of ± one standard deviation do not overlap in {float(apart.float().mean()):.0%} of them")
+print(
+    f"bars of ± one standard deviation do not overlap in {float(apart.float().mean()):.0%} of"
+    " them"
+)
 
 # %% [markdown] tags=["expected"]
 # 2,100 pairs of the same method; the median difference is 0.06..0.13, one in twenty is above 0.18..0.31
@@ -297,8 +353,18 @@ print(f"bars of ± one standard deviation do not overlap in {float(apart.float()
 figure, axes = panels(width=6.4, height=2.7)
 axes.hist(gaps, bins=40, color=NOISE, alpha=0.75)
 axes.axvline(float(gaps.quantile(0.95)), color=INK, linewidth=1)
-axes.text(float(gaps.quantile(0.95)) + 0.005, axes.get_ylim()[1] * 0.9, "one in twenty is beyond", fontsize=9, va="top")
-axes.set(xlabel="difference of the mean rewards of 3 + 3 seeds", ylabel="pairs", title="Flow-GRPO against itself, 20 iterations")
+axes.text(
+    float(gaps.quantile(0.95)) + 0.005,
+    axes.get_ylim()[1] * 0.9,
+    "one in twenty is beyond",
+    fontsize=9,
+    va="top",
+)
+axes.set(
+    xlabel="difference of the mean rewards of 3 + 3 seeds",
+    ylabel="pairs",
+    title="Flow-GRPO against itself, 20 iterations",
+)
 clean(axes)
 plt.show()
 
@@ -315,9 +381,13 @@ plt.show()
 # %%
 first, second, spread = 0.868, 0.877, math.sqrt((0.011**2 + 0.013**2) / 2)
 half = lesson.T_QUANTILE[4] * spread * math.sqrt(2 / 3)
-print(f"difference {second - first:.3f}, 95% interval {second - first - half:+.3f} to {second - first + half:+.3f}")
 print(
-    f"seeds per rule to find a difference of {second - first:.3f}: {2 * (1.96 + 0.84) ** 2 * spread**2 / (second - first) ** 2:.0f}"
+    f"difference {second - first:.3f}, 95% interval {second - first - half:+.3f} to"
+    f" {second - first + half:+.3f}"
+)
+print(
+    f"seeds per rule to find a difference of {second - first:.3f}:"
+    f" {2 * (1.96 + 0.84) ** 2 * spread**2 / (second - first) ** 2:.0f}"
 )
 
 # %% [markdown]
@@ -338,9 +408,13 @@ print(
 # %%
 for rule in RULES:
     run = runs[rule, TIGHT][0]
-    per = [float(column[-1] / run.iterations[-1]) for column in (run.sampled, run.trained, run.work)]
+    per = [
+        float(column[-1] / run.iterations[-1])
+        for column in (run.sampled, run.trained, run.work)
+    ]
     print(
-        f"{rule:<20} an iteration: {per[0]:5.0f} NFE while sampling, {per[1]:.0f} pairs trained, {per[2]:5.0f} forward passes of work"
+        f"{rule:<20} an iteration: {per[0]:5.0f} NFE while sampling, {per[1]:.0f} pairs"
+        f" trained, {per[2]:5.0f} forward passes of work"
     )
 
 # %% [markdown]
@@ -396,7 +470,9 @@ lesson.check_reach(reach)
 
 # %% tags=["exercise"]
 def summary(costs):
-    """The typical cost of reaching the target; costs is [seed], nan for a run that never reaches it."""
+    """The typical cost of reaching the target; costs is [seed], nan for a run that never
+    reaches it.
+    """
     return float(costs.nanmean())
 
 
@@ -406,7 +482,9 @@ def summary(costs):
 
 # %% tags=["solution"]
 def summary(costs):
-    """The typical cost of reaching the target; costs is [seed], nan for a run that never reaches it."""
+    """The typical cost of reaching the target; costs is [seed], nan for a run that never
+    reaches it.
+    """
     return median(math.inf if math.isnan(cost) else cost for cost in costs.tolist())
 
 
@@ -417,29 +495,48 @@ lesson.check_summary(summary)
 # **Why.** `nanmean` averages only the runs that reached the target, which are the best ones (survivorship bias). The more runs fail, the better the mean can look. A median needs only the order of the costs, so a failed run can be included without a number for its cost.
 
 # %%
-five = {"A": torch.tensor([9.0, 10.0, math.nan, math.nan, math.nan]), "B": torch.tensor([12.0, 12.0, 13.0, 13.0, 14.0])}
+five = {
+    "A": torch.tensor([9.0, 10.0, math.nan, math.nan, math.nan]),
+    "B": torch.tensor([12.0, 12.0, 13.0, 13.0, 14.0]),
+}
 for name, costs in five.items():
-    print(f"rule {name}: mean of the runs that reach the target {float(costs.nanmean()):.1f}, median of all {summary(costs):.1f}")
+    print(
+        f"rule {name}: mean of the runs that reach the target {float(costs.nanmean()):.1f},"
+        f" median of all {summary(costs):.1f}"
+    )
 
 # %% [markdown]
 # Back to our runs: how much cheaper is step-wise credit, in each unit of cost?
 
 # %%
-PRICES = {"iterations": "iterations", "sampled": "NFE while sampling", "work": "forward passes in all", "seconds": "seconds"}
+PRICES = {
+    "iterations": "iterations",
+    "sampled": "NFE while sampling",
+    "work": "forward passes in all",
+    "seconds": "seconds",
+}
 
 
 def mean_curve(repeats, price):
     """Mean cost and mean reward over seeds, both [evaluation]."""
-    return torch.stack([getattr(run, price) for run in repeats]).mean(0), torch.stack([run.reward for run in repeats]).mean(0)
+    return torch.stack([getattr(run, price) for run in repeats]).mean(0), torch.stack(
+        [run.reward for run in repeats]
+    ).mean(0)
 
 
 def speedup(rule, price, goal):
     """How many times cheaper than Flow-GRPO the rule reaches the goal."""
-    return reach(*mean_curve(runs["flow-grpo", TIGHT], price), goal) / reach(*mean_curve(runs[rule, TIGHT], price), goal)
+    return reach(*mean_curve(runs["flow-grpo", TIGHT], price), goal) / reach(
+        *mean_curve(runs[rule, TIGHT], price), goal
+    )
 
 
 for rule in RULES[1:]:
-    ratios = ", ".join(f"{speedup(rule, price, 0.4):.1f} in {label}" for price, label in PRICES.items() if price != "seconds")
+    ratios = ", ".join(
+        f"{speedup(rule, price, 0.4):.1f} in {label}"
+        for price, label in PRICES.items()
+        if price != "seconds"
+    )
     print(f"to reach 0.4, {rule} is cheaper by a factor of {ratios}")
 
 # %% [markdown] tags=["expected"]
@@ -456,16 +553,25 @@ for cell, rule in zip(axes, RULES[1:], strict=True):
         cell.plot(goals, line, style, color=COLOURS[rule], linewidth=2)
         ends.append(line[-1])
     low, high = 0, 1.1 * max(ends)
-    for label, height in zip(PRICES.values(), spread_labels(ends, low, high, (high - low) * 0.09), strict=True):
+    for label, height in zip(
+        PRICES.values(), spread_labels(ends, low, high, (high - low) * 0.09), strict=True
+    ):
         cell.text(0.556, height, label, color=COLOURS[rule], fontsize=8.5, va="center")
     cell.axhline(1, color=NOISE, linewidth=1)
-    cell.set(xlabel="reward to reach", ylabel="times cheaper than Flow-GRPO", title=rule, xlim=(0.25, 0.78), ylim=(0, None))
+    cell.set(
+        xlabel="reward to reach",
+        ylabel="times cheaper than Flow-GRPO",
+        title=rule,
+        xlim=(0.25, 0.78),
+        ylim=(0, None),
+    )
     cell.set_xticks([0.25, 0.35, 0.45, 0.55])
     clean(cell)
 plt.show()
 for rule in RULES[1:]:
     print(
-        f"seconds to reach 0.4, {rule}: cheaper by a factor of {speedup(rule, 'seconds', 0.4):.1f} on the machine that built this page"
+        f"seconds to reach 0.4, {rule}: cheaper by a factor of"
+        f" {speedup(rule, 'seconds', 0.4):.1f} on the machine that built this page"
     )
 
 # %% [markdown]
@@ -481,7 +587,10 @@ for rule in RULES[1:]:
 # %%
 for rule in RULES:
     clipped = sum(run.clipped for run in runs[rule, TIGHT]) / 6
-    print(f"{rule:<20} {clipped:.0%} of all (trajectory, step) pairs have a ratio beyond the clip range")
+    print(
+        f"{rule:<20} {clipped:.0%} of all (trajectory, step) pairs have a ratio beyond the"
+        " clip range"
+    )
 
 # %% [markdown] tags=["expected"]
 # flow-grpo            54..64% of all (trajectory, step) pairs have a ratio beyond the clip range
@@ -529,12 +638,20 @@ interactive("ratio", elements=128, change=0.01, clip=0.002)
 CLIPS = (TIGHT, 2e-2, 2e-1)
 for clip in CLIPS[1:]:
     for rule in RULES:
-        runs[rule, clip] = [learn(rule, seed=seed, clip_range=clip, iterations=8) for seed in range(4)]
+        runs[rule, clip] = [
+            learn(rule, seed=seed, clip_range=clip, iterations=8) for seed in range(4)
+        ]
 print("reaches a mean reward of 0.5 after")
 for clip in CLIPS:
     for rule in RULES:
-        costs = [reach(*mean_curve(runs[rule, clip], price), 0.5) for price in ("iterations", "work")]
-        print(f"  clip {clip:<6g} {rule:<20} {costs[0]:5.1f} iterations   {costs[1]:8,.0f} forward passes")
+        costs = [
+            reach(*mean_curve(runs[rule, clip], price), 0.5)
+            for price in ("iterations", "work")
+        ]
+        print(
+            f"  clip {clip:<6g} {rule:<20} {costs[0]:5.1f} iterations   {costs[1]:8,.0f}"
+            " forward passes"
+        )
 
 # %% [markdown] tags=["expected"]
 # reaches a mean reward of 0.5 after
@@ -555,9 +672,21 @@ for column, clip in enumerate(CLIPS):
         cell = axes[row][column]
         for rule in RULES:
             for run in runs[rule, clip][:4]:
-                cell.plot(getattr(run, price), run.reward, color=COLOURS[rule], linewidth=0.7, alpha=0.45)
-            cell.plot(*mean_curve(runs[rule, clip][:4], price), color=COLOURS[rule], linewidth=2.2)
-        cell.set(xlim=(0, (8, 48_000)[row]), ylim=(0.15, 1.02), xlabel=("iteration", "forward passes in all (thousands)")[row])
+                cell.plot(
+                    getattr(run, price),
+                    run.reward,
+                    color=COLOURS[rule],
+                    linewidth=0.7,
+                    alpha=0.45,
+                )
+            cell.plot(
+                *mean_curve(runs[rule, clip][:4], price), color=COLOURS[rule], linewidth=2.2
+            )
+        cell.set(
+            xlim=(0, (8, 48_000)[row]),
+            ylim=(0.15, 1.02),
+            xlabel=("iteration", "forward passes in all (thousands)")[row],
+        )
         if row == 1:
             cell.set_xticks([0, 20_000, 40_000], ["0", "20", "40"])
         if row == 0:
@@ -565,8 +694,20 @@ for column, clip in enumerate(CLIPS):
         clean(cell)
     axes[0][0].set_ylabel("held-out reward")
     axes[1][0].set_ylabel("held-out reward")
-for text, x, y, rule in (("Stepwise", 3.9, 0.62, RULES[1]), ("TP", 7.1, 0.56, RULES[2]), ("Flow-GRPO", 5.0, 0.29, RULES[0])):
-    axes[0][0].text(x, y, text, color=COLOURS[rule], fontsize=9, fontweight="bold", ha="right" if rule == RULES[1] else "left")
+for text, x, y, rule in (
+    ("Stepwise", 3.9, 0.62, RULES[1]),
+    ("TP", 7.1, 0.56, RULES[2]),
+    ("Flow-GRPO", 5.0, 0.29, RULES[0]),
+):
+    axes[0][0].text(
+        x,
+        y,
+        text,
+        color=COLOURS[rule],
+        fontsize=9,
+        fontweight="bold",
+        ha="right" if rule == RULES[1] else "left",
+    )
 plt.show()
 
 # %% [markdown]
@@ -576,7 +717,9 @@ plt.show()
 
 # %%
 class CountingLoss:
-    """The clipped loss, which counts the pairs beyond the clip range, and those of them that moved along their advantage."""
+    """The clipped loss, which counts the pairs beyond the clip range, and those of them that
+    moved along their advantage.
+    """
 
     needs_reference, trains_zero_advantages, unit = False, False, "transition"
 
@@ -585,7 +728,10 @@ class CountingLoss:
 
     def loss(self, batch):
         with torch.no_grad():
-            change = (log_prob(batch.new, batch.next_node) - log_prob(batch.behaviour, batch.next_node)).exp() - 1
+            change = (
+                log_prob(batch.new, batch.next_node)
+                - log_prob(batch.behaviour, batch.next_node)
+            ).exp() - 1
             outside = change.abs() > TIGHT
             self.along += int((outside & (change * batch.advantages > 0)).sum())
             self.beyond += int(outside.sum())
@@ -600,7 +746,8 @@ for rule in RULES:
         for _ in range(3):
             trainer.iteration()
     print(
-        f"{rule:<20} of the pairs beyond the clip range, {loss.along / loss.beyond:.0%} moved along their advantage (first 3 iterations)"
+        f"{rule:<20} of the pairs beyond the clip range, {loss.along / loss.beyond:.0%} moved"
+        " along their advantage (first 3 iterations)"
     )
 
 # %% [markdown]
@@ -620,7 +767,9 @@ for rule in RULES:
 
 # %% tags=["exercise"]
 def tuned(results, tuning):
-    """The mean of each rule at its own best setting, on seeds that did not choose the setting; [rule]."""
+    """The mean of each rule at its own best setting, on seeds that did not choose the setting;
+    [rule].
+    """
     return ...
 
 
@@ -630,7 +779,9 @@ def tuned(results, tuning):
 
 # %% tags=["solution"]
 def tuned(results, tuning):
-    """The mean of each rule at its own best setting, on seeds that did not choose the setting; [rule]."""
+    """The mean of each rule at its own best setting, on seeds that did not choose the setting;
+    [rule].
+    """
     best = results[..., :tuning].mean(-1).argmax(1)
     return results[torch.arange(len(results)), best, tuning:].mean(-1)
 
@@ -646,15 +797,29 @@ lesson.check_tuned(tuned)
 def reward_at(run, price, budget):
     """The reward at a cost of `budget`, by linear interpolation between evaluations."""
     cost, reward = getattr(run, price), run.reward
-    i = int(torch.searchsorted(cost, torch.tensor(budget, dtype=cost.dtype)).clamp(1, len(cost) - 1))
+    i = int(
+        torch.searchsorted(cost, torch.tensor(budget, dtype=cost.dtype)).clamp(
+            1, len(cost) - 1
+        )
+    )
     part = (budget - cost[i - 1]) / (cost[i] - cost[i - 1])
     return float(reward[i - 1] + part * (reward[i] - reward[i - 1]))
 
 
 for price, budget in (("iterations", 6), ("work", 14_400)):
-    table = torch.tensor([[[reward_at(run, price, budget) for run in runs[rule, clip][:4]] for clip in CLIPS] for rule in RULES])
-    print(f"reward after {budget:,} {'forward passes' if price == 'work' else price}: by clip {CLIPS}, and tuned")
-    for rule, row, chosen in zip(RULES, table.mean(-1).tolist(), tuned(table, 2).tolist(), strict=True):
+    table = torch.tensor(
+        [
+            [[reward_at(run, price, budget) for run in runs[rule, clip][:4]] for clip in CLIPS]
+            for rule in RULES
+        ]
+    )
+    print(
+        f"reward after {budget:,} {'forward passes' if price == 'work' else price}: by clip"
+        f" {CLIPS}, and tuned"
+    )
+    for rule, row, chosen in zip(
+        RULES, table.mean(-1).tolist(), tuned(table, 2).tolist(), strict=True
+    ):
         print(f"  {rule:<20} {row[0]:.2f}  {row[1]:.2f}  {row[2]:.2f}   tuned {chosen:.2f}")
 
 # %% [markdown] tags=["expected"]
@@ -681,18 +846,32 @@ for price, budget in (("iterations", 6), ("work", 14_400)):
 controls = {
     "turning points": [run.reward[:5] for run in runs["tp-grpo", TIGHT]],
     "other steps": [
-        learn(rule=TurningPointVariant(where="sign"), seed=s, clip_range=TIGHT, iterations=8).reward for s in range(6)
+        learn(
+            rule=TurningPointVariant(where="sign"), seed=s, clip_range=TIGHT, iterations=8
+        ).reward
+        for s in range(6)
     ],
-    "none": [learn(rule=TurningPointVariant(where="none"), seed=s, clip_range=TIGHT, iterations=8).reward for s in range(6)],
+    "none": [
+        learn(
+            rule=TurningPointVariant(where="none"), seed=s, clip_range=TIGHT, iterations=8
+        ).reward
+        for s in range(6)
+    ],
 }
 controls = {name: torch.stack(curves) for name, curves in controls.items()}
 ends = {name: curves[:, -1] for name, curves in controls.items()}
 for name in ("other steps", "none"):
     mean, half = interval(ends["turning points"] - ends[name])
     p = permutation_p(ends["turning points"], ends[name])
-    print(f"turning points minus {name:<13} after 8 iterations: {mean:+.3f} ± {half:.3f} seed by seed, p = {p:.2f}")
+    print(
+        f"turning points minus {name:<13} after 8 iterations: {mean:+.3f} ± {half:.3f} seed by"
+        f" seed, p = {p:.2f}"
+    )
 lead = ends["turning points"] - rewards["flow-grpo", TIGHT][:, 4]
-print(f"turning points minus Flow-GRPO     after 8 iterations: {interval(lead)[0]:+.3f} ± {interval(lead)[1]:.3f}")
+print(
+    f"turning points minus Flow-GRPO     after 8 iterations: {interval(lead)[0]:+.3f} ±"
+    f" {interval(lead)[1]:.3f}"
+)
 
 # %% [markdown] tags=["expected"]
 # turning points minus other steps   after 8 iterations: -0.070..0.070 ± 0.015..0.130 seed by seed, p = 0.10..1.00
@@ -701,8 +880,13 @@ print(f"turning points minus Flow-GRPO     after 8 iterations: {interval(lead)[0
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.2, height=3.1)
-shades = {"turning points": COLOURS["tp-grpo"], "other steps": "#E69F00", "none": NOISE}
-axes[0].plot(iterations[:5], rewards["flow-grpo", TIGHT][:, :5].mean(0), color=COLOURS["flow-grpo"], linewidth=2)
+shades = {"turning points": COLOURS["tp-grpo"], "other steps": INK, "none": NOISE}
+axes[0].plot(
+    iterations[:5],
+    rewards["flow-grpo", TIGHT][:, :5].mean(0),
+    color=COLOURS["flow-grpo"],
+    linewidth=2,
+)
 axes[0].text(6, 0.275, "Flow-GRPO", color=COLOURS["flow-grpo"], fontsize=9)
 for name, curves in controls.items():
     axes[0].plot(iterations[:5], curves.T, color=shades[name], linewidth=0.7, alpha=0.5)
@@ -715,7 +899,11 @@ for place, (name, values) in enumerate(ends.items()):
 axes[1].set_xticks(range(3), [*ends], fontsize=9)
 for label, shade in zip(axes[1].get_xticklabels(), shades.values(), strict=True):
     label.set_color(shade)
-axes[1].set(xlim=(-0.5, 2.6), ylabel="held-out reward", title="after 8 iterations: seeds, mean, 95% interval")
+axes[1].set(
+    xlim=(-0.5, 2.6),
+    ylabel="held-out reward",
+    title="after 8 iterations: seeds, mean, 95% interval",
+)
 for cell in axes:
     clean(cell)
 plt.show()

@@ -27,7 +27,15 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
-from flowrl.credit import StepwiseGain, TurningPoint, Uniform, credit_of, gains, reward_to_go, zscore
+from flowrl.credit import (
+    StepwiseGain,
+    TurningPoint,
+    Uniform,
+    credit_of,
+    gains,
+    reward_to_go,
+    zscore,
+)
 from flowrl.core.experience import Credit, Needs
 from flowrl.probes import Completion, NoProbe, Probe, Tweedie
 from flowrl.run.parts.registry import build
@@ -38,17 +46,31 @@ from flowrl_course.figures import SIGNED, clean, panels
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
-WORLD = {"window": ":-1", "clip_range": 2e-2}  # all steps but the last are decisions; clip range: Side by side
+# all steps but the last are decisions; clip range: Side by side
+WORLD = {"window": ":-1", "clip_range": 2e-2}
 
 
 def table_of(trainer, probe):
-    """Groups of a trainer's policy with their value table: 18 prompts, 12 members that share their noise."""
+    """Groups of a trainer's policy with their value table: 18 prompts, 12 members that share
+    their noise.
+    """
     prompts = trainer.prompts.prompts
-    return sample_groups(trainer.policy, trainer.reward, prompts, 12, trainer.draw_sampler(), probe, shared_noise=True)
+    return sample_groups(
+        trainer.policy,
+        trainer.reward,
+        prompts,
+        12,
+        trainer.draw_sampler(),
+        probe,
+        shared_noise=True,
+    )
 
 
 untrained = start(**WORLD)
-batches = {"one-step estimate": table_of(untrained, Tweedie()), "ODE completion": table_of(untrained, Completion())}
+batches = {
+    "one-step estimate": table_of(untrained, Tweedie()),
+    "ODE completion": table_of(untrained, Completion()),
+}
 tables = {
     name: batch.values for name, batch in batches.items()
 }  # [prompt, member, decision+1]: 18 prompts, 12 members, 10 columns
@@ -61,11 +83,24 @@ def opening():
     group = int((table[..., -1].amax(1) - table[..., -1].amin(1)).argmax())
     figure, axes = panels(4, width=2.9, height=3.0)
     axes[0].imshow(table[group], cmap="viridis", vmin=0, vmax=1, aspect="auto")
-    axes[0].set(title="values (0 to 1)", xlabel="decision (9: finished)", ylabel="member", xticks=range(0, 10, 3))
+    axes[0].set(
+        title="values (0 to 1)",
+        xlabel="decision (9: finished)",
+        ylabel="member",
+        xticks=range(0, 10, 3),
+    )
     for cell, (name, rule) in zip(
-        axes[1:], {"Flow-GRPO": Uniform(), "Stepwise": StepwiseGain(), "TP-GRPO": TurningPoint()}.items(), strict=True
+        axes[1:],
+        {
+            "Flow-GRPO": Uniform(),
+            "Stepwise": StepwiseGain(),
+            "TP-GRPO": TurningPoint(),
+        }.items(),
+        strict=True,
     ):
-        cell.imshow(rule.assign(table, decisions)[group], cmap=SIGNED, vmin=-3, vmax=3, aspect="auto")
+        cell.imshow(
+            rule.assign(table, decisions)[group], cmap=SIGNED, vmin=-3, vmax=3, aspect="auto"
+        )
         cell.set(title=f"{name}: credit (-3 to 3)", xlabel="decision", xticks=range(0, 9, 2))
     plt.show()
 
@@ -115,14 +150,23 @@ class Draft:
     def assign(self, values, decisions):
         values -= values[..., :1]
         gained = values[..., 1:] - values[..., :-1]
-        return (gained - gained.mean((1, 2), keepdim=True)) / gained.std((1, 2), unbiased=False, keepdim=True)
+        return (gained - gained.mean((1, 2), keepdim=True)) / gained.std(
+            (1, 2), unbiased=False, keepdim=True
+        )
 
 
 # %% [markdown]
 # The trainer, `flowrl compare` and the checkpoints rely on the promises in the protocol's docstring. `flowrl.testing` checks all of them on difficult tables: groups of equal values, a group of one, values of $10^6$, permuted members, invalid samples, transitions that were not drawn. Let us see what it says about the draft.
 
 # %%
-print(*[line for line in str(check_credit(Draft())).splitlines() if "not tried, because" not in line], sep="\n")
+print(
+    *[
+        line
+        for line in str(check_credit(Draft())).splitlines()
+        if "not tried, because" not in line
+    ],
+    sep="\n",
+)
 
 # %% [markdown]
 # The first fault hides the others: `check_credit` does not try the remaining promises as long as the rule changes its input.
@@ -144,7 +188,9 @@ class EstimateGain:
     def assign(self, values, decisions):
         values -= values[..., :1]
         gained = values[..., 1:] - values[..., :-1]
-        return (gained - gained.mean((1, 2), keepdim=True)) / gained.std((1, 2), unbiased=False, keepdim=True)
+        return (gained - gained.mean((1, 2), keepdim=True)) / gained.std(
+            (1, 2), unbiased=False, keepdim=True
+        )
 
 
 # %% [markdown] tags=["hint"]
@@ -173,7 +219,9 @@ lesson.check_mended(EstimateGain)
 
 # %%
 findings = check_credit(EstimateGain())
-print(findings.ok, f"{sum(finding.ok for finding in findings)} of {len(findings)} promises kept")
+print(
+    findings.ok, f"{sum(finding.ok for finding in findings)} of {len(findings)} promises kept"
+)
 
 # %% [markdown]
 # In a test file, two lines run the same suite with one pytest case per promise:
@@ -189,10 +237,14 @@ print(findings.ok, f"{sum(finding.ok for finding in findings)} of {len(findings)
 #
 # ### Exercise 2 · reward-to-go
 #
-# *Difficulty: medium · kind: formula · importance: essential · time: 10 minutes*
+# *Difficulty: medium · kind: design · importance: essential · time: 12 minutes*
 #
-# The credit of decision $k$ is $R - V_k$. Normalise with the mean over members at each decision, and one standard deviation for the whole group: `zscore(y, over=("member",), std_over=("member", "decision"), mask=decisions.mask)`.
-# (The standard deviation is that of $y$ itself, before the mean is subtracted.)
+# The credit of decision $k$ is $R - V_k$. Choose its normalisation, `zscore(y, over=..., std_over=..., mask=...)`. `over` are the axes of the mean and `std_over` those of the standard deviation (of $y$ itself, before the mean is subtracted), each a tuple of `"prompt"`, `"member"` and `"decision"`. The rule must have these properties:
+#
+# - The rewards of a prompt have no effect on the credit of another prompt.
+# - No decision gets credit for being early: if all members of a group have the same $R - V_k$ at a decision, its credit is 0.
+# - A decision at which $R - V_k$ differs little between members keeps a small credit.
+# - What is outside the mask has no effect.
 
 
 # %% tags=["exercise"]
@@ -208,7 +260,7 @@ class EstimateToGo:
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** `values` has one column more than there are decisions. Column $k$ is the state before decision $k$, so drop the last column of the subtracted term. `values[..., -1:]` is the last column with its axis.
+# **Hint.** `values` has one column more than there are decisions. Column $k$ is the state before decision $k$, so drop the last column of the subtracted term. `values[..., -1:]` is the last column with its axis. Over which axis must the mean run, so that only differences between members remain? With a standard deviation per decision, all decisions would have credit of the same size.
 
 
 # %% tags=["solution"]
@@ -220,7 +272,9 @@ class EstimateToGo:
     needs = Needs(shared_noise=True)
 
     def assign(self, values, decisions):
-        return zscore(reward_to_go(values), ("member",), ("member", "decision"), mask=decisions.mask)
+        return zscore(
+            reward_to_go(values), ("member",), ("member", "decision"), mask=decisions.mask
+        )
 
 
 # %%
@@ -232,11 +286,15 @@ lesson.check_to_go(EstimateToGo)
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=2.9, sharey=True)
-for cell, (name, rule) in zip(axes, {"gains": EstimateGain(), "reward-to-go": EstimateToGo()}.items(), strict=True):
+for cell, (name, rule) in zip(
+    axes, {"gains": EstimateGain(), "reward-to-go": EstimateToGo()}.items(), strict=True
+):
     credit = rule.assign(tables["one-step estimate"], decisions)[0]
     cell.plot(credit.T, color="#56B4E9", linewidth=1.2, alpha=0.8)
     cell.axhline(0, color="#22252b", linewidth=0.8)
-    cell.set(xlabel="decision", xticks=range(0, 9, 2), title=f"{name}: 12 members of one group")
+    cell.set(
+        xlabel="decision", xticks=range(0, 9, 2), title=f"{name}: 12 members of one group"
+    )
     clean(cell)
 axes[0].set_ylabel("credit")
 plt.show()
@@ -274,9 +332,15 @@ lesson.check_bias(changed_by_bias)
 biased = tables["one-step estimate"].clone()
 biased[..., 5] += 0.2
 for name, rule in (("EstimateGain", EstimateGain()), ("EstimateToGo", EstimateToGo())):
-    changed = rule.assign(biased, decisions).sign() != rule.assign(tables["one-step estimate"], decisions).sign()
+    changed = (
+        rule.assign(biased, decisions).sign()
+        != rule.assign(tables["one-step estimate"], decisions).sign()
+    )
     rates = changed.double().mean((0, 1))
-    print(f"{name:<13} fraction of changed signs by decision:", " ".join(f"{float(rate):.2f}" for rate in rates))
+    print(
+        f"{name:<13} fraction of changed signs by decision:",
+        " ".join(f"{float(rate):.2f}" for rate in rates),
+    )
 
 # %% [markdown]
 # A common error of all members does no harm to reward-to-go. With gains, it decides the sign of many credits at the two decisions around the node.
@@ -288,10 +352,13 @@ for name, rule in (("EstimateGain", EstimateGain()), ("EstimateToGo", EstimateTo
 # %%
 for name, rule in (("EstimateGain", EstimateGain), ("EstimateToGo", EstimateToGo)):
     curves = [learn(seed=seed, rule=rule(), iterations=8, **WORLD) for seed in range(2)]
-    before, after = (torch.stack([curve.reward[at] for curve in curves]).mean() for at in (0, -1))
+    before, after = (
+        torch.stack([curve.reward[at] for curve in curves]).mean() for at in (0, -1)
+    )
     evaluations = float(curves[0].sampled[-1]) / 8 / 96  # 8 rollouts of 96 trajectories
     print(
-        f"{name:<13} {evaluations:.1f} network evaluations per trajectory; reward {before:.2f} -> {after:.2f} (mean of two seeds)"
+        f"{name:<13} {evaluations:.1f} network evaluations per trajectory; reward {before:.2f}"
+        f" -> {after:.2f} (mean of two seeds)"
     )
 
 # %% [markdown] tags=["expected"]
@@ -321,13 +388,17 @@ class EstimateToGo:
     needs = Needs(shared_noise=True)
 
     def assign(self, values, decisions):
-        return zscore(reward_to_go(values), ("member",), ("member", "decision"), self.clamp, decisions.mask)
+        to_go, group = reward_to_go(values), ("member", "decision")
+        return zscore(to_go, ("member",), group, self.clamp, decisions.mask)
 '''
 with tempfile.TemporaryDirectory() as folder:
     file = Path(folder) / "my_rules.py"
     file.write_text(RULE)
     loaded = build("credit", f"{file}:EstimateToGo(clamp=2.0)")
-print(f"clamp {loaded.clamp}, probe {loaded.probe};", "contract kept" if check_credit(loaded).ok else "contract broken")
+print(
+    f"clamp {loaded.clamp}, probe {loaded.probe};",
+    "contract kept" if check_credit(loaded).ok else "contract broken",
+)
 
 # %% [markdown]
 # ```bash
@@ -389,7 +460,11 @@ class RobustCredit:
         below = (final[:, :, None] > final[:, None, :]).to(final).sum(dim=-1)
         equal = (final[:, :, None] == final[:, None, :]).to(final).sum(dim=-1)
         ranks = below + (equal - 1) / 2
-        return zscore(ranks[..., None].repeat(1, 1, len(decisions)), over=("member",), mask=decisions.mask)
+        return zscore(
+            ranks[..., None].repeat(1, 1, len(decisions)),
+            over=("member",),
+            mask=decisions.mask,
+        )
 
 
 # %%
@@ -408,10 +483,15 @@ correct = Uniform().assign(table, decisions).flatten()
 print("correlation with uniform credit on correct rewards")
 for fraction in (0.0, 0.05, 0.2):
     means = [
-        torch.corrcoef(torch.stack([rule.assign(broken(table, fraction), decisions).flatten(), correct]))[0, 1]
+        torch.corrcoef(
+            torch.stack([rule.assign(broken(table, fraction), decisions).flatten(), correct])
+        )[0, 1]
         for rule in (Uniform(), RobustCredit())
     ]
-    print(f"{fraction:4.0%} of the rewards fail: uniform credit {float(means[0]):.2f}   robust credit {float(means[1]):.2f}")
+    print(
+        f"{fraction:4.0%} of the rewards fail: uniform credit {float(means[0]):.2f}   robust"
+        f" credit {float(means[1]):.2f}"
+    )
 
 # %% [markdown]
 # Ranks ignore the *size* of a difference, so their correlation is below 1 with correct rewards. As soon as some rewards fail, it is higher than that of uniform credit.
@@ -466,7 +546,9 @@ class OneScale:
         y = reward_to_go(values).masked_fill(~decisions.mask, torch.nan)
         y = y - y.nanmean(dim=1, keepdim=True)
         new = y.square().nanmean()
-        self.squares = new if self.squares is None else self.decay * self.squares + (1 - self.decay) * new
+        self.squares = (
+            new if self.squares is None else self.decay * self.squares + (1 - self.decay) * new
+        )
         return (y / (self.squares.sqrt() + 1e-4)).clamp(-5, 5)
 
     def state_dict(self):
@@ -487,9 +569,16 @@ lesson.check_remembers(OneScale)
 shown = tables["one-step estimate"]
 for name, rule in (("one scale", OneScale()), ("a std per group", EstimateToGo())):
     sizes = rule.assign(shown, decisions).abs().mean((1, 2))
-    smaller = rule.assign(0.5 * shown, decisions).abs().mean()  # the second table: all differences halved
-    line = f"smallest {float(sizes.min()):.2f}, largest {float(sizes.max()):.2f}, mean {float(sizes.mean()):.2f}"
-    print(f"{name:<16} mean |credit| of a group: {line}; of the second table {float(smaller):.2f}")
+    # the second table: all differences halved
+    smaller = rule.assign(0.5 * shown, decisions).abs().mean()
+    line = (
+        f"smallest {float(sizes.min()):.2f}, largest {float(sizes.max()):.2f}, mean"
+        f" {float(sizes.mean()):.2f}"
+    )
+    print(
+        f"{name:<16} mean |credit| of a group: {line}; of the second table"
+        f" {float(smaller):.2f}"
+    )
 
 # %% [markdown]
 # With one scale, groups with small differences get smaller credit than others, and a table with smaller differences gets smaller credit than the table before it. We wanted both effects. Whether they help training is open until we test them.
@@ -513,7 +602,8 @@ class LikelyDraws:
 
     def assign(self, values, decisions, record):
         mask = decisions.mask
-        logs = record.log_probs.masked_fill(~mask, -torch.inf)  # [prompt, member, decision]; nan where nothing was drawn
+        # [prompt, member, decision]; nan where nothing was drawn
+        logs = record.log_probs.masked_fill(~mask, -torch.inf)
         weights = (
             (logs - logs.amax(dim=(0, 1), keepdim=True)).exp().masked_fill(~mask, 0.0)
         )  # 1 for the likeliest of each decision
@@ -522,8 +612,14 @@ class LikelyDraws:
 
 credit = credit_of(LikelyDraws(), batches["one-step estimate"].experience)
 print("advantages", tuple(credit.advantages.shape), " weights", tuple(credit.weights.shape))
-print("mean weight by decision:", " ".join(f"{weight:.2f}" for weight in credit.weights.mean((0, 1))))
-print(f"{sum(finding.ok for finding in check_credit(LikelyDraws()))} of {len(check_credit(LikelyDraws()))} promises kept")
+print(
+    "mean weight by decision:",
+    " ".join(f"{weight:.2f}" for weight in credit.weights.mean((0, 1))),
+)
+print(
+    f"{sum(finding.ok for finding in check_credit(LikelyDraws()))} of"
+    f" {len(check_credit(LikelyDraws()))} promises kept"
+)
 
 # %% [markdown]
 # The trainer calls `credit_of`, which calls `assign` with what the rule needs, checks the result, and sets everything outside the mask to 0. (We have not measured the effect of this rule on training. A loss with unequal weights has another optimum than one with equal weights.)

@@ -27,7 +27,13 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, gains, reward_to_go, zscore
-from flowrl.bench.gradients import Setting, alignment, pathwise_gradients, policy_gradients, update_evaluations
+from flowrl.bench.gradients import (
+    Setting,
+    alignment,
+    pathwise_gradients,
+    policy_gradients,
+    update_evaluations,
+)
 from flowrl.run.statistics import mean
 from flowrl.bench.statistics import detectable, holm
 from flowrl.bench.true_advantage import Look, compare_credit, true_advantages
@@ -35,16 +41,32 @@ from flowrl.flow import sample as draw_from
 from flowrl.core.experience import Credit, Needs
 from flowrl.probes import Completion, Probe, Tweedie
 from flowrl_course import lesson_10 as lesson
-from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, animation, clean, panels, plane, target
+from flowrl_course.figures import (
+    ACCENT,
+    COLOURS,
+    DATA,
+    INK,
+    NOISE,
+    OTHERS,
+    animation,
+    clean,
+    panels,
+    plane,
+    target,
+)
+from flowrl_course.progress import progress
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
-WORLD = {"window": ":-1", "clip_range": 2e-2}  # all steps but the last are decisions; clip range: Side by side
+# all steps but the last are decisions; clip range: Side by side
+WORLD = {"window": ":-1", "clip_range": 2e-2}
 
 
 @dataclass(frozen=True)
 class EstimateGain:
-    """The credit of a decision is its change of the one-step estimate's reward (the lesson Your own credit rule, exercise 1)."""
+    """The credit of a decision is its change of the one-step estimate's reward (the lesson
+    Your own credit rule, exercise 1).
+    """
 
     probe: Probe = Tweedie()
     needs = Needs(shared_noise=True)
@@ -55,28 +77,45 @@ class EstimateGain:
 
 @dataclass(frozen=True)
 class EstimateToGo:
-    """The credit of a decision is the final reward minus the estimate before it (the lesson Your own credit rule, exercise 2)."""
+    """The credit of a decision is the final reward minus the estimate before it (the lesson
+    Your own credit rule, exercise 2).
+    """
 
     probe: Probe = Tweedie()
     needs = Needs(shared_noise=True)
 
     def assign(self, values, decisions):
-        return zscore(reward_to_go(values), ("member",), ("member", "decision"), mask=decisions.mask)
+        return zscore(
+            reward_to_go(values), ("member",), ("member", "decision"), mask=decisions.mask
+        )
 
 
 def setting_of(trainer):
-    """A trainer's policy, sampler, grid and reward, with all 18 training prompts, for the diagnostics."""
-    return Setting(trainer.policy, trainer.draw_sampler(), trainer.schedule, trainer.reward, trainer.prompts.prompts)
+    """A trainer's policy, sampler, grid and reward, with all 18 training prompts, for the
+    diagnostics.
+    """
+    return Setting(
+        trainer.policy,
+        trainer.draw_sampler(),
+        trainer.schedule,
+        trainer.reward,
+        trainer.prompts.prompts,
+    )
 
 
 beginning = setting_of(start(**WORLD))
 look = Look(beginning, members=12, seed=0)
-truths = {shared: true_advantages(beginning, look.trajectories(shared), continuations=48) for shared in (False, True)}
+truths = {
+    shared: true_advantages(beginning, look.trajectories(shared), continuations=48)
+    for shared in (False, True)
+}
 tables = {}
 for name, probe in (("one-step estimate", Tweedie()), ("ODE completion", Completion())):
     result = look.trajectories(True, probe)
-    tables[name] = beginning.experience(result).values  # [prompt, member, decision+1]: 18 prompts, 12 members, 10 columns
-COLUMNS = [*range(9), 10]  # the nodes of the table's columns: the states before decisions 0 to 8, and the finished sample
+    # [prompt, member, decision+1]: 18 prompts, 12 members, 10 columns
+    tables[name] = beginning.experience(result).values
+# the nodes of the table's columns: the states before decisions 0 to 8, and the finished sample
+COLUMNS = [*range(9), 10]
 
 
 def opening():
@@ -92,11 +131,25 @@ def opening():
     (path,) = left.plot([], [], color=NOISE, linewidth=1)
     dot = left.scatter([0], [0], s=60, color=DATA)
     value, error = truth.state_values[prompt, member], truth.state_errors[prompt, member]
-    right.fill_between(COLUMNS, value - 2 * error, value + 2 * error, color=DATA, alpha=0.2, linewidth=0)
+    right.fill_between(
+        COLUMNS, value - 2 * error, value + 2 * error, color=DATA, alpha=0.2, linewidth=0
+    )
     right.plot(COLUMNS, value, color=DATA, linewidth=2.4)
-    right.plot(COLUMNS, tables["one-step estimate"][prompt, member], color=ACCENT, linestyle="--")
-    right.plot(COLUMNS, tables["ODE completion"][prompt, member], color=COLOURS["tp-grpo"], linestyle=":", linewidth=2)
-    labels = (("expected reward V*", DATA), ("one-step estimate", ACCENT), ("ODE completion", "#00734f"))
+    right.plot(
+        COLUMNS, tables["one-step estimate"][prompt, member], color=ACCENT, linestyle="--"
+    )
+    right.plot(
+        COLUMNS,
+        tables["ODE completion"][prompt, member],
+        color=OTHERS[0],
+        linestyle=":",
+        linewidth=2,
+    )
+    labels = (
+        ("expected reward V*", DATA),
+        ("one-step estimate", ACCENT),
+        ("ODE completion", OTHERS[0]),
+    )
     for height, (text, shade) in zip((0.95, 0.87, 0.79), labels, strict=True):
         right.text(0.02, height, text, color=shade, transform=right.transAxes, fontsize=9)
     now = right.axvline(0, color=NOISE, linewidth=1)
@@ -172,8 +225,17 @@ def go(latents, step):
     """One stochastic step of the policy for every row, all for the first prompt."""
     count = len(latents)
     with torch.no_grad():
-        velocity = policy.velocity(latents, schedule.network_timesteps[step].expand(count), policy.encode([asked] * count))
-        return draw_from(beginning.sampler.transition(latents, velocity, schedule, torch.full((count,), step)), chance)
+        velocity = policy.velocity(
+            latents,
+            schedule.network_timesteps[step].expand(count),
+            policy.encode([asked] * count),
+        )
+        return draw_from(
+            beginning.sampler.transition(
+                latents, velocity, schedule, torch.full((count,), step)
+            ),
+            chance,
+        )
 
 
 def reward(latents):
@@ -181,12 +243,18 @@ def reward(latents):
     return beginning.reward.score(policy.decode(latents), [asked] * len(latents))
 
 
-nodes = look.trajectories(True).trajectories.nodes[: look.members]  # the group of the first prompt
+# the group of the first prompt
+nodes = look.trajectories(True).trajectories.nodes[: look.members]
 for node in (3, 7):
     estimate = state_value(nodes[:, node], node, schedule.steps, go, reward, 400)
-    theirs, error = truths[True].state_values[0, :, node], truths[True].state_errors[0, :, node]  # decision k starts at node k
+    # decision k starts at node k
+    theirs, error = (
+        truths[True].state_values[0, :, node],
+        truths[True].state_errors[0, :, node],
+    )
     print(
-        f"node {node}: yours {estimate[:3].numpy().round(2)}, library {theirs[:3].numpy().round(2)} ± {error[:3].numpy().round(2)} for three members"
+        f"node {node}: yours {estimate[:3].numpy().round(2)}, library"
+        f" {theirs[:3].numpy().round(2)} ± {error[:3].numpy().round(2)} for three members"
     )
 
 # %% [markdown]
@@ -197,17 +265,22 @@ RULES = {
     "Flow-GRPO": (Uniform(), False, COLOURS["flow-grpo"]),
     "Stepwise": (StepwiseGain(), True, COLOURS["stepwise-flow-grpo"]),
     "TP-GRPO": (TurningPoint(), False, COLOURS["tp-grpo"]),
-    "EstimateGain": (EstimateGain(), True, OTHERS[0]),
+    "EstimateGain": (EstimateGain(), True, COLOURS["estimate-gain"]),
 }
 
 
 def examine(rule, shared, looking=look, known=truths):
-    """A rule's credit on the trajectories of `looking`, and its agreement with the ground truth."""
+    """A rule's credit on the trajectories of `looking`, and its agreement with the ground
+    truth.
+    """
     credit = looking.credit(rule, shared)
     return credit, compare_credit(credit.advantages, known[shared], draws=300)
 
 
-print("                 evaluations per trajectory   correlation with A*      same sign where A* is clear")
+print(
+    "                 evaluations per trajectory   correlation with A*      same sign where A*"
+    " is clear"
+)
 reports = {}
 for name, (rule, shared, _) in RULES.items():
     credit, report = examine(rule, shared)
@@ -215,7 +288,8 @@ for name, (rule, shared, _) in RULES.items():
     overall = report.overall
     interval = f"[{overall.correlation.low:.2f}, {overall.correlation.high:.2f}]"
     print(
-        f"{name:<16} {credit.nfe_per_trajectory:10.1f} {overall.correlation.value:29.2f} {interval:<14} {overall.sign.value:10.0%}"
+        f"{name:<16} {credit.nfe_per_trajectory:10.1f} {overall.correlation.value:29.2f}"
+        f" {interval:<14} {overall.sign.value:10.0%}"
     )
 
 # %% tags=["hide-input"]
@@ -229,8 +303,16 @@ for cell, (name, (_, shared, shade)) in zip(axes[:4], RULES.items(), strict=True
     clean(cell)
 axes[0].set_ylabel("credit")
 for name, (_, _, shade) in RULES.items():
-    axes[4].plot(range(9), [one.correlation.value for one in reports[name][1].per_step], color=shade, marker="o", markersize=3)
-axes[4].set(xlabel="decision", xticks=range(0, 9, 2), ylim=(0, 1.05), title="correlation by decision")
+    axes[4].plot(
+        range(9),
+        [one.correlation.value for one in reports[name][1].per_step],
+        color=shade,
+        marker="o",
+        markersize=3,
+    )
+axes[4].set(
+    xlabel="decision", xticks=range(0, 9, 2), ylim=(0, 1.05), title="correlation by decision"
+)
 clean(axes[4])
 plt.show()
 
@@ -238,11 +320,15 @@ plt.show()
 # Uniform credit has a low correlation, since most of the credit of a decision is due to other decisions. The points of the step-wise rules are close to a line, and those of the one-step estimate are the closest. How can a *cheaper* estimate be better than a completion? The next cell compares how much each kind of value varies between the members of a group.
 
 # %%
-print("standard deviation within groups   before decision 0    1    2    3    4    5    6    7    8  finished")
+print(
+    "standard deviation within groups   before decision 0    1    2    3    4    5    6    7  "
+    "  8  finished"
+)
 for name, table in {"V*": truths[True].state_values, **tables}.items():
     spread = (table - table.mean(1, keepdim=True)).square().mean((0, 1))
     if name == "V*":
-        spread = (spread - truths[True].state_errors.square().mean((0, 1))).clamp(min=0)  # without the Monte Carlo error
+        # without the Monte Carlo error
+        spread = (spread - truths[True].state_errors.square().mean((0, 1))).clamp(min=0)
     print(f"{name:<48}" + " ".join(f"{value:.2f}" for value in spread.sqrt()))
 
 # %% [markdown]
@@ -256,13 +342,24 @@ for name, table in {"V*": truths[True].state_values, **tables}.items():
 
 # %%
 direction = pathwise_gradients(beginning, batches=20, repeats=100, seed=1, decisions_only=True)
-print("              cosine to the true gradient   signal to noise of a batch   the same per 10,000 evaluations")
-for name, (rule, shared, _) in RULES.items():
-    result = alignment(policy_gradients(beginning, rule, batches=40, members=8, shared_noise=shared, seed=2), direction)
-    batch = reports[name][0].nfe_per_trajectory * 8 * len(beginning.prompts) + update_evaluations(beginning, 8)
+print(
+    "              cosine to the true gradient   signal to noise of a batch   the same per"
+    " 10,000 evaluations"
+)
+for name, (rule, shared, _) in progress(RULES.items(), "rule"):
+    result = alignment(
+        policy_gradients(beginning, rule, batches=40, members=8, shared_noise=shared, seed=2),
+        direction,
+    )
+    batch = reports[name][0].nfe_per_trajectory * 8 * len(
+        beginning.prompts
+    ) + update_evaluations(beginning, 8)
     interval = f"[{result.cosine_interval[0]:.2f}, {result.cosine_interval[1]:.2f}]"
     equal = result.signal_to_noise * math.sqrt(10_000 / batch)
-    print(f"{name:<14} {result.cosine:10.2f} {interval:<16} {result.signal_to_noise:16.2f} {equal:28.2f}")
+    print(
+        f"{name:<14} {result.cosine:10.2f} {interval:<16} {result.signal_to_noise:16.2f}"
+        f" {equal:28.2f}"
+    )
 
 # %% [markdown]
 # (An interval may exceed 1: the length of a gradient is corrected for noise, and the estimate of the noise is noisy itself.) Everything so far favours the one-step estimate. Its cosine is not measurably below that of Stepwise, its signal-to-noise ratio is the highest of the four, and its lead per evaluation is larger still.
@@ -273,7 +370,9 @@ for name, (rule, shared, _) in RULES.items():
 # %%
 @dataclass(frozen=True)
 class LikelyDraws(EstimateToGo):
-    """The credit of EstimateToGo; decisions with unlikely draws have less weight (the lesson Your own credit rule)."""
+    """The credit of EstimateToGo; decisions with unlikely draws have less weight (the lesson
+    Your own credit rule).
+    """
 
     needs = Needs(fields=("log_probs",), shared_noise=True)
 
@@ -285,7 +384,10 @@ class LikelyDraws(EstimateToGo):
 
 
 for name, rule in (("equal weights", EstimateToGo()), ("likely draws", LikelyDraws())):
-    result = alignment(policy_gradients(beginning, rule, batches=40, members=8, shared_noise=True, seed=2), direction)
+    result = alignment(
+        policy_gradients(beginning, rule, batches=40, members=8, shared_noise=True, seed=2),
+        direction,
+    )
     interval = f"[{result.cosine_interval[0]:.2f}, {result.cosine_interval[1]:.2f}]"
     print(f"{name:<14} {result.cosine:10.2f} {interval:<16} {result.signal_to_noise:16.2f}")
 
@@ -323,12 +425,17 @@ lesson.check_course(course_of_reward)
 # %%
 def train(rule, seeds=3, iterations=20):
     """One curve per seed."""
-    return [learn(seed=seed, rule=rule(), iterations=iterations, **WORLD) for seed in range(seeds)]
+    return [
+        learn(seed=seed, rule=rule(), iterations=iterations, **WORLD) for seed in range(seeds)
+    ]
 
 
 runs = {"EstimateGain": train(EstimateGain)}
 for curve in runs["EstimateGain"]:
-    print("held-out reward every 4 iterations:", " ".join(f"{reward:.2f}" for reward in curve.reward[::2].tolist()))
+    print(
+        "held-out reward every 4 iterations:",
+        " ".join(f"{reward:.2f}" for reward in curve.reward[::2].tolist()),
+    )
 
 # %% [markdown] tags=["expected"]
 # held-out reward every 4 iterations: 0.18..0.24 0.40..0.95 0.80..1.00 0.60..1.00 0.40..1.00 0.20..1.00
@@ -341,10 +448,14 @@ for curve in runs["EstimateGain"]:
 
 # %%
 def pointing(rolled, prompts):
-    """The mean distance of the one-step estimates from the centre in the direction of the prompt, [step]."""
+    """The mean distance of the one-step estimates from the centre in the direction of the
+    prompt, [step].
+    """
     path = rolled.trajectories
-    estimates = path.nodes.flatten(2)[:, :-1] - path.schedule.times[:-1, None] * path.velocities.flatten(2)
-    towards = torch.tensor([target(prompt) for prompt in prompts]).repeat_interleave(rolled.groups.members, 0)
+    times, velocities = path.schedule.times[:-1, None], path.velocities.flatten(2)
+    estimates = path.nodes.flatten(2)[:, :-1] - times * velocities
+    towards = torch.tensor([target(prompt) for prompt in prompts])
+    towards = towards.repeat_interleave(rolled.groups.members, 0)
     return (estimates * (towards / towards.norm(dim=1, keepdim=True))[:, None]).sum(-1).mean(0)
 
 
@@ -357,11 +468,17 @@ for stage in (0, 6, 18):
     known = {True: true_advantages(later.setting, later.trajectories(True), continuations=48)}
     rolled = later.trajectories(True, Tweedie())
     estimated = later.setting.experience(rolled).values
-    stages[stage] = known[True].state_values.mean((0, 1)), estimated.mean((0, 1)), pointing(rolled, later.setting.prompts)
+    stages[stage] = (
+        known[True].state_values.mean((0, 1)),
+        estimated.mean((0, 1)),
+        pointing(rolled, later.setting.prompts),
+    )
     parts = []
     for name, rule in (("Stepwise", StepwiseGain()), ("EstimateGain", EstimateGain())):
         correlation = examine(rule, True, later, known)[1].overall.correlation
-        parts.append(f"{name} {correlation.value:.2f} [{correlation.low:.2f}, {correlation.high:.2f}]")
+        parts.append(
+            f"{name} {correlation.value:.2f} [{correlation.low:.2f}, {correlation.high:.2f}]"
+        )
     print(f"after {stage:2d} iterations, correlation with A*: {', '.join(parts)}")
 
 # %% [markdown] tags=["expected"]
@@ -375,23 +492,33 @@ for cell, stage in zip(axes[:2], (0, 18), strict=True):
     cell.plot(COLUMNS, stages[stage][0], color=DATA, linewidth=2.4)
     cell.plot(COLUMNS, stages[stage][1], color=ACCENT, linestyle="--", linewidth=2)
     cell.set(
-        xlabel="state before decision (10: finished)", title=f"after {stage} iterations", ylim=(0, 1.03), ylabel="mean reward"
+        xlabel="state before decision (10: finished)",
+        title=f"after {stage} iterations",
+        ylim=(0, 1.03),
+        ylabel="mean reward",
     )
     clean(cell)
 axes[0].text(0.3, 0.42, "expected reward V*", color=DATA, fontsize=9)
 axes[0].text(0.3, 0.52, "reward of the one-step estimate", color=ACCENT, fontsize=9)
-for stage, dashes, place in ((0, (1, 1), (0.7, 0.25)), (6, (4, 1, 1, 1), (4.2, 2.5)), (18, (4, 1), (0.7, 7.6))):
+for stage, dashes, place in (
+    (0, (1, 1), (0.7, 0.25)),
+    (6, (4, 1, 1, 1), (4.2, 2.5)),
+    (18, (4, 1), (0.7, 7.6)),
+):
     axes[2].plot(range(10), stages[stage][2], color=ACCENT, dashes=dashes, linewidth=2)
     axes[2].text(*place, f"after {stage}", color=ACCENT, fontsize=9)
 axes[2].axhline(2, color=INK, linewidth=1, linestyle=":")
 axes[2].text(9, 1.4, "target", fontsize=9, ha="right")
 axes[2].set(
-    xlabel="node (0 = noise, 10 = finished)", ylabel="distance from the centre", title="one-step estimate, towards the target"
+    xlabel="node (0 = noise, 10 = finished)",
+    ylabel="distance from the centre",
+    title="one-step estimate, towards the target",
 )
 clean(axes[2])
 plt.show()
 print(
-    "distance of the estimate at node 0:", ", ".join(f"{float(rows[2][0]):.1f} after {stage}" for stage, rows in stages.items())
+    "distance of the estimate at node 0:",
+    ", ".join(f"{float(rows[2][0]):.1f} after {stage}" for stage, rows in stages.items()),
 )
 
 # %% [markdown] tags=["expected"]
@@ -405,14 +532,21 @@ print(
 # `EstimateToGo` depends less on the quality of the estimate. The next cell compares it with the ground truth, before training and for the policy after 18 iterations, and trains with it.
 
 # %%
-before, after = examine(EstimateToGo(), True)[1], examine(EstimateToGo(), True, later, known)[1]
+before, after = (
+    examine(EstimateToGo(), True)[1],
+    examine(EstimateToGo(), True, later, known)[1],
+)
 print(
-    f"correlation with A*: before training {before.overall.correlation.value:.2f}, after 18 iterations {after.overall.correlation.value:.2f}"
+    f"correlation with A*: before training {before.overall.correlation.value:.2f}, after 18"
+    f" iterations {after.overall.correlation.value:.2f}"
 )
 runs["EstimateToGo"] = train(EstimateToGo)
 for name, repeats in runs.items():
     reward = torch.stack([run.reward for run in repeats]).mean(0)
-    print(f"{name:<13} mean over three seeds: highest reward {float(reward.max()):.2f}, last reward {float(reward[-1]):.2f}")
+    print(
+        f"{name:<13} mean over three seeds: highest reward {float(reward.max()):.2f}, last"
+        f" reward {float(reward[-1]):.2f}"
+    )
 
 # %% [markdown] tags=["expected"]
 # correlation with A*: before training 0.49, after 18 iterations 0.05..0.30
@@ -460,7 +594,9 @@ def mean_reward(cost, reward, budget):
     i = int(torch.searchsorted(cost, budget).clamp(1, len(cost) - 1))
     part = (budget - cost[i - 1]) / (cost[i] - cost[i - 1])
     end = reward[i - 1] + part * (reward[i] - reward[i - 1])
-    area = torch.trapezoid(torch.cat([reward[:i], end[None]]), torch.cat([cost[:i], budget[None]]))
+    area = torch.trapezoid(
+        torch.cat([reward[:i], end[None]]), torch.cat([cost[:i], budget[None]])
+    )
     return float(area / budget)
 
 
@@ -562,23 +698,34 @@ def tuned_runs(name, seeds=8, **how):
 
     means = [search(clip) for clip in CLIPS]
     best = CLIPS[means.index(max(means))]
-    listed = ", ".join(f"{clip:g}: {each:.2f}" for clip, each in zip(CLIPS, means, strict=True))
-    print(f"{name:<14} mean reward on the search seeds by clip range {listed}; chosen {best:g}")
+    listed = ", ".join(
+        f"{clip:g}: {each:.2f}" for clip, each in zip(CLIPS, means, strict=True)
+    )
+    print(
+        f"{name:<14} mean reward on the search seeds by clip range {listed}; chosen {best:g}"
+    )
     return [learn(seed=seed, clip_range=best, **settings) for seed in range(seeds)]
 
 
 def compare(rule, baselines):
-    """Paired differences of the mean reward over training, at equal updates and at equal forward passes."""
+    """Paired differences of the mean reward over training, at equal updates and at equal
+    forward passes.
+    """
     differences = {}
     for name, theirs in baselines.items():
         for price in ("iterations", "work"):
             budget = min(float(getattr(run, price)[-1]) for run in [*rule, *theirs])
             mine, other = (
-                torch.tensor([mean_reward(getattr(run, price), run.reward, budget) for run in each]) for each in (rule, theirs)
+                torch.tensor(
+                    [mean_reward(getattr(run, price), run.reward, budget) for run in each]
+                )
+                for each in (rule, theirs)
             )
             differences[name, price] = mine - other
     inferences = {key: mean(values) for key, values in differences.items()}
-    adjusted = dict(zip(inferences, holm([inference.p for inference in inferences.values()]), strict=True))
+    adjusted = dict(
+        zip(inferences, holm([inference.p for inference in inferences.values()]), strict=True)
+    )
     return differences, inferences, adjusted
 
 
@@ -587,14 +734,23 @@ def report(name, inferences):
     print(f"\n{name} minus baseline, mean reward over training, 8 paired seeds")
     for (baseline, price), inference in inferences.items():
         unit = "updates" if price == "iterations" else "forward passes"
-        print(f"  {baseline:<10} at equal {unit:<15} {inference.value:+.3f} [{inference.low:+.3f}, {inference.high:+.3f}]")
+        print(
+            f"  {baseline:<10} at equal {unit:<15} {inference.value:+.3f}"
+            f" [{inference.low:+.3f}, {inference.high:+.3f}]"
+        )
 
 
 def conclude(inferences, adjusted):
     """The verdict on each difference."""
     for (baseline, price), inference in inferences.items():
-        unit, p = "updates" if price == "iterations" else "forward passes", adjusted[baseline, price]
-        print(f"{baseline:<10} at equal {unit:<15} p after correction {p:.2g}: {verdict(inference, p)}")
+        unit, p = (
+            "updates" if price == "iterations" else "forward passes",
+            adjusted[baseline, price],
+        )
+        print(
+            f"{baseline:<10} at equal {unit:<15} p after correction {p:.2g}:"
+            f" {verdict(inference, p)}"
+        )
 
 
 baselines = {name: tuned_runs(name, **how) for name, how in BASELINES.items()}
@@ -621,16 +777,23 @@ figure, axes = panels(3, width=3.6, height=3.1)
 curves = {
     "Flow-GRPO": (baselines["Flow-GRPO"], COLOURS["flow-grpo"]),
     "Stepwise": (baselines["Stepwise"], COLOURS["stepwise-flow-grpo"]),
-    "EstimateToGo": (togo, OTHERS[1]),
+    "EstimateToGo": (togo, COLOURS["reward-to-go"]),
 }
 for cell, price in zip(axes[:2], ("iterations", "work"), strict=True):
     for name, (each, shade) in curves.items():
         for run in each:
             cell.plot(getattr(run, price), run.reward, color=shade, linewidth=0.6, alpha=0.45)
         cell.plot(
-            getattr(each[0], price), torch.stack([run.reward for run in each]).mean(0), color=shade, linewidth=2.3, label=name
+            getattr(each[0], price),
+            torch.stack([run.reward for run in each]).mean(0),
+            color=shade,
+            linewidth=2.3,
+            label=name,
         )
-    cell.set(ylim=(0, 1.03), xlabel="updates" if price == "iterations" else "forward passes in all (thousands)")
+    cell.set(
+        ylim=(0, 1.03),
+        xlabel="updates" if price == "iterations" else "forward passes in all (thousands)",
+    )
     clean(cell)
 axes[0].set_ylabel("held-out reward")
 axes[0].legend(frameon=False, fontsize=8, loc="lower right")
@@ -638,11 +801,24 @@ axes[1].set_xticks(range(0, 80_001, 20_000), ["0", "20", "40", "60", "80"])
 for row, ((name, price), values) in enumerate(differences.items()):
     shade = curves[name][1]
     axes[2].plot(values, [row] * len(values), "o", color=shade, markersize=4, alpha=0.6)
-    axes[2].errorbar(inferences[name, price].value, row, xerr=[[inferences[name, price].value - inferences[name, price].low], [inferences[name, price].high - inferences[name, price].value]], color=INK, marker="|", capsize=3)  # fmt: skip
-    axes[2].text(0.32, row, f"{name}\nper {'update' if price == 'iterations' else 'pass'}", fontsize=8, va="center", color=shade)
+    found = inferences[name, price]
+    spread = [[found.value - found.low], [found.high - found.value]]
+    axes[2].errorbar(found.value, row, xerr=spread, color=INK, marker="|", capsize=3)
+    axes[2].text(
+        0.32,
+        row,
+        f"{name}\nper {'update' if price == 'iterations' else 'pass'}",
+        fontsize=8,
+        va="center",
+        color=shade,
+    )
 axes[2].axvspan(-0.02, 0.02, color=NOISE, alpha=0.2, linewidth=0)
 axes[2].set(
-    xlim=(-0.1, 0.45), ylim=(3.6, -0.6), yticks=[], xlabel="difference of mean reward", title="one dot per seed; band: ± 0.02"
+    xlim=(-0.1, 0.45),
+    ylim=(3.6, -0.6),
+    yticks=[],
+    xlabel="difference of mean reward",
+    title="one dot per seed; band: ± 0.02",
 )
 axes[2].set_xticks([-0.1, 0, 0.1, 0.2, 0.3])
 clean(axes[2])
@@ -677,7 +853,9 @@ def rate_of_better(judge, spread, seeds, effect, draws, generator):
 # %% tags=["solution"]
 def rate_of_better(judge, spread, seeds, effect, draws, generator):
     """How often an experiment ends with the verdict "better"."""
-    verdicts = [judge(effect + spread * torch.randn(seeds, generator=generator)) for _ in range(draws)]
+    verdicts = [
+        judge(effect + spread * torch.randn(seeds, generator=generator)) for _ in range(draws)
+    ]
     return verdicts.count("better") / draws
 
 
@@ -698,9 +876,18 @@ def judge(values):
 SPREAD = 0.05  # about that of the differences to Flow-GRPO above
 print(f"spread {SPREAD} of the paired differences; fraction of the verdict 'better'")
 for seeds in (3, 8, 20):
-    rates = [rate_of_better(judge, SPREAD, seeds, effect, 400, torch.Generator().manual_seed(1)) for effect in (0.0, 0.03, 0.06)]
-    line = "   ".join(f"effect {effect:.2f}: {rate:.0%}" for effect, rate in zip((0.0, 0.03, 0.06), rates, strict=True))
-    print(f"  {seeds:2d} seeds   {line}   smallest effect found in 80%: {detectable(SPREAD, seeds):.3f}")
+    rates = [
+        rate_of_better(judge, SPREAD, seeds, effect, 400, torch.Generator().manual_seed(1))
+        for effect in (0.0, 0.03, 0.06)
+    ]
+    line = "   ".join(
+        f"effect {effect:.2f}: {rate:.0%}"
+        for effect, rate in zip((0.0, 0.03, 0.06), rates, strict=True)
+    )
+    print(
+        f"  {seeds:2d} seeds   {line}   smallest effect found in 80%:"
+        f" {detectable(SPREAD, seeds):.3f}"
+    )
 
 # %% [markdown]
 # Three seeds find a difference of 0.06 in about a quarter of the experiments. Every report needs such a statement, because "no significant difference" may mean that the experiment could not have found one. The simulation assumes normal differences. Runs that collapse are not normal, so report collapses and the worst seed as well.
@@ -741,9 +928,7 @@ lesson.check_plan(plan)
 #
 # *Difficulty: project · kind: formula · importance: useful · time: 40 minutes*
 #
-# `EstimateGain` uses $V_k$ as if it were as accurate as $R$. We can measure its accuracy from the table itself: over all prompts and members, how well does $V_k$ predict $R$? Let $\tilde V_k$ be the deviation of $V_k$ from the mean of its *group*, and $\langle\cdot\rangle$ the mean over prompts *and* members. The *slope* $s_k$ is the coefficient of the regression of $R$ on $V_k$, and $\hat R_k$ the predicted reward:
-#
-# $$s_k = \frac{\langle \tilde V_k\, \tilde V_D \rangle}{\langle \tilde V_k^2 \rangle + 10^{-8}}, \qquad \hat R_k = s_k\, \tilde V_k, \qquad A_k = Z\big(\hat R_{k+1} - \hat R_k\big).$$
+# `EstimateGain` uses $V_k$ as if it were as accurate as $R$. We can measure its accuracy from the table itself: over all prompts and members, how well does $V_k$ predict $R$? Let $\tilde V_k$ be the deviation of $V_k$ from the mean of its *group*, so that $\tilde V_D$ is that of the reward. The *slope* $s_k$ minimises the mean square of $\tilde V_D - s_k \tilde V_k$ over prompts *and* members (add $10^{-8}$ to the denominator). With the predicted reward $\hat R_k = s_k\, \tilde V_k$ the credit is $A_k = Z\big(\hat R_{k+1} - \hat R_k\big)$.
 #
 # If the estimate does not predict the final reward, $s_k$ is near 0 and the estimate has no effect. In the last column, that of the reward, $s_D = 1$. $Z$ is that of `EstimateToGo`: the mean over members decision by decision, one standard deviation per group.
 # Leave out members outside the mask: `decisions.mask.any(dim=-1)` is true for the members that count.
@@ -752,7 +937,9 @@ lesson.check_plan(plan)
 # %% tags=["exercise"]
 @dataclass(frozen=True)
 class CalibratedGain:
-    """Gains of estimates, each estimate scaled by its regression coefficient for the final reward."""
+    """Gains of estimates, each estimate scaled by its regression coefficient for the final
+    reward.
+    """
 
     probe: Probe = Tweedie()
     needs = Needs(shared_noise=True)
@@ -768,7 +955,9 @@ class CalibratedGain:
 # %% tags=["solution"]
 @dataclass(frozen=True)
 class CalibratedGain:
-    """Gains of estimates, each estimate scaled by its regression coefficient for the final reward."""
+    """Gains of estimates, each estimate scaled by its regression coefficient for the final
+    reward.
+    """
 
     probe: Probe = Tweedie()
     needs = Needs(shared_noise=True)
@@ -776,8 +965,10 @@ class CalibratedGain:
     def assign(self, values, decisions):
         known = values.masked_fill(~decisions.mask.any(dim=-1, keepdim=True), torch.nan)
         centred = known - known.nanmean(dim=1, keepdim=True)
-        slopes = (centred * centred[..., -1:]).nanmean((0, 1)) / (centred.square().nanmean((0, 1)) + 1e-8)
-        return zscore(gains(slopes * centred), ("member",), ("member", "decision"), mask=decisions.mask)
+        squares = centred.square().nanmean((0, 1)) + 1e-8
+        predicted = (centred * centred[..., -1:]).nanmean((0, 1)) / squares * centred
+        group = ("member", "decision")
+        return zscore(gains(predicted), ("member",), group, mask=decisions.mask)
 
 
 # %%
@@ -788,12 +979,24 @@ lesson.check_calibrated(CalibratedGain)
 # Both values are calibrated before their difference is taken, so that the sum over decisions is still $\tilde V_D$ if all members start from the same noise.
 
 # %%
-before, after = examine(CalibratedGain(), True)[1], examine(CalibratedGain(), True, later, known)[1]
-print(
-    f"correlation with A*: before training {before.overall.correlation.value:.2f}, after 18 iterations {after.overall.correlation.value:.2f}"
+before, after = (
+    examine(CalibratedGain(), True)[1],
+    examine(CalibratedGain(), True, later, known)[1],
 )
-for title, table in (("before training", tables["one-step estimate"]), ("after 18 iterations", estimated)):
-    print(f"slopes {title}:", " ".join(f"{slope:.2f}" for slope in lesson.calibration_slopes(table).flatten().tolist()))
+print(
+    f"correlation with A*: before training {before.overall.correlation.value:.2f}, after 18"
+    f" iterations {after.overall.correlation.value:.2f}"
+)
+for title, table in (
+    ("before training", tables["one-step estimate"]),
+    ("after 18 iterations", estimated),
+):
+    print(
+        f"slopes {title}:",
+        " ".join(
+            f"{slope:.2f}" for slope in lesson.calibration_slopes(table).flatten().tolist()
+        ),
+    )
 
 # %% [markdown] tags=["expected"]
 # correlation with A*: before training 0.90, after 18 iterations 0.25..0.60

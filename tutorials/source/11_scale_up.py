@@ -42,7 +42,18 @@ from flowrl.rollout import Groups, Usage, rollout, solve
 from flowrl.samplers import FlowSDE, Windowed
 from flowrl.testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 from flowrl_course import lesson_11 as lesson
-from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, OTHERS, ImageRow, clean, panels, show_images
+from flowrl_course.figures import (
+    ACCENT,
+    COLOURS,
+    DATA,
+    NOISE,
+    OTHERS,
+    ImageRow,
+    clean,
+    panels,
+    show_images,
+)
+from flowrl_course.progress import progress
 
 warnings.filterwarnings("ignore")
 networks = {name: ARCHITECTURES[name].build("meta") for name in ("sd3.5-medium", "flux.1-dev")}
@@ -50,11 +61,17 @@ networks = {name: ARCHITECTURES[name].build("meta") for name in ("sd3.5-medium",
 
 def attention_layers(network):
     """(out, in) of every linear layer that gets a LoRA: all attention projections."""
-    return [tuple(m.weight.shape) for name, m in network.named_modules() if name.endswith(LORA_TARGETS) and hasattr(m, "weight")]
+    return [
+        tuple(m.weight.shape)
+        for name, m in network.named_modules()
+        if name.endswith(LORA_TARGETS) and hasattr(m, "weight")
+    ]
 
 
 def opening():
-    """Gigabytes by use: frozen weights in bfloat16; trained weights, gradient, two moments of Adam and average in float32."""
+    """Gigabytes by use: frozen weights in bfloat16; trained weights, gradient, two moments of
+    Adam and average in float32.
+    """
     figure, axes = panels(1, width=7.6, height=2.7)
     bars = []
     for name, network in networks.items():
@@ -63,16 +80,26 @@ def opening():
         bars.append((f"{name}, all weights", [2 * total, 4 * total, 16 * total]))
         bars.append((f"{name}, LoRA rank 32", [2 * total, 4 * lora, 16 * lora]))
     left = [0.0] * len(bars)
-    uses = ("frozen weights (as reference, or under the LoRA)", "trained weights", "gradient, Adam, average")
+    uses = (
+        "frozen weights (as reference, or under the LoRA)",
+        "trained weights",
+        "gradient, Adam, average",
+    )
     for k, (use, shade) in enumerate(zip(uses, (NOISE, DATA, ACCENT), strict=True)):
         sizes = [parts[k] / 1e9 for _, parts in bars]
-        axes.barh([name for name, _ in bars], sizes, left=left, color=shade, label=use, height=0.6)
+        axes.barh(
+            [name for name, _ in bars], sizes, left=left, color=shade, label=use, height=0.6
+        )
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     for row, total in enumerate(left):
         axes.text(total + 3, row, f"{total:.0f} GB", va="center", fontsize=9)
     axes.axvline(80, color="#22252b", linewidth=0.8, linestyle=":")
     axes.text(83, 1.5, "one GPU of 80 GB", fontsize=8, va="center")
-    axes.set(xlabel="gigabytes, without activations", xlim=(0, 310), title="Memory with all weights trained, and with a LoRA")
+    axes.set(
+        xlabel="gigabytes, without activations",
+        xlim=(0, 310),
+        title="Memory with all weights trained, and with a LoRA",
+    )
     axes.invert_yaxis()
     axes.legend(frameon=False, fontsize=8, loc="upper right")
     clean(axes)
@@ -92,7 +119,15 @@ MODEL = ""  # for example "stabilityai/stable-diffusion-3.5-medium", or a folder
 PROMPTS = [Prompt(text) for text in ("a red fox", "a red car", "a red house", "a red hat")]
 STEPS = 8
 base = (
-    PolicyOptions(device="cuda", dtype="bfloat16", lora_rank=32, lora_alpha=64.0, gradient_checkpointing=True) if MODEL else TINY
+    PolicyOptions(
+        device="cuda",
+        dtype="bfloat16",
+        lora_rank=32,
+        lora_alpha=64.0,
+        gradient_checkpointing=True,
+    )
+    if MODEL
+    else TINY
 )
 
 
@@ -103,13 +138,29 @@ def load(**changes):
 
 
 policy = load()
-print(f"options:    {base.size[0]} x {base.size[1]} pixels, {base.dtype}, LoRA of rank {base.lora_rank}")
-print("one latent:", policy.latent_shape, "  trained:", f"{sum(p.numel() for p in policy.trainable().values()):,} numbers")
-print("condition: ", {name: tuple(t.shape) for name, t in policy.encode(PROMPTS).tensors.items()}, "for", len(PROMPTS), "prompts")
+print(
+    f"options:    {base.size[0]} x {base.size[1]} pixels, {base.dtype}, LoRA of rank"
+    f" {base.lora_rank}"
+)
+print(
+    "one latent:",
+    policy.latent_shape,
+    "  trained:",
+    f"{sum(p.numel() for p in policy.trainable().values()):,} numbers",
+)
+print(
+    "condition: ",
+    {name: tuple(t.shape) for name, t in policy.encode(PROMPTS).tensors.items()},
+    "for",
+    len(PROMPTS),
+    "prompts",
+)
 real = ARCHITECTURES["sd3.5-medium"]
 embedding = real.text_tokens * real.text_width * 2  # bytes in bfloat16
 print(
-    f"SD3.5 at full size: {real.text_tokens} tokens of {real.text_width:,} numbers are {embedding / 1e6:.1f} MB a prompt, {embedding * 48 * 24 / 1e9:.1f} GB for 48 x 24 samples"
+    f"SD3.5 at full size: {real.text_tokens} tokens of {real.text_width:,} numbers are"
+    f" {embedding / 1e6:.1f} MB a prompt, {embedding * 48 * 24 / 1e9:.1f} GB for 48 x 24"
+    " samples"
 )
 
 # %% [markdown]
@@ -119,7 +170,9 @@ print(
 # Sampling works as before:
 
 # %%
-noise = torch.randn(4, *policy.latent_shape, generator=torch.Generator().manual_seed(0)).to(policy.device)
+noise = torch.randn(4, *policy.latent_shape, generator=torch.Generator().manual_seed(0)).to(
+    policy.device
+)
 latents = solve(policy, policy.schedule(STEPS), policy.encode(PROMPTS), noise, Usage())
 show_images(ImageRow(policy.decode(latents).cpu(), [prompt.text for prompt in PROMPTS]))
 plt.show()
@@ -127,17 +180,13 @@ plt.show()
 # %% [markdown]
 # ## The grid
 #
-# Larger images need more noise before they are unrecognisable, because their neighbouring pixels are similar and the noise averages out. The schedulers of the models therefore *shift* the even grid $u_j = 1 - j/T$ towards $t = 1$,
-#
-# $$t = \frac{\text{shift}\cdot u}{1 + (\text{shift}-1)\,u}.$$
-#
-# The shift is 3 for SD3.5, and grows with the number of image tokens for FLUX. `policy.schedule(T)` is the model's own grid.
+# Larger images need more noise before they are unrecognisable, because their neighbouring pixels are similar and the noise averages out. The schedulers of the models therefore *shift* the even grid $u_j = 1 - j/T$ towards $t = 1$: they multiply the ratio of noise to data, $u/(1-u)$, by a number. This number, the shift, is 3 for SD3.5, and grows with the number of image tokens for FLUX. `policy.schedule(T)` is the model's own grid.
 #
 # ### Exercise 1 · the shift
 #
-# *Difficulty: easy · kind: formula · importance: useful · time: 3 minutes*
+# *Difficulty: easy · kind: formula · importance: useful · time: 5 minutes*
 #
-# Return the shifted times of an even grid.
+# Find the shifted time $t$ of a time $u$. Return the shifted times of an even grid, with both ends. Where is the middle of the grid with a shift of 3?
 
 
 # %% tags=["exercise"]
@@ -147,7 +196,7 @@ def shifted(u, shift):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The formula is above. Check both ends: $t(1) = 1$ and $t(0) = 0$ for every shift.
+# **Hint.** Solve $t/(1-t) = \text{shift}\cdot u/(1-u)$ for $t$, and simplify, so that $u = 1$ needs no special case. Check both ends: $t(1) = 1$ and $t(0) = 0$ for every shift.
 
 
 # %% tags=["solution"]
@@ -160,12 +209,19 @@ def shifted(u, shift):
 lesson.check_shifted(shifted)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The shift multiplies the odds of noise against data, $t/(1-t)$, by a constant, and keeps both ends. With a shift of 3 the middle of the grid is at $t = 0.75$.
+# **Why.** The solution is
+#
+# $$t = \frac{\text{shift}\cdot u}{1 + (\text{shift}-1)\,u}.$$
+#
+# It keeps both ends. With a shift of 3 the middle of the grid is at $t = 0.75$.
 
 # %% tags=["hide-input"]
 figure, axes = panels(1, width=5.6, height=3.2)
 even = torch.linspace(1, 0, 11)
-flux = {size: tiny_flux_policy(replace(TINY, resolution=size)).schedule(10).times for size in (128, 256)}
+flux = {
+    size: tiny_flux_policy(replace(TINY, resolution=size)).schedule(10).times
+    for size in (128, 256)
+}
 curves = {
     "even": (even, NOISE, 0.62),
     "SD3.5, shift 3": (policy.schedule(10).times, DATA, 0.70),
@@ -174,12 +230,20 @@ curves = {
 }
 for name, (times, shade, _) in curves.items():
     axes.plot(range(11), times.cpu(), "o-", color=shade, markersize=4, label=name)
-axes.set(xlabel="node", ylabel="time t (1 = noise)", xticks=range(11), title="Shifted grids have more steps near t = 1")
+axes.set(
+    xlabel="node",
+    ylabel="time t (1 = noise)",
+    xticks=range(11),
+    title="Shifted grids have more steps near t = 1",
+)
 axes.legend(frameon=False, fontsize=8)
 clean(axes)
 plt.show()
 for name, (times, _, _) in curves.items():
-    print(f"{name:30} last step from t = {float(times[-2]):.2f} to 0; nodes above t = 0.5: {int((times > 0.5).sum())} of 11")
+    print(
+        f"{name:30} last step from t = {float(times[-2]):.2f} to 0; nodes above t = 0.5:"
+        f" {int((times > 0.5).sum())} of 11"
+    )
 
 # %% [markdown]
 # The grid matters for credit. In Flow-GRPO and TP-GRPO the last step is an ODE step, which is not a decision. On FLUX's grid this is a long step. On the grid of SD3.5 it is very short: its scheduler shifts a base grid that ends at its own smallest time instead of 0. So the long step is the one before, which is stochastic. For this reason, always take the grid from the model's scheduler, not from a formula.
@@ -226,10 +290,22 @@ for name, network in networks.items():
     total, layers = sum(p.numel() for p in network.parameters()), attention_layers(network)
     trained = lora_parameters(layers, 32)
     print(
-        f"{name:13} {total / 1e9:5.2f} billion weights; LoRA rank 32 on {len(layers)} layers trains {trained / 1e6:.1f} million, {trained / total:.1%}"
+        f"{name:13} {total / 1e9:5.2f} billion weights; LoRA rank 32 on {len(layers)} layers"
+        f" trains {trained / 1e6:.1f} million, {trained / total:.1%}"
     )
-print("the library counts for our policy:", sum(p.numel() for p in policy.trainable().values()), end=", ")
-print("and we:", lora_parameters(attention_layers(tiny_sd3().transformer), TINY.lora_rank) if not MODEL else "see above")
+print(
+    "the library counts for our policy:",
+    sum(p.numel() for p in policy.trainable().values()),
+    end=", ",
+)
+print(
+    "and we:",
+    (
+        lora_parameters(attention_layers(tiny_sd3().transformer), TINY.lora_rank)
+        if not MODEL
+        else "see above"
+    ),
+)
 
 # %% [markdown]
 # Each trained number is stored in float32, with a gradient, two moments of Adam and a running average: 20 bytes. The bars of the first figure contain these bytes.
@@ -267,13 +343,13 @@ lesson.check_folded(folded)
 # %% [markdown]
 # ## Guidance is part of the policy
 #
-# Classifier-free guidance (Ho & Salimans 2022, arXiv 2207.12598) evaluates the network twice: with the prompt, and with a negative prompt, which is usually empty. It extrapolates from the second velocity to the first and beyond.
+# Classifier-free guidance (Ho & Salimans 2022, arXiv 2207.12598) evaluates the network twice: with the prompt, and with a negative prompt, which is usually empty. The guided velocity is on the straight line through both. The *guidance scale* $\gamma$ is the position on it: 0 is the negative prompt's velocity, 1 the prompt's, and larger scales extrapolate beyond.
 #
 # ### Exercise 4 · guidance
 #
 # *Difficulty: easy · kind: formula · importance: essential · time: 3 minutes*
 #
-# Return $v_\text{neg} + \gamma\,(v_\text{prompt} - v_\text{neg})$ with the guidance scale $\gamma$. Before you read on, decide what scales 1 and 0 give.
+# Return the guided velocity. Is there a scale with which the result does not change if both velocities are swapped?
 
 
 # %% tags=["exercise"]
@@ -283,7 +359,7 @@ def guided(prompt, negative, scale):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Test your formula with scales 1 and 0: they must give the prompt's velocity and the negative one.
+# **Hint.** Which vector leads from the negative velocity to the prompt's? Start at the negative velocity and follow it $\gamma$ times. Test the scales 0 and 1.
 
 
 # %% tags=["solution"]
@@ -296,7 +372,7 @@ def guided(prompt, negative, scale):
 lesson.check_guided(guided)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Scale 1 is the prompt's own velocity: no guidance. Scale 0 ignores the prompt. Papers differ in the definition of the scale; diffusers and `flowrl` use this one. FLUX.1-dev also has a *distilled* guidance: the scale is an input of the network, which was trained to imitate the effect in one evaluation.
+# **Why.** $v_\text{neg} + \gamma\,(v_\text{prompt} - v_\text{neg})$. Scale 1 is the prompt's own velocity: no guidance. Scale 0 ignores the prompt, and 1/2, the mean of both, treats them alike. For $\gamma > 1$ the negative velocity has a negative weight. Papers differ in the definition of the scale; diffusers and `flowrl` use this one. FLUX.1-dev also has a *distilled* guidance: the scale is an input of the network, which was trained to imitate the effect in one evaluation.
 
 # %% [markdown]
 # With guidance the guided velocity moves the sample, so the guided velocity *is the policy*. The ratio compares the current policy with the one that sampled, and should be 1 before the first update.
@@ -333,16 +409,27 @@ generator = torch.Generator(strong.device).manual_seed(1)
 
 
 def ratios(sampled, evaluate):
-    """exp(new - old log-probability) over all decisions, with the current velocities `evaluate(node, time, condition)`."""
+    """exp(new - old log-probability) over all decisions, with the current velocities
+    `evaluate(node, time, condition)`.
+    """
     schedule, values = sampled.trajectories.schedule, []
     nodes, old = sampled.trajectories.nodes, sampled.trajectories.velocities
     condition = strong.encode(PROMPTS).repeat(groups.members)
     for step in sampled.trajectories.tree.drawn_steps:
         index = torch.full((groups.samples,), step, device=nodes.device)
         with torch.no_grad():
-            velocity = evaluate(nodes[:, step], schedule.network_timesteps[step].expand(groups.samples), condition)
-        now = log_prob(sampler.transition(nodes[:, step], velocity, schedule, index), nodes[:, step + 1])
-        then = log_prob(sampler.transition(nodes[:, step], old[:, step], schedule, index), nodes[:, step + 1])
+            velocity = evaluate(
+                nodes[:, step],
+                schedule.network_timesteps[step].expand(groups.samples),
+                condition,
+            )
+        now = log_prob(
+            sampler.transition(nodes[:, step], velocity, schedule, index), nodes[:, step + 1]
+        )
+        then = log_prob(
+            sampler.transition(nodes[:, step], old[:, step], schedule, index),
+            nodes[:, step + 1],
+        )
         values.append((now - then).exp())
     return torch.cat(values)
 
@@ -358,7 +445,9 @@ def reference(node, time, condition):
 
 
 start = groups.noise(strong.latent_shape, generator)
-sampled = rollout(strong, sampler, strong.schedule(STEPS), strong.encode(PROMPTS), start, generator, groups)
+sampled = rollout(
+    strong, sampler, strong.schedule(STEPS), strong.encode(PROMPTS), start, generator, groups
+)
 for name, evaluate in (
     ("guided, as sampled", strong.velocity),
     ("without guidance", unguided),
@@ -367,7 +456,12 @@ for name, evaluate in (
     values = ratios(sampled, evaluate)
     largest = float((values - 1).abs().max())
     size = (
-        "below 1e-6" if largest < 1e-6 else f"{largest:.3f}; {float((values < 1).float().mean()):.0%} of the ratios are below 1"
+        "below 1e-6"
+        if largest < 1e-6
+        else (
+            f"{largest:.3f}; {float((values < 1).float().mean()):.0%} of the ratios are"
+            " below 1"
+        )
     )
     print(f"{name:22} largest |ratio - 1| = {size}")
 
@@ -385,13 +479,22 @@ for name, evaluate in (
 
 # %%
 half = load(dtype="bfloat16")
-sampled = rollout(half, sampler, half.schedule(STEPS), half.encode(PROMPTS), start, generator, groups)
+sampled = rollout(
+    half, sampler, half.schedule(STEPS), half.encode(PROMPTS), start, generator, groups
+)
 paths, schedule = sampled.trajectories, sampled.trajectories.schedule
 condition = half.encode(PROMPTS).repeat(groups.members)
 differences = {"rounded node": [], "bfloat16 transition": [], "other batch": [], "correct": []}
 for step in paths.tree.drawn_steps:
-    node, following, velocity = paths.nodes[:, step], paths.nodes[:, step + 1], paths.velocities[:, step]
-    index, time = torch.full((groups.samples,), step, device=node.device), schedule.network_timesteps[step].expand(groups.samples)
+    node, following, velocity = (
+        paths.nodes[:, step],
+        paths.nodes[:, step + 1],
+        paths.velocities[:, step],
+    )
+    index, time = (
+        torch.full((groups.samples,), step, device=node.device),
+        schedule.network_timesteps[step].expand(groups.samples),
+    )
     gaussian = sampler.transition(node, velocity, schedule, index)
     old = log_prob(gaussian, following)
     differences["rounded node"].append(log_prob(gaussian, following.bfloat16().float()) - old)
@@ -399,12 +502,24 @@ for step in paths.tree.drawn_steps:
     differences["bfloat16 transition"].append(log_prob(rough, following) - old)
     with torch.no_grad():
         alone = torch.cat(
-            [half.velocity(node[i : i + 1], time[:1], condition.take(index[i : i + 1] * 0 + i)) for i in range(groups.samples)]
+            [
+                half.velocity(
+                    node[i : i + 1], time[:1], condition.take(index[i : i + 1] * 0 + i)
+                )
+                for i in range(groups.samples)
+            ]
         )
         same = half.velocity(node, time, condition)
-    differences["other batch"].append(log_prob(sampler.transition(node, alone, schedule, index), following) - old)
-    differences["correct"].append(log_prob(sampler.transition(node, same, schedule, index), following) - old)
-floors = {name: float((torch.cat(values).exp() - 1).abs().max()) for name, values in differences.items()}
+    differences["other batch"].append(
+        log_prob(sampler.transition(node, alone, schedule, index), following) - old
+    )
+    differences["correct"].append(
+        log_prob(sampler.transition(node, same, schedule, index), following) - old
+    )
+floors = {
+    name: float((torch.cat(values).exp() - 1).abs().max())
+    for name, values in differences.items()
+}
 for name, floor in floors.items():
     print(f"{name:20} largest |ratio - 1| = {floor:.1e}")
 
@@ -416,13 +531,28 @@ for name, floor in floors.items():
 
 # %% tags=["hide-input"]
 figure, axes = panels(1, width=6.4, height=2.4)
-axes.barh(list(floors), [max(floor, 1e-8) for floor in floors.values()], color=[ACCENT, ACCENT, NOISE, DATA], height=0.6)
+axes.barh(
+    list(floors),
+    [max(floor, 1e-8) for floor in floors.values()],
+    color=[ACCENT, ACCENT, NOISE, DATA],
+    height=0.6,
+)
 for row, floor in enumerate(floors.values()):
-    axes.text(max(floor, 1e-8) * 1.3, row, f"{floor:.0e}" if floor else "0", va="center", fontsize=9)
-for clip, name, side in ((1e-5, "TP-GRPO's clip range ", "right"), (1e-4, " Flow-GRPO's clip range", "left")):
+    axes.text(
+        max(floor, 1e-8) * 1.3, row, f"{floor:.0e}" if floor else "0", va="center", fontsize=9
+    )
+for clip, name, side in (
+    (1e-5, "TP-GRPO's clip range ", "right"),
+    (1e-4, " Flow-GRPO's clip range", "left"),
+):
     axes.axvline(clip, color="#22252b", linewidth=0.8, linestyle=":")
     axes.text(clip, 3.5, name, fontsize=8, va="center", ha=side)
-axes.set(xscale="log", xlim=(1e-8, 1), xlabel="largest |ratio - 1| before any update", ylim=(3.8, -0.6))
+axes.set(
+    xscale="log",
+    xlim=(1e-8, 1),
+    xlabel="largest |ratio - 1| before any update",
+    ylim=(3.8, -0.6),
+)
 axes.set_title("Rounding errors and clip ranges")
 clean(axes)
 plt.show()
@@ -481,7 +611,9 @@ lesson.check_first_iterations(first_iterations)
 
 # %% tags=["exercise"]
 def arithmetic(groups, group_size, steps, minibatches, micro_batch, processes):
-    """Trajectories of a process, pairs of a mini-batch, its backward passes on a process; `steps` counts stochastic steps."""
+    """Trajectories of a process, pairs of a mini-batch, its backward passes on a process;
+    `steps` counts stochastic steps.
+    """
     return ..., ..., ...
 
 
@@ -491,7 +623,9 @@ def arithmetic(groups, group_size, steps, minibatches, micro_batch, processes):
 
 # %% tags=["solution"]
 def arithmetic(groups, group_size, steps, minibatches, micro_batch, processes):
-    """Trajectories of a process, pairs of a mini-batch, its backward passes on a process; `steps` counts stochastic steps."""
+    """Trajectories of a process, pairs of a mini-batch, its backward passes on a process;
+    `steps` counts stochastic steps.
+    """
     trajectories = math.ceil(groups / processes) * group_size
     pairs = math.ceil(groups * group_size / minibatches) * steps
     return trajectories, pairs, math.ceil(pairs / processes / micro_batch)
@@ -507,7 +641,8 @@ lesson.check_arithmetic(arithmetic)
 for processes in (1, 8, 24):
     trajectories, pairs, passes = arithmetic(48, 24, 9, 2, 8, processes)
     print(
-        f"Flow-GRPO's 48 x 24 on {processes:2} GPUs: {trajectories:5} trajectories per GPU, mini-batches of {pairs:,} pairs, {passes:3} backward passes per GPU"
+        f"Flow-GRPO's 48 x 24 on {processes:2} GPUs: {trajectories:5} trajectories per GPU,"
+        f" mini-batches of {pairs:,} pairs, {passes:3} backward passes per GPU"
     )
 
 # %% [markdown]
@@ -576,7 +711,9 @@ for size in (512, 1024):
     gigabytes = [trajectory_gigabytes(samples, 10, elements) for samples in (24, 144, 1152)]
     print(
         f"{size:4} px: {elements:,} numbers a latent;",
-        ", ".join(f"{n} samples {g:.2f} GB" for n, g in zip((24, 144, 1152), gigabytes, strict=True)),
+        ", ".join(
+            f"{n} samples {g:.2f} GB" for n, g in zip((24, 144, 1152), gigabytes, strict=True)
+        ),
     )
 
 # %% [markdown]
@@ -605,18 +742,31 @@ network, decoder = networks["sd3.5-medium"].requires_grad_(False), real.build_de
 latent = torch.empty(1, 16, 64, 64, device="meta")
 words = torch.empty(1, real.text_tokens, real.text_width, device="meta")
 inputs = dict(
-    encoder_hidden_states=words, pooled_projections=torch.empty(1, 2048, device="meta"), timestep=torch.empty(1, device="meta")
+    encoder_hidden_states=words,
+    pooled_projections=torch.empty(1, 2048, device="meta"),
+    timestep=torch.empty(1, device="meta"),
 )
 forward = operations(lambda: network(hidden_states=latent, **inputs))
-both = operations(lambda: network(hidden_states=latent.clone().requires_grad_(), **inputs).sample.sum().backward())
+both = operations(
+    lambda: (
+        network(hidden_states=latent.clone().requires_grad_(), **inputs)
+        .sample.sum()
+        .backward()
+    )
+)
 decode = operations(lambda: decoder.decode(latent))
 print(
-    f"one latent, in 10^12 operations: forward {forward:.2f}, backward with frozen weights {both - forward:.2f}, decoded image {decode:.2f}"
+    f"one latent, in 10^12 operations: forward {forward:.2f}, backward with frozen weights"
+    f" {both - forward:.2f}, decoded image {decode:.2f}"
 )
-plans = {name: plan(preset(f"sd3.5-medium,{name},ocr").apply()) for name in ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")}
+plans = {
+    name: plan(preset(f"sd3.5-medium,{name},ocr").apply())
+    for name in ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
+}
 for name, counts in plans.items():
     print(
-        f"{name:18} sampling {counts.nfe:5,} evaluations, update {counts.train_nfe:,} ({counts.gradient_nfe} with gradient), {counts.reward_calls} rewards"
+        f"{name:18} sampling {counts.nfe:5,} evaluations, update {counts.train_nfe:,}"
+        f" ({counts.gradient_nfe} with gradient), {counts.reward_calls} rewards"
     )
 
 # %% [markdown]
@@ -655,13 +805,19 @@ lesson.check_iteration(iteration_passes)
 # To get a timeline from these counts, we need rates, which depend on the machine. The next cell *assumes* three; replace them by your own measurements. The counts are those of the plan.
 
 # %%
-RATE, DECODE_RATE = 300.0, 60.0  # assumed: 10^12 operations per second of the network in bfloat16, of the decoder in float32
+# assumed: 10^12 operations per second of the network in bfloat16, of the decoder in float32
+RATE, DECODE_RATE = 300.0, 60.0
 REWARD = 0.02  # assumed: seconds for the reward of one image
 timelines = {}
 for name, counts in plans.items():
     branches = 2 if name == "tp-grpo" else 1  # the presets follow the released codes
     sampling, update = iteration_passes(
-        counts.nfe, counts.train_nfe, counts.gradient_nfe, counts.passes_per_evaluation, branches, both / forward - 1
+        counts.nfe,
+        counts.train_nfe,
+        counts.gradient_nfe,
+        counts.passes_per_evaluation,
+        branches,
+        both / forward - 1,
     )
     images = counts.reward_calls
     timelines[name] = {
@@ -674,7 +830,8 @@ for name, counts in plans.items():
     total = sum(parts.values())
     shares = ", ".join(f"{part} {seconds / total:.0%}" for part, seconds in parts.items())
     print(
-        f"{name:18} {sampling:6,.0f} forward passes in sampling, {update:5,.0f} in the update; time at the assumed rates: {shares}"
+        f"{name:18} {sampling:6,.0f} forward passes in sampling, {update:5,.0f} in the update;"
+        f" time at the assumed rates: {shares}"
     )
 
 # %% tags=["hide-input"]
@@ -683,12 +840,20 @@ shades = {"sampling": DATA, "decoding": OTHERS[0], "reward": NOISE, "update": AC
 for row, parts in enumerate(timelines.values()):
     begin = 0.0
     for part, seconds in parts.items():
-        axes.barh(row, seconds, left=begin, color=shades[part], height=0.6, label=part if row == 0 else None)
+        axes.barh(
+            row,
+            seconds,
+            left=begin,
+            color=shades[part],
+            height=0.6,
+            label=part if row == 0 else None,
+        )
         begin += seconds
 axes.set_yticks(range(len(timelines)), list(timelines))
 axes.invert_yaxis()
 axes.set(
-    xlabel="seconds of one GPU at the assumed rates (not measured)", title="One iteration: SD3.5-Medium, 512 px, 96 trajectories"
+    xlabel="seconds of one GPU at the assumed rates (not measured)",
+    title="One iteration: SD3.5-Medium, 512 px, 96 trajectories",
 )
 axes.legend(frameon=False, fontsize=8, loc="upper right")
 clean(axes)
@@ -711,21 +876,34 @@ interactive("budget", members=24, reference=True)
 # Finally we train with TP-GRPO and Flow-GRPO, with redness as the reward. With `MODEL` set this is a real (if short) run; the tiny random network shows that all parts work together.
 
 # %%
-REDNESS = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3)))
-optimizer = partial(torch.optim.AdamW, lr=3e-4 if MODEL else 5e-2, betas=(0.9, 0.99), weight_decay=1e-4)
+REDNESS = FunctionReward(
+    lambda images, prompts: images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
+)
+optimizer = partial(
+    torch.optim.AdamW, lr=3e-4 if MODEL else 5e-2, betas=(0.9, 0.99), weight_decay=1e-4
+)
 updates = Updates(minibatches=1, micro_batch=4 if MODEL else 64, ema_decay=0.0)
-numbers = {"groups": 4, "members": 6, "steps": STEPS, "max_batch": 8 if MODEL else 64, "optimizer": optimizer, "updates": updates}
+numbers = {
+    "groups": 4,
+    "members": 6,
+    "steps": STEPS,
+    "max_batch": 8 if MODEL else 64,
+    "optimizer": optimizer,
+    "updates": updates,
+}
 histories, trained = {}, {}
 for make in (flow_grpo, tp_grpo):
-    method = replace(make(), loss=ClippedLoss(clip_range=1e-2))  # Flow-SDE with a = 0.7 on all steps but the last
+    # Flow-SDE with a = 0.7 on all steps but the last
+    method = replace(make(), loss=ClippedLoss(clip_range=1e-2))
     trained[method.name] = load()
     trainer = Trainer(trained[method.name], method, REDNESS, PROMPTS, **numbers)
-    metrics = [trainer.iteration() for _ in range(10)]
+    metrics = [trainer.iteration() for _ in progress(range(10), "iteration")]
     history = histories[method.name] = [row["reward_mean"] for row in metrics]
     first = metrics[0]
     noise_floor = "below 1e-5" if first["ratio_noise"] < 1e-5 else first["ratio_noise"]
     print(
-        f"{method.name:10} ratio_noise {noise_floor}, {first['nfe']} network evaluations per iteration, redness {history[0]:.3f} -> {history[-1]:.3f}"
+        f"{method.name:10} ratio_noise {noise_floor}, {first['nfe']} network evaluations per"
+        f" iteration, redness {history[0]:.3f} -> {history[-1]:.3f}"
     )
 
 # %% [markdown] tags=["expected"]
@@ -736,7 +914,14 @@ for make in (flow_grpo, tp_grpo):
 figure, axes = panels(1, width=4.8, height=2.8)
 for name, history in histories.items():
     axes.plot(range(1, len(history) + 1), history, "o-", color=COLOURS[name], markersize=3)
-    axes.annotate(name, (len(history), history[-1]), xytext=(4, 0), textcoords="offset points", color=COLOURS[name], fontsize=9)
+    axes.annotate(
+        name,
+        (len(history), history[-1]),
+        xytext=(4, 0),
+        textcoords="offset points",
+        color=COLOURS[name],
+        fontsize=9,
+    )
 axes.set(
     xlabel="iteration",
     ylabel="mean reward (redness)",
@@ -763,12 +948,25 @@ best = trained["tp-grpo"]
 with tempfile.TemporaryDirectory() as folder:
     best.save(Path(folder) / "lora")
     print("written:", [path.name for path in (Path(folder) / "lora").iterdir()])
-    pipe = type(best.pipe).from_pretrained(MODEL, torch_dtype=best.dtype).to(best.device) if MODEL else tiny_sd3()
+    pipe = (
+        type(best.pipe).from_pretrained(MODEL, torch_dtype=best.dtype).to(best.device)
+        if MODEL
+        else tiny_sd3()
+    )
     pipe.load_lora_weights(Path(folder) / "lora")
 pipe.set_progress_bar_config(disable=True)
-size = dict(height=best.options.size[0], width=best.options.size[1], max_sequence_length=best.options.max_sequence_length or 256)
+size = dict(
+    height=best.options.size[0],
+    width=best.options.size[1],
+    max_sequence_length=best.options.max_sequence_length or 256,
+)
 plain = pipe(
-    [p.text for p in PROMPTS], latents=noise, num_inference_steps=STEPS, guidance_scale=1.0, output_type="pt", **size
+    [p.text for p in PROMPTS],
+    latents=noise,
+    num_inference_steps=STEPS,
+    guidance_scale=1.0,
+    output_type="pt",
+    **size,
 ).images
 ours = best.decode(solve(best, best.schedule(STEPS), best.encode(PROMPTS), noise, Usage()))
 before = policy.decode(latents)
@@ -776,7 +974,10 @@ print(
     "largest difference between plain diffusers and ours:",
     "below 1e-5" if (plain - ours).abs().max() < 1e-5 else float((plain - ours).abs().max()),
 )
-print(f"largest difference between before and after training: {float((ours - before).abs().max()):.2f}")
+print(
+    "largest difference between before and after training:"
+    f" {float((ours - before).abs().max()):.2f}"
+)
 show_images(ImageRow(before.cpu(), label="before"), ImageRow(ours.cpu(), label="after"))
 plt.show()
 

@@ -25,34 +25,69 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from flowrl.credit import DepthRelative, SiblingRelative, StepwiseGain, Uniform, group_deviations
+from flowrl.credit import (
+    DepthRelative,
+    SiblingRelative,
+    StepwiseGain,
+    Uniform,
+    group_deviations,
+)
 from flowrl.probes import Branch, Comb
 from flowrl.rollout import Groups, Usage
-from flowrl.bench.gradients import RawCredit, Setting, alignment, assigned, pathwise_gradients, policy_gradients
+from flowrl.bench.gradients import (
+    RawCredit,
+    Setting,
+    alignment,
+    assigned,
+    pathwise_gradients,
+    policy_gradients,
+)
 from flowrl.bench.true_advantage import compare_credit, true_advantages
 from flowrl_course import lesson_12 as lesson
-from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, OTHERS, clean, panels, plane, target
+from flowrl_course.figures import (
+    ACCENT,
+    COLOURS,
+    DATA,
+    NOISE,
+    OTHERS,
+    clean,
+    panels,
+    plane,
+    target,
+)
+from flowrl_course.progress import progress
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
-SPLITS = Branch({0: 2, 2: 2})  # steps 0 to 4 are decisions 0 to 4 in this world; the trajectory splits at two of them
+# steps 0 to 4 are decisions 0 to 4 in this world; the trajectory splits at two of them
+SPLITS = Branch({0: 2, 2: 2})
 MEMBERS = 12  # leaves of a prompt: 3 trees of 4 leaves
 
 trainer = start()
-beginning = Setting(trainer.policy, trainer.draw_sampler(), trainer.schedule, trainer.reward, trainer.prompts.prompts)
+beginning = Setting(
+    trainer.policy,
+    trainer.draw_sampler(),
+    trainer.schedule,
+    trainer.reward,
+    trainer.prompts.prompts,
+)
 
 
 def sampled(probe, usage=None):
     """Trees of all 18 prompts, or independent trajectories."""
-    return beginning.rollout(Groups(18, MEMBERS), torch.Generator().manual_seed(0), probe, usage, max_batch=8192)
+    return beginning.rollout(
+        Groups(18, MEMBERS), torch.Generator().manual_seed(0), probe, usage, max_batch=8192
+    )
 
 
 usage = Usage()
 rollout = sampled(SPLITS, usage)
 record = beginning.experience(rollout)
-values, decisions = record.values, record.decisions  # [prompt, member, decision+1]: 18 prompts, 12 leaves, 6 columns
+# [prompt, member, decision+1]: 18 prompts, 12 leaves, 6 columns
+values, decisions = record.values, record.decisions
 tree = decisions.tree
-estimated = tree.values(values[..., -1])  # the value of every state [prompt, unit], from the rewards of the leaves
+# the value of every state [prompt, unit], from the rewards of the leaves
+estimated = tree.values(values[..., -1])
 
 
 def draw_tree(axes, tree, heights, units):
@@ -60,8 +95,17 @@ def draw_tree(axes, tree, heights, units):
     for unit in units:
         above = int(tree.parent[unit])
         if above >= 0:
-            look = {"linestyle": "-", "color": DATA} if tree.drawn[unit] else {"linestyle": (0, (2, 2)), "color": "#a9adb5"}
-            axes.plot([tree.node[above], tree.node[unit]], [heights[above], heights[unit]], linewidth=1.2, **look)
+            look = (
+                {"linestyle": "-", "color": DATA}
+                if tree.drawn[unit]
+                else {"linestyle": (0, (2, 2)), "color": "#a9adb5"}
+            )
+            axes.plot(
+                [tree.node[above], tree.node[unit]],
+                [heights[above], heights[unit]],
+                linewidth=1.2,
+                **look,
+            )
 
 
 def opening():
@@ -81,8 +125,14 @@ def opening():
     shown = left.scatter(*points[units].T, c=heights[units], s=26, zorder=2, **colours)
     left.scatter(*target(beginning.prompts[prompt]), marker="x", s=90, color=ACCENT, zorder=3)
     draw_tree(right, tree, heights, units)
-    right.scatter(tree.node[units], heights[units], c=heights[units], s=26, zorder=2, **colours)
-    right.set(xlabel="node (0 = noise, 10 = finished)", ylabel="mean reward of the leaves behind the state", ylim=(-0.03, 1.03))
+    right.scatter(
+        tree.node[units], heights[units], c=heights[units], s=26, zorder=2, **colours
+    )
+    right.set(
+        xlabel="node (0 = noise, 10 = finished)",
+        ylabel="mean reward of the leaves behind the state",
+        ylim=(-0.03, 1.03),
+    )
     right.set_title("Values (solid: decisions, dashed: ODE)")
     clean(right)
     figure.colorbar(shown, ax=right, label="value")
@@ -105,40 +155,49 @@ opening()
 #
 # $$V(u) = \frac{1}{|L(u)|}\sum_{\ell \in L(u)} R_\ell.$$
 #
-# ### Exercise 1 · leaf means
+# ### Exercise 1 · a value from its children
 #
-# *Difficulty: easy · kind: formula · importance: essential · time: 4 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 5 minutes*
 #
-# `rewards` is `[prompt, leaf]`; `passes` `[leaf, unit]` is 1 if a leaf's trajectory passes a state, else 0. Return $V$, `[prompt, unit]`. The numbers of leaves may differ.
+# The children of a state may have different numbers of leaves. `values` `[prompt, child]` are the children's $V$, `leaves` `[child]` their numbers of leaves. Return the parent's $V$, `[prompt]`, without the rewards. When is it the plain mean of the children's values?
 
 
 # %% tags=["exercise"]
-def leaf_values(rewards, passes):
-    """The mean reward of the leaves behind every state."""
+def parent_value(values, leaves):
+    """The value of a state from those of its children."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** One matrix product gives all sums of rewards. The column sums of `passes` are the numbers of leaves.
+# **Hint.** What is the sum of the rewards behind a child, in terms of its $V$ and its number of leaves? Add up the sums of all children.
 
 
 # %% tags=["solution"]
+def parent_value(values, leaves):
+    """The value of a state from those of its children."""
+    return (values * leaves).sum(dim=-1) / leaves.sum()
+
+
+# %%
+lesson.check_parent(parent_value)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** Every leaf counts once, so a child counts as often as it has leaves. The plain mean is the same if siblings have equally many leaves. Otherwise it is another estimate of $V^*$ (`mean="child"` in `flowrl`). Both are unbiased as long as the shape of the tree does not depend on rewards. In `flowrl`: `tree.values`. The value table `[prompt, member, decision+1]` has $V$ of the states from which a member's decisions start, and the member's own reward in the last column (`tree.value_table`).
+
+
+# %%
 def leaf_values(rewards, passes):
-    """The mean reward of the leaves behind every state."""
+    """The mean reward of the leaves behind every state [prompt, unit]."""
     return (rewards @ passes) / passes.sum(dim=0)
 
 
-# %%
-lesson.check_values(leaf_values)
-
-# %% [markdown] tags=["explanation"]
-# **Why.** Column $u$ of `passes` selects the leaves behind $u$, so the product sums their rewards and the column sum counts them. In `flowrl`: `tree.values`. The value table `[prompt, member, decision+1]` has $V$ of the states from which a member's decisions start, and the member's own reward in the last column (`tree.value_table`). (The mean of the *children's* values is another option, `mean="child"`. Both are the same if siblings have equally many leaves, and both are unbiased as long as the shape of the tree does not depend on rewards.)
-
-# %%
 ours = leaf_values(values[..., -1], tree.passes.float())
 print(f"largest difference from the library: {float((ours - estimated).abs().max()):.0e}")
 print(f"states of a group by node: {tree.counts}")
-print(f"network evaluations of a group: {usage.nfe // 18}; 12 independent trajectories of 10 steps take 120")
+print(
+    f"network evaluations of a group: {usage.nfe // 18}; 12 independent trajectories of 10"
+    " steps take 120"
+)
 
 # %% [markdown] tags=["expected"]
 # largest difference from the library: 0..1e-5
@@ -160,7 +219,10 @@ print(f"network evaluations of a group: {usage.nfe // 18}; 12 independent trajec
 
 # %%
 plain = sampled(RawCredit().probe)
-truths = {name: true_advantages(beginning, result, 128) for name, result in (("plain", plain), ("tree", rollout))}
+truths = {
+    name: true_advantages(beginning, result, 128)
+    for name, result in progress([("plain", plain), ("tree", rollout)], "true advantages,")
+}
 
 
 def within(table):
@@ -170,12 +232,26 @@ def within(table):
 
 truth = truths["plain"]
 variance = within(truth.values) - truth.errors.square().mean((0, 1))
-beginnings = within(truth.state_values[..., :1]) - truth.state_errors[..., :1].square().mean((0, 1))
+beginnings = within(truth.state_values[..., :1]) - truth.state_errors[..., :1].square().mean(
+    (0, 1)
+)
 total = within(truth.state_values[..., -1:])
-print("variance of V*_0, the initial noise:     " + " ".join(f"{value:.4f}" for value in beginnings))
-print("variance of A*_k, decisions 0 to 4:      " + " ".join(f"{value:.4f}" for value in variance))
-print(f"their sum: {float(variance.sum() + beginnings.sum()):.3f}; variance of R: {float(total):.3f}")
-print("share of each decision:                  " + " ".join(f"{value:.0%}" for value in variance / total))
+print(
+    "variance of V*_0, the initial noise:     "
+    + " ".join(f"{value:.4f}" for value in beginnings)
+)
+print(
+    "variance of A*_k, decisions 0 to 4:      "
+    + " ".join(f"{value:.4f}" for value in variance)
+)
+print(
+    f"their sum: {float(variance.sum() + beginnings.sum()):.3f}; variance of R:"
+    f" {float(total):.3f}"
+)
+print(
+    "share of each decision:                  "
+    + " ".join(f"{value:.0%}" for value in variance / total)
+)
 
 # %% [markdown]
 # The sum of the variances is that of $R$, up to the sampling error. No decision holds more than a quarter of it, so most of a decision's uniform credit is the luck of the others.
@@ -208,7 +284,9 @@ def sibling_credit(values, parent):
     for above in parent[parent >= 0].unique():
         family = parent == above
         same = values[:, family]
-        credit[:, family] = (same - same.mean(1, keepdim=True)) / (same.std(1, keepdim=True, unbiased=False) + 1e-4)
+        credit[:, family] = (same - same.mean(1, keepdim=True)) / (
+            same.std(1, keepdim=True, unbiased=False) + 1e-4
+        )
     return credit
 
 
@@ -222,11 +300,19 @@ lesson.check_siblings(sibling_credit)
 credit = SiblingRelative(probe=SPLITS).assign(values, decisions)  # [prompt, member, decision]
 ours = tree.decision_table(sibling_credit(estimated, tree.parent))
 print("same as the library:", torch.allclose(ours, credit, atol=1e-5))
-print("mean |A| per decision: " + " ".join(f"{value:.3f}" for value in credit.abs().mean((0, 1))))
+print(
+    "mean |A| per decision: " + " ".join(f"{value:.3f}" for value in credit.abs().mean((0, 1)))
+)
 small = estimated[0, tree.at(3)].view(-1, 2)
-print("pairs of siblings after decision 2: " + "  ".join(f"{a:.2f}|{b:.2f}" for a, b in small.tolist()))
+print(
+    "pairs of siblings after decision 2: "
+    + "  ".join(f"{a:.2f}|{b:.2f}" for a, b in small.tolist())
+)
 pairs = sibling_credit(estimated, tree.parent)[0, tree.at(3)].view(-1, 2)
-print("their Z:                            " + "  ".join(f"{a:+.2f}|{b:+.2f}" for a, b in pairs.tolist()))
+print(
+    "their Z:                            "
+    + "  ".join(f"{a:+.2f}|{b:+.2f}" for a, b in pairs.tolist())
+)
 
 # %% [markdown]
 # **Z over two siblings is always ±1**, whatever their difference, because the standard deviation of two numbers is half of their difference. (The $10^{-4}$ has an effect only if the two are nearly equal.) So with two siblings the rule keeps only the sign: a split that decides everything gets the same credit as one that decides nothing. If decisions differ in importance, leave the differences in units of the reward (`SiblingRelative(normalise=False)`), or use
@@ -278,7 +364,9 @@ def measured(count, leave_one_out=False):
     """The slope for families of `count` siblings."""
     generator = torch.Generator().manual_seed(0)
     worth, noise = torch.randn(2, 100_000, count, generator=generator)
-    return shrinkage(worth, torch.randn(100_000, 1, generator=generator) + worth + noise, leave_one_out)
+    return shrinkage(
+        worth, torch.randn(100_000, 1, generator=generator) + worth + noise, leave_one_out
+    )
 
 
 figure, axes = panels(width=5.2, height=2.8)
@@ -332,13 +420,21 @@ lesson.check_largest_part(largest_part)
 # The next cell computes the deviations of each part, from the siblings' mean and from the mean of the prompt's states at that node.
 
 # %%
-before, after = truths["tree"].state_values[..., :-1], truths["tree"].state_values[..., 1:]  # V of parent and of child
-tables = {"before": before, "own": after - before, "after": values[..., 1:] - after}  # [prompt, member, decision]
-parts = {name: tree.edge_means(part) for name, part in tables.items()}  # [prompt, unit]: once per edge, not per member
+# V of parent and of child
+before, after = truths["tree"].state_values[..., :-1], truths["tree"].state_values[..., 1:]
+# [prompt, member, decision]
+tables = {"before": before, "own": after - before, "after": values[..., 1:] - after}
+# [prompt, unit]: once per edge, not per member
+parts = {name: tree.edge_means(part) for name, part in tables.items()}
 groups = {"siblings": tree.parent, "depth": tree.node}
 sizes = {
     rule: {
-        part: torch.stack([group_deviations(numbers, group)[:, tree.at(node)].square().mean() for node in range(1, 6)])
+        part: torch.stack(
+            [
+                group_deviations(numbers, group)[:, tree.at(node)].square().mean()
+                for node in range(1, 6)
+            ]
+        )
         for part, numbers in parts.items()
     }
     for rule, group in groups.items()
@@ -350,9 +446,12 @@ for rule, by_part in sizes.items():
     everything = torch.stack(list(by_part.values())).sum(0)
     shares = (by_part["own"] / everything).nan_to_num()
     print("  own / all: " + " ".join(f"{share:.0%}" for share in shares))
-    others = [(2 if rule == "siblings" else tree.counts[node]) for node in range(1, 6)]  # states in the mean
+    # states in the mean
+    others = [(2 if rule == "siblings" else tree.counts[node]) for node in range(1, 6)]
     scaled = [float(everything[k]) * (n / (n - 1)) ** 2 for k, n in enumerate(others)]
-    print("  all, with the mean of the others: " + " ".join(f"{number:.3f}" for number in scaled))
+    print(
+        "  all, with the mean of the others: " + " ".join(f"{number:.3f}" for number in scaled)
+    )
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.2, height=3.0, sharey=True)
@@ -364,7 +463,9 @@ for cell, by_part in zip(axes, sizes.values(), strict=True):
         bottom += numbers
     cell.set(xlabel="decision (splits at 0 and 2)", xticks=range(5), ylim=(0, 0.09))
     clean(cell)
-axes[0].set(ylabel="mean square of the parts (reward²)", title="Siblings: the part from before is 0")
+axes[0].set(
+    ylabel="mean square of the parts (reward²)", title="Siblings: the part from before is 0"
+)
 axes[1].set_title("Depth: late decisions get the ancestors' luck")
 axes[0].legend(frameon=False)
 plt.show()
@@ -415,8 +516,14 @@ by_edge = edge_shares(published.counts)
 by_leaf = published.leaves / published.leaves[published.node > 0].sum()
 by_leaf = torch.stack([by_leaf[published.at(node)].sum() for node in range(1, 21)])
 print("BranchGRPO's tree, states by node:", published.counts)
-print(f"step 0:  {by_edge[0]:.2%} of the loss with edge weights, {by_leaf[0]:.2%} with leaf weights")
-print(f"step 19: {by_edge[-1]:.2%} of the loss with edge weights, {by_leaf[-1]:.2%} with leaf weights")
+print(
+    f"step 0:  {by_edge[0]:.2%} of the loss with edge weights, {by_leaf[0]:.2%} with leaf"
+    " weights"
+)
+print(
+    f"step 19: {by_edge[-1]:.2%} of the loss with edge weights, {by_leaf[-1]:.2%} with leaf"
+    " weights"
+)
 
 # %% [markdown]
 # Edge weights turn the gradient towards the late steps, independently of the credit rule. This can be a deliberate choice, but it is not the objective of the papers' equations.
@@ -488,7 +595,10 @@ lesson.check_shape(roots, children)
 # %%
 for steps in ((2, 3, 4), (0, 3, 4), (0, 1, 2)):
     needed = evaluations(2, dict.fromkeys(steps, 2), 10)
-    print(f"two roots, splits in two at decisions {', '.join(map(str, steps))}: 16 leaves, {needed} evaluations")
+    print(
+        f"two roots, splits in two at decisions {', '.join(map(str, steps))}: 16 leaves,"
+        f" {needed} evaluations"
+    )
 
 # %% [markdown]
 # The update shares evaluations too: it needs one per *parent*, whose children have the same transition (`flowrl` expands the pairs after the network). The next cell counts both for the published shapes. (A comb is a trunk of ODE steps with draws at some of them, each finished by the ODE. Its decisions are the draws. Every member has one drawn transition: its row of `decisions.drawn` `[member, decision]` has a single True, and the mask leaves out the rest.)
@@ -497,7 +607,9 @@ for steps in ((2, 3, 4), (0, 3, 4), (0, 1, 2)):
 # %%
 def shape_of(probe, steps, decisions, members):
     """The tree of one group."""
-    return probe.tree(steps, tuple(decisions), members, False, torch.Generator().manual_seed(0))
+    return probe.tree(
+        steps, tuple(decisions), members, False, torch.Generator().manual_seed(0)
+    )
 
 
 shapes = {
@@ -510,10 +622,15 @@ shapes = {
     "Granular-GRPO, stride 1": shape_of(Comb(branches=12), 16, range(8), 96),
     "Granular-GRPO": shape_of(Comb(branches=12, strides=(1, 2, 3)), 16, range(8), 288),
 }
-print(f"{'one group':<26}{'sampling':>9}{'leaves':>8}{'per leaf':>10}{'calls':>7}{'update':>8}")
+print(
+    f"{'one group':<26}{'sampling':>9}{'leaves':>8}{'per leaf':>10}{'calls':>7}{'update':>8}"
+)
 for name, shape in shapes.items():
     sampling, updates = sum(shape.counts[:-1]), len(shape.parent[shape.drawn].unique())
-    print(f"{name:<26}{sampling:>9,}{shape.members:>8}{sampling / shape.members:>10.2f}{shape.steps:>7}{updates:>8}")
+    print(
+        f"{name:<26}{sampling:>9,}{shape.members:>8}{sampling / shape.members:>10.2f}"
+        f"{shape.steps:>7}{updates:>8}"
+    )
 
 # %% [markdown]
 # "Sampling" and "update" are network evaluations. A group of 24 leaves from 3 roots needs half the evaluations of 24 independent trajectories, in both columns. TreeGRPO trains only the 13 states of its window. (BranchGRPO reports 13.68 per image; this number counts the finished states as well.) The saving has a statistical cost: leaves of one tree are dependent, so 24 leaves of 3 trees contain less information about the prompt than 24 trajectories.
@@ -538,13 +655,18 @@ for name, shape in shapes.items():
 figure, axes = panels(4, width=2.6, height=2.9)
 drawn = {
     "BranchGRPO": published,
-    "TempFlow-GRPO, one step": shape_of(Comb(branches=6, count=1, low=3, high=4), 10, range(10), 6),
-    "Granular-GRPO, one step": shape_of(Comb(branches=4, count=1, low=3, high=4, strides=(1, 2, 3)), 16, range(8), 12),
+    "TempFlow-GRPO, one step": shape_of(
+        Comb(branches=6, count=1, low=3, high=4), 10, range(10), 6
+    ),
+    "Granular-GRPO, one step": shape_of(
+        Comb(branches=4, count=1, low=3, high=4, strides=(1, 2, 3)), 16, range(8), 12
+    ),
     "TreeGRPO": shape_of(Branch({2: 3, 3: 3, 4: 3}), 10, range(2, 5), 27),
 }
 for cell, (name, shape) in zip(axes, drawn.items(), strict=True):
     order = torch.arange(shape.members).float()
-    draw_tree(cell, shape, (order @ shape.passes.float()) / shape.leaves, range(shape.units))  # heights: mean over leaves
+    # heights: mean over leaves
+    draw_tree(cell, shape, (order @ shape.passes.float()) / shape.leaves, range(shape.units))
     cell.set(xlabel="node", yticks=[], title=name)
     cell.spines[["top", "right", "left"]].set_visible(False)
 figure.suptitle("Four shapes: decisions are solid, ODE steps are dashed", fontsize=11)
@@ -558,17 +680,23 @@ plt.show()
 # %%
 RULES = {
     "uniform": (Uniform(), COLOURS["flow-grpo"]),
-    "depth": (DepthRelative(probe=SPLITS), OTHERS[3]),
-    "sibling": (SiblingRelative(probe=SPLITS), OTHERS[0]),
+    "depth": (DepthRelative(probe=SPLITS), COLOURS["depth"]),
+    "sibling": (SiblingRelative(probe=SPLITS), COLOURS["sibling"]),
     "gains": (StepwiseGain(probe=SPLITS), COLOURS["stepwise-flow-grpo"]),
 }
 print("correlation with A*   all decisions      decision 0    1     2     3     4")
 for name, (rule, _) in RULES.items():
     advantages = assigned(rule, record).advantages
-    report, credited = compare_credit(advantages, truths["tree"]), advantages.abs().mean((0, 1)) > 1e-5
+    report, credited = (
+        compare_credit(advantages, truths["tree"]),
+        advantages.abs().mean((0, 1)) > 1e-5,
+    )
     overall = report.overall.correlation
     interval = f"{overall.value:.2f} [{overall.low:.2f}, {overall.high:.2f}]"
-    by_step = [f"{report.per_step[i].correlation.value:5.2f}" if credited[i] else "    -" for i in range(5)]
+    by_step = [
+        f"{report.per_step[i].correlation.value:5.2f}" if credited[i] else "    -"
+        for i in range(5)
+    ]
     print(f"{name:<21} {interval:<24}" + " ".join(by_step))
 
 # %% [markdown]
@@ -603,18 +731,23 @@ direction = pathwise_gradients(beginning, batches=20, repeats=100, seed=1, decis
 candidates = {
     "12 trajectories, R - mean of others": RawCredit(),
     "sibling difference": SiblingRelative(probe=SPLITS, normalise=False),
-    "sibling, leave-one-out": SiblingRelative(probe=SPLITS, normalise=False, leave_one_out=True),
+    "sibling, leave-one-out": SiblingRelative(
+        probe=SPLITS, normalise=False, leave_one_out=True
+    ),
     "sibling, Z": RULES["sibling"][0],
     "gains, joint Z": RULES["gains"][0],
     "depth, Z": RULES["depth"][0],
 }
 print(f"{'':<38}{'cosine':>7}{'':<15}{'scale':>7}{'signal/noise of a batch':>26}{'NFE':>6}")
-for name, rule in candidates.items():
+for name, rule in progress(candidates.items(), "rule"):
     used = Usage()
-    result = alignment(policy_gradients(beginning, rule, 24, MEMBERS, seed=2, usage=used), direction)
+    result = alignment(
+        policy_gradients(beginning, rule, 24, MEMBERS, seed=2, usage=used), direction
+    )
     interval = f"[{result.cosine_interval[0]:.2f}, {result.cosine_interval[1]:.2f}]"
     print(
-        f"{name:<38}{result.cosine:>7.2f} {interval:<14}{result.scale:>7.2f}{result.signal_to_noise:>26.2f}{used.nfe // 24 // 18:>6}"
+        f"{name:<38}{result.cosine:>7.2f} {interval:<14}{result.scale:>7.2f}"
+        f"{result.signal_to_noise:>26.2f}{used.nfe // 24 // 18:>6}"
     )
 
 # %% [markdown]
@@ -626,7 +759,12 @@ for name, rule in candidates.items():
 # Let us train with three methods: uniform credit on 12 independent trajectories, and the depth and the sibling rule on 3 trees of 4 leaves. All have the same sampler, learning rate and independent initial noise, ten iterations, seeds 0 to 2. The lesson Side by side showed how much the clip range matters, so each method runs with two.
 
 # %%
-SHARED = {"group_size": MEMBERS, "iterations": 10, "eval_every": 2, "initial_noise": "independent"}
+SHARED = {
+    "group_size": MEMBERS,
+    "iterations": 10,
+    "eval_every": 2,
+    "initial_noise": "independent",
+}
 methods = {"uniform": None, "depth": RULES["depth"][0], "sibling": RULES["sibling"][0]}
 runs = {
     (name, clip): [learn(rule=rule, seed=seed, clip_range=clip, **SHARED) for seed in range(3)]
@@ -639,10 +777,16 @@ for (name, clip), curves in runs.items():
 BUDGET = 15_000  # forward passes: about those of the sibling rule's ten iterations
 for name in methods:
     found = [float(np.interp(BUDGET, curve.work, curve.reward)) for curve in runs[name, 2e-2]]
-    print(f"clip 0.020  {name:<8} reward after {BUDGET:,} forward passes: " + " ".join(f"{reward:.2f}" for reward in found))
+    print(
+        f"clip 0.020  {name:<8} reward after {BUDGET:,} forward passes: "
+        + " ".join(f"{reward:.2f}" for reward in found)
+    )
 for name in methods:
     curve = runs[name, 2e-2][0]
-    print(f"{name:<8} evaluations: {int(curve.sampled[-1]):,} in sampling, {int(curve.trained[-1]):,} in updates")
+    print(
+        f"{name:<8} evaluations: {int(curve.sampled[-1]):,} in sampling,"
+        f" {int(curve.trained[-1]):,} in updates"
+    )
 
 # %% [markdown] tags=["expected"]
 # clip 0.020  uniform  reward after training, three seeds: 0.80..0.98 0.80..0.98 0.80..0.98
@@ -664,7 +808,14 @@ for cell, clip in zip(axes, (2e-2, 2e-3), strict=True):
     for name in methods:
         curves = runs[name, clip]
         for curve in curves:
-            cell.plot(curve.work / 1000, curve.reward, "o-", color=RULES[name][1], markersize=3, linewidth=1)
+            cell.plot(
+                curve.work / 1000,
+                curve.reward,
+                "o-",
+                color=RULES[name][1],
+                markersize=3,
+                linewidth=1,
+            )
     cell.set(xlabel="evaluations in thousands (update: three each)", ylim=(0.15, 1.0))
     clean(cell)
 for place, name in zip(((0.04, 0.9), (0.04, 0.82), (0.04, 0.74)), methods, strict=True):

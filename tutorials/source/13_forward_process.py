@@ -27,7 +27,13 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl.credit import StepwiseGain, Uniform
-from flowrl.flow import DrawnSteps, PermutedTimes, interpolate, uniform_schedule, velocity_target
+from flowrl.flow import (
+    DrawnSteps,
+    PermutedTimes,
+    interpolate,
+    uniform_schedule,
+    velocity_target,
+)
 from flowrl.core.forward import ForwardBatch
 from flowrl.losses import AWM, DGPO, DiffusionNFT
 from flowrl.probes import NoProbe
@@ -35,14 +41,34 @@ from flowrl.rollout import Groups
 from flowrl.rollout.forward import credited
 from flowrl.samplers import ODE, FlowSDE, Multistep, Windowed
 from flowrl.worlds.mixture import WIDTH, ring
-from flowrl.bench.gradients import Setting, alignment, forward_gradients, pathwise_gradients, policy_gradients
+from flowrl.bench.gradients import (
+    Setting,
+    alignment,
+    forward_gradients,
+    pathwise_gradients,
+    policy_gradients,
+)
 from flowrl_course import lesson_13 as lesson
-from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, SIGNED, clean, panels, plane, target
+from flowrl_course.figures import (
+    ACCENT,
+    COLOURS,
+    DATA,
+    INK,
+    NOISE,
+    OTHERS,
+    SIGNED,
+    clean,
+    panels,
+    plane,
+    target,
+)
+from flowrl_course.progress import progress
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
-SHADES = {"flow-grpo": COLOURS["flow-grpo"], "diffusion-nft": OTHERS[0], "awm": OTHERS[1], "dgpo": COLOURS["tp-grpo"]}
-data, centre = ring(), torch.tensor([2.0, 0.0])  # the eight modes; the target of the prompt "towards 0 degrees"
+SHADES = {name: COLOURS[name] for name in ("flow-grpo", "diffusion-nft", "awm", "dgpo")}
+# the eight modes; the target of the prompt "towards 0 degrees"
+data, centre = ring(), torch.tensor([2.0, 0.0])
 
 
 def settings_of(trainer):
@@ -50,7 +76,9 @@ def settings_of(trainer):
     sde, window = (Windowed(FlowSDE(0.7), range(count)) for count in (9, 5))
     samplers = {"sde": sde, "window": window, "euler": ODE(), "dpm++": Multistep()}
     given = (trainer.schedule, trainer.reward, trainer.prompts.prompts)
-    return {name: Setting(trainer.policy, sampler, *given) for name, sampler in samplers.items()}
+    return {
+        name: Setting(trainer.policy, sampler, *given) for name, sampler in samplers.items()
+    }
 
 
 def reward(points):
@@ -63,10 +91,16 @@ def opening():
     setting = settings_of(start())["sde"]
     prompt = next(i for i, prompt in enumerate(setting.prompts) if target(prompt)[0] > 1.9)
     generator = torch.Generator().manual_seed(8)
-    path = setting.rollout(Groups(len(setting.prompts), 8), generator, Uniform().probe).trajectories
+    path = setting.rollout(
+        Groups(len(setting.prompts), 8), generator, Uniform().probe
+    ).trajectories
     nodes = path.nodes.view(len(setting.prompts), 8, 11, 2)[prompt]
-    rewards = torch.exp(-(nodes[:, -1] - torch.tensor(target(setting.prompts[prompt]))).square().sum(-1) / 2)
-    colours = plt.get_cmap(SIGNED)((0.5 + (rewards - rewards.mean()) / rewards.std() / 4).clamp(0, 1).numpy())
+    rewards = torch.exp(
+        -(nodes[:, -1] - torch.tensor(target(setting.prompts[prompt]))).square().sum(-1) / 2
+    )
+    colours = plt.get_cmap(SIGNED)(
+        (0.5 + (rewards - rewards.mean()) / rewards.std() / 4).clamp(0, 1).numpy()
+    )
     figure, (left, right) = panels(2, width=4.0, height=4.0)
     plane(left, "Flow-GRPO: transitions of the sampler")
     plane(right, "Forward process: finished samples, fresh noise")
@@ -78,7 +112,9 @@ def opening():
             right.plot(*ends.T, color=shade, linewidth=0.6, alpha=0.7)
             right.scatter(*((1 - time) * ends[0] + time * ends[1]), color=[shade], s=9)
     for cell in (left, right):
-        cell.scatter(*nodes[:, -1].T, c=colours, s=45, zorder=3, edgecolors=INK, linewidths=0.6)
+        cell.scatter(
+            *nodes[:, -1].T, c=colours, s=45, zorder=3, edgecolors=INK, linewidths=0.6
+        )
         cell.scatter(*target(setting.prompts[prompt]), marker="x", s=90, color=INK, zorder=4)
     figure.suptitle("Eight samples of one prompt, blue: good, red: bad", fontsize=11)
     plt.show()
@@ -145,22 +181,31 @@ generator = torch.Generator().manual_seed(1)
 
 
 def continued(level, steps, count):
-    """The targets of the next transition and the rewards of SDE continuations of the state, [sample, 2] and [sample]."""
-    sampler, grid, x = Windowed(FlowSDE(level), range(steps - 1)), uniform_schedule(steps), state.repeat(count, 1)
+    """The targets of the next transition and the rewards of SDE continuations of the state,
+    [sample, 2] and [sample].
+    """
+    sampler, grid, x = (
+        Windowed(FlowSDE(level), range(steps - 1)),
+        uniform_schedule(steps),
+        state.repeat(count, 1),
+    )
     begin = round((1 - now) * steps)
     for step in range(begin, steps):
         velocity = data.velocity(x, grid.times[step].expand(count))
         gaussian = sampler.transition(x, velocity, grid, torch.full((count,), step))
         x = gaussian.mean + gaussian.std[:, None] * torch.randn(count, 2, generator=generator)
         if step == begin:
-            targets = transition_target(state.repeat(count, 1), x, now, float(grid.times[step + 1]), level)
+            targets = transition_target(
+                state.repeat(count, 1), x, now, float(grid.times[step + 1]), level
+            )
     return targets, reward(x)
 
 
 first_target, first_reward = continued(level, 10, count)
 pool = data.sample(1_000_000, generator)
 likelihood = torch.exp(-(state - (1 - now) * pool).square().sum(1) / (2 * now**2))
-clean_points = pool[torch.multinomial(likelihood, count, replacement=True, generator=generator)]
+chosen = torch.multinomial(likelihood, count, replacement=True, generator=generator)
+clean_points = pool[chosen]
 views = {
     "transition": (first_target, first_reward),
     "finished sample": ((state - clean_points) / now, reward(clean_points)),
@@ -168,12 +213,16 @@ views = {
 exact = data.velocity(state[None], torch.tensor([now]))[0]
 print(f"exact velocity ({exact[0]:+.2f}, {exact[1]:+.2f})")
 for name, (values, rewards) in views.items():
-    mean, terms = values.mean(0), (rewards - rewards.mean())[:, None] * (values - values.mean(0))
+    mean, terms = (
+        values.mean(0),
+        (rewards - rewards.mean())[:, None] * (values - values.mean(0)),
+    )
     signal, noise = terms.mean(0), terms.std(0).norm()
     spread = (values - mean).square().sum(1).mean().sqrt()
     print(
-        f"{name:<16} mean ({mean[0]:+.2f}, {mean[1]:+.2f}), spread {spread:.2f}; "
-        f"covariance with R ({signal[0]:+.2f}, {signal[1]:+.2f}), signal/noise of a sample {signal.norm() / noise:.2f}"
+        f"{name:<16} mean ({mean[0]:+.2f}, {mean[1]:+.2f}), spread {spread:.2f}; covariance"
+        f" with R ({signal[0]:+.2f}, {signal[1]:+.2f}), signal/noise of a sample"
+        f" {signal.norm() / noise:.2f}"
     )
 
 # %% tags=["hide-input"]
@@ -181,12 +230,25 @@ figure, axes = panels(2, width=4.2, height=3.6)
 for cell, (name, (values, rewards)) in zip(axes, views.items(), strict=True):
     dots = cell.scatter(*values[:700].T, c=rewards[:700], cmap="viridis", s=5, vmin=0, vmax=1)
     signal, tail = ((rewards - rewards.mean())[:, None] * values).mean(0), values.mean(0)
-    cell.annotate("", tail + 4 * signal / signal.norm(), tail, arrowprops=dict(arrowstyle="-|>", color=ACCENT, linewidth=2.4))
-    cell.set(xlabel="first coordinate of the target", ylabel="second coordinate", aspect="equal", xlim=(-11, 11), ylim=(-10, 10))
+    cell.annotate(
+        "",
+        tail + 4 * signal / signal.norm(),
+        tail,
+        arrowprops=dict(arrowstyle="-|>", color=ACCENT, linewidth=2.4),
+    )
+    cell.set(
+        xlabel="first coordinate of the target",
+        ylabel="second coordinate",
+        aspect="equal",
+        xlim=(-11, 11),
+        ylim=(-10, 10),
+    )
     cell.set_title(f"Target: {name}")
     clean(cell)
 figure.colorbar(dots, ax=axes[1], label="reward")
-figure.suptitle("One state, 700 of its targets; arrow: direction of the covariance with R", fontsize=11)
+figure.suptitle(
+    "One state, 700 of its targets; arrow: direction of the covariance with R", fontsize=11
+)
 plt.show()
 
 # %% [markdown]
@@ -204,12 +266,16 @@ for noise_level, steps, draws in ((0.7, 70, 100_000), (math.sqrt(2), 70, 200_000
     terms = (rewards - rewards.mean())[:, None] * targets
     signal, error = terms.mean(0), terms.std(0).max() / math.sqrt(draws)
     print(
-        f"transition, noise level {noise_level:.2f}, {steps} steps: mean reward {rewards.mean():.3f}, "
-        f"covariance with R ({signal[0]:+.3f}, {signal[1]:+.3f}) ± {error:.3f}"
+        f"transition, noise level {noise_level:.2f}, {steps} steps: mean reward"
+        f" {rewards.mean():.3f}, covariance with R ({signal[0]:+.3f}, {signal[1]:+.3f}) ±"
+        f" {error:.3f}"
     )
 values, rewards = views["finished sample"]
 signal = ((rewards - rewards.mean())[:, None] * values).mean(0)
-print(f"finished sample: mean reward {rewards.mean():.3f}, covariance with R ({signal[0]:+.3f}, {signal[1]:+.3f})")
+print(
+    f"finished sample: mean reward {rewards.mean():.3f}, covariance with R ({signal[0]:+.3f},"
+    f" {signal[1]:+.3f})"
+)
 
 # %% [markdown]
 # With the noise level $\sqrt 2$ and small steps both targets have the same covariance with $R$, up to the Monte Carlo error and the size of the steps. So the targets answer the same question, and the difference above comes from the noise level of 0.7.
@@ -248,10 +314,18 @@ def covariance(x, t):
 
 t, (values, rewards) = torch.tensor([now]), views["finished sample"]
 regressed = (rewards[:, None] * values).sum(0) / rewards.sum()
-tilted_velocity, mean_here = good.velocity(state[None], t)[0], expected_reward(state[None], t)[0]
+tilted_velocity, mean_here = (
+    good.velocity(state[None], t)[0],
+    expected_reward(state[None], t)[0],
+)
 print(f"mean and std of R over the data: {mean_reward:.3f}, {std_reward:.3f}")
-print(f"at the state above: E[R | x_t] = {mean_here:.3f}, mean over the draws {rewards.mean():.3f}")
-print(f"exact velocity of the tilted data ({tilted_velocity[0]:+.2f}, {tilted_velocity[1]:+.2f})")
+print(
+    f"at the state above: E[R | x_t] = {mean_here:.3f}, mean over the draws"
+    f" {rewards.mean():.3f}"
+)
+print(
+    f"exact velocity of the tilted data ({tilted_velocity[0]:+.2f}, {tilted_velocity[1]:+.2f})"
+)
 print(f"weighted mean of the targets      ({regressed[0]:+.2f}, {regressed[1]:+.2f})")
 
 # %% [markdown]
@@ -266,7 +340,11 @@ NEGATIVE, POSITIVE = plt.get_cmap(SIGNED)((0.1, 0.9))
 axis = torch.linspace(-3, 3, 11)
 points = torch.cartesian_prod(axis, axis)
 time = torch.full((len(points),), 0.5)
-old, plus, delta = data.velocity(points, time), good.velocity(points, time), covariance(points, time)
+old, plus, delta = (
+    data.velocity(points, time),
+    good.velocity(points, time),
+    covariance(points, time),
+)
 alpha = expected_reward(points, time)[:, None]
 minus = (old - alpha * plus) / (1 - alpha)
 figure, axes = panels(3, width=3.5, height=3.7)
@@ -278,10 +356,15 @@ shown = (
 for cell, (name, field, shade) in zip(axes, shown, strict=True):
     plane(cell, name)
     cell.scatter(*data.sample(500, torch.Generator().manual_seed(0)).T, s=3, color="#d5d8dd")
-    cell.quiver(*points.T, *-field.T, color=shade, scale=12 if field is delta else 60, width=0.005)
+    cell.quiver(
+        *points.T, *-field.T, color=shade, scale=12 if field is delta else 60, width=0.005
+    )
     cell.scatter(*centre, marker="x", s=90, color=INK, zorder=4)
 axes[1].quiver(*points.T, *-minus.T, color=NEGATIVE, scale=60, width=0.005)
-figure.suptitle("Velocities at t = 0.5 with r = R (arrows: towards data, the direction of sampling)", fontsize=11)
+figure.suptitle(
+    "Velocities at t = 0.5 with r = R (arrows: towards data, the direction of sampling)",
+    fontsize=11,
+)
 plt.show()
 
 # %% [markdown]
@@ -293,37 +376,34 @@ plt.show()
 #
 # The second term uses *bad* samples: it regresses towards them a velocity on the *other side* of $v_{\text{old}}$. The optimality is computed from the advantage, $r = \tfrac12 + A/(2 A_{\max})$ with $A$ clipped to $\pm A_{\max}$, and $A_{\max} = 5$ in the released code.
 #
-# ### Exercise 2 · the loss of Theorem 3.2
+# ### Exercise 2 · where the loss pulls
 #
-# *Difficulty: easy · kind: formula · importance: essential · time: 5 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 8 minutes*
 #
-# All velocities are `[sample, dim]`, `r` is `[sample]`. Return the loss of each sample, the mean over the elements instead of the sum, `[sample]`.
+# For a *single* sample with optimality $r$ and target $v^*$, which velocity $v$ minimises the loss? All velocities are `[sample, dim]`, `r` is `[sample]`; return $v$, `[sample, dim]`. Before you compute: where is the minimum for $r = \tfrac12$, and is it further from $v_{\text{old}}$ for a large or a small $\beta_\text{NFT}$?
 
 
 # %% tags=["exercise"]
-def nft_loss(velocity, old, target, r, beta):
-    """r |v+ - v*|^2 + (1 - r) |v- - v*|^2, means over elements, [sample]."""
+def nft_minimum(old, target, r, beta):
+    """The velocity that minimises the loss of each sample."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Compute `step = beta * (velocity - old)` once. The two branches are `old + step` and `old - step`; take the mean over the elements of each squared error before weighting.
+# **Hint.** Write $d = v - v_{\text{old}}$ and $e = v^* - v_{\text{old}}$. The loss is $r\,|\beta d - e|^2 + (1-r)\,|\beta d + e|^2$. Set its derivative with respect to $d$ to 0.
 
 
 # %% tags=["solution"]
-def nft_loss(velocity, old, target, r, beta):
-    """r |v+ - v*|^2 + (1 - r) |v- - v*|^2, means over elements, [sample]."""
-    step = beta * (velocity - old)
-    positive = (old + step - target).square().mean(dim=1)
-    negative = (old - step - target).square().mean(dim=1)
-    return r * positive + (1 - r) * negative
+def nft_minimum(old, target, r, beta):
+    """The velocity that minimises the loss of each sample."""
+    return old + (2 * r - 1)[:, None] / beta * (target - old)
 
 
 # %%
-lesson.check_branches(nft_loss)
+lesson.check_minimum(nft_minimum)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Only $v$ is trained; $v_{\text{old}}$ is a constant, computed by a copy of the weights that follows slowly. In `flowrl` this is `DiffusionNFT(error="velocity")`. The default is the loss of the released code, which measures the errors of the clean estimates $x_t - t\,v_\pm$ and divides each branch by its mean absolute error.
+# **Why.** The derivative is $2\beta\,[\beta d - (2r-1)\,e]$, so the minimum is at $d = (2r-1)\,e/\beta_\text{NFT}$. A good sample ($r > \tfrac12$) attracts, a bad one repels, and $r = \tfrac12$ has no effect. A *small* $\beta_\text{NFT}$ means a far minimum: $v_\pm$ must differ by $2(2r-1)e$. Only $v$ is trained; $v_{\text{old}}$ is a constant, computed by a copy of the weights that follows slowly. In `flowrl` this is `DiffusionNFT(error="velocity")`. The default is the loss of the released code, which measures the errors of the clean estimates $x_t - t\,v_\pm$ and divides each branch by its mean absolute error.
 
 # %% [markdown]
 # To find the gradient, let $d = v - v_{\text{old}}$ and expand both squares. Their weighted sum is
@@ -403,10 +483,14 @@ advantages = (reward(clean_points) - mean_reward) / std_reward
 
 
 def batch_of(new, advantages):
-    """The rows that a forward-process loss sees; old, average and reference networks are the exact velocity."""
+    """The rows that a forward-process loss sees; old, average and reference networks are the
+    exact velocity.
+    """
     rows = torch.arange(len(time))
     weight = torch.ones_like(time)
-    return ForwardBatch(time, aim, new, advantages, weight, rows * 0, rows, old=old, average=old, reference=old)
+    return ForwardBatch(
+        time, aim, new, advantages, weight, rows * 0, rows, old=old, average=old, reference=old
+    )
 
 
 def value_and_gradient(loss, advantages):
@@ -428,10 +512,18 @@ cases = {
 }
 for name, chosen in {**cases, "all 0": 0 * advantages}.items():
     value, gradient = value_and_gradient(loss, chosen)
-    cosine = torch.nn.functional.cosine_similarity(gradient.flatten(), reference.flatten(), dim=0)
-    print(f"{name:<20} value {value:.4f}   gradient: length {gradient.norm():.4f}, cosine with the first {cosine:+.2f}")
+    cosine = torch.nn.functional.cosine_similarity(
+        gradient.flatten(), reference.flatten(), dim=0
+    )
+    print(
+        f"{name:<20} value {value:.4f}   gradient: length {gradient.norm():.4f}, cosine with"
+        f" the first {cosine:+.2f}"
+    )
 ours = nft_gradient(advantages, old, aim, time) / len(time)
-print(f"largest difference of your gradient from autograd's: {float((ours - reference).abs().max()):.0e}")
+print(
+    "largest difference of your gradient from autograd's:"
+    f" {float((ours - reference).abs().max()):.0e}"
+)
 
 # %% [markdown] tags=["expected"]
 # rewards as they are  value 4.4409   gradient: length 0.0231, cosine with the first +1.00
@@ -464,7 +556,10 @@ ends = {"old": follow(0.0), **{beta: follow(1 / (5 * beta * std_reward)) for bet
 for beta, points in ends.items():
     density = data.log_marginal(points, torch.zeros(len(points))).mean()
     name = "old policy" if beta == "old" else f"beta_NFT {beta:g}"
-    print(f"{name:<13} mean reward {reward(points).mean():.2f}, mean log-density under the data {density:.1f}")
+    print(
+        f"{name:<13} mean reward {reward(points).mean():.2f}, mean log-density under the data"
+        f" {density:.1f}"
+    )
 
 # %% tags=["hide-input"]
 figure, axes = panels(4, width=2.6, height=2.9)
@@ -538,11 +633,14 @@ for cell, (name, place) in zip(axes, sites.items(), strict=True):
         "AWM, no penalty": (curve, "#a9adb5"),
         r"AWM, $\lambda = 0.5$": (curve + 0.5, SHADES["awm"]),
         r"NFT, $\beta_{NFT} = 1$": (torch.tensor(1.0), SHADES["diffusion-nft"]),
-        r"NFT, $\beta_{NFT} = 0.1$": (torch.tensor(0.1), COLOURS["dance-grpo"]),
+        r"NFT, $\beta_{NFT} = 0.1$": (torch.tensor(0.1), OTHERS[3]),
     }
     for label, (bend, shade) in lines.items():
         cell.plot(steps, bend * steps**2 - 2 * slope * steps, color=shade, label=label)
-    cell.set(xlabel=r"component of $v - v_{old}$ along $\delta$ (units of velocity)", ylim=(-1.6, 1.6))
+    cell.set(
+        xlabel=r"component of $v - v_{old}$ along $\delta$ (units of velocity)",
+        ylim=(-1.6, 1.6),
+    )
     cell.set_title(f"{name}: E[A | x] = {float(5 * curve):+.2f}", fontsize=10)
     clean(cell)
 axes[0].set_ylabel("objective, minus its value at 0")
@@ -594,17 +692,21 @@ lesson.check_weights(dgpo_weights)
 group = torch.tensor([[1.2, 0.6, -0.4, -1.4]])
 before = torch.tensor([[1.0, 1.4, 0.9, 1.1]])
 print("progress of the group      S        weights of the members          their sum")
-for progress in (0.0, 0.5, 2.0):
-    after = before - progress * group / 2
+for step in (0.0, 0.5, 2.0):
+    after = before - step * group / 2
     s = float((group * (after - before)).mean())
     weights = dgpo_weights(group, after, before, 1.0)[0]
     print(
-        f"errors fall by {progress / 2:4.2f} A   {s:+.2f}   "
+        f"errors fall by {step / 2:4.2f} A   {s:+.2f}   "
         + " ".join(f"{w:+.2f}" for w in weights)
         + f"   {abs(weights.sum()):12.2f}"
     )
 half = dgpo_weights(group[:, :2], before[:, :2], before[:, :2], 1.0)[0]
-print("half a group:                     " + " ".join(f"{w:+.2f}" for w in half) + f"                 {half.sum():.2f}")
+print(
+    "half a group:                     "
+    + " ".join(f"{w:+.2f}" for w in half)
+    + f"                 {half.sum():.2f}"
+)
 
 # %% [markdown]
 # At the beginning all weights are $A/2$, again the advantage. As the errors of good members fall, $S$ decreases and the sigmoid approaches 0. So it stops the step, relative to the *reference* and not to the last iteration. With the published $\beta_\text{DGPO} = 100$ this happens after a hundredth of the progress, which suits the small errors of image models. Errors in two dimensions are larger, so we use 1.
@@ -655,7 +757,10 @@ LOSSES = {
     "AWM, Euler": ("euler", AWM(**MATCHING, times=NINE)),
     "AWM, DPM++": ("dpm++", AWM(**MATCHING, times=NINE)),
     "NFT, DPM++": ("dpm++", DiffusionNFT(kl_weight=0.0, times=NINE)),
-    "DGPO, DPM++": ("dpm++", DGPO(beta_dpo=1.0, clip=None, kl_weight=0.0, times=DrawnSteps(9, 9))),
+    "DGPO, DPM++": (
+        "dpm++",
+        DGPO(beta_dpo=1.0, clip=None, kl_weight=0.0, times=DrawnSteps(9, 9)),
+    ),
     "Flow-GRPO, window": ("window", None),
 }
 
@@ -663,7 +768,7 @@ LOSSES = {
 def compared(trainer, rule, names, truth, batches=24):
     """The gradients of the losses by name; prints one row each."""
     settings, gradients = settings_of(trainer), {}
-    for name in names:
+    for name in progress(names, "loss"):
         kind, loss = LOSSES[name]
         given = (settings[kind], rule)
         gradients[name] = (
@@ -672,9 +777,14 @@ def compared(trainer, rule, names, truth, batches=24):
             else forward_gradients(*given, loss, batches, 12, seed=2)
         )
         result = alignment(gradients[name], truth)
-        one = torch.nn.functional.cosine_similarity(gradients[name], truth.mean(0)[None]).mean()
+        one = torch.nn.functional.cosine_similarity(
+            gradients[name], truth.mean(0)[None]
+        ).mean()
         low, high = result.cosine_interval
-        print(f"{name:<20}{result.cosine:>7.2f} [{low:.2f}, {high:.2f}]{result.signal_to_noise:>14.2f}{one:>12.2f}")
+        print(
+            f"{name:<20}{result.cosine:>7.2f} [{low:.2f},"
+            f" {high:.2f}]{result.signal_to_noise:>14.2f}{one:>12.2f}"
+        )
     return gradients
 
 
@@ -685,8 +795,13 @@ truth = pathwise_gradients(settings_of(beginning)["euler"], 30, 100, seed=1)
 early = compared(beginning, Uniform(), tuple(LOSSES), truth, BATCHES)
 same = alignment(early["AWM, Euler"][:24], early["AWM, DPM++"][:24])
 print(f"cosine of AWM's mean gradients with Euler and with DPM++: {same.cosine:.2f}")
-ratio = alignment(early["AWM, same states"], truth).signal_to_noise / alignment(early["Flow-GRPO"], truth).signal_to_noise
-print(f"signal/noise on the same states, AWM over Flow-GRPO: {ratio:.1f}, squared {ratio**2:.0f}")
+ratio = (
+    alignment(early["AWM, same states"], truth).signal_to_noise
+    / alignment(early["Flow-GRPO"], truth).signal_to_noise
+)
+print(
+    f"signal/noise on the same states, AWM over Flow-GRPO: {ratio:.1f}, squared {ratio**2:.0f}"
+)
 
 # %% [markdown]
 # On the same states with the same advantages, the target $v^*$ has almost four times the signal-to-noise ratio of the transition's target. The ratio grows with the square root of the number of trajectories, so Flow-GRPO would need about 15 times as many to reach it (last line). This confirms the paper's claim in this world, at this point of training. (The mean of $v^*$ over the SDE's own continuations is not exactly $v_{\text{old}}$: the states and finished samples of an SDE trajectory have the joint distribution of the forward process only for $a = \sqrt 2$. With fresh noise they always have it.) Two further observations:
@@ -734,28 +849,47 @@ class Ones:
     probe = NoProbe()
 
     def assign(self, values, decisions):
-        return torch.ones(decisions.mask.shape)  # [prompt, member, decision]; with DPM++ one decision
+        # [prompt, member, decision]; with DPM++ one decision
+        return torch.ones(decisions.mask.shape)
 
 
 def plain_matching(trainer):
     """The length of the mean gradient of plain matching."""
-    return forward_gradients(settings_of(trainer)["dpm++"], Ones(), LOSSES["AWM, DPM++"][1], 24, 12, seed=2).mean(0).norm()
+    return (
+        forward_gradients(
+            settings_of(trainer)["dpm++"], Ones(), LOSSES["AWM, DPM++"][1], 24, 12, seed=2
+        )
+        .mean(0)
+        .norm()
+    )
 
 
 print(
-    f"mean gradient before training: plain matching {plain_matching(beginning):.3f}, AWM {early['AWM, DPM++'].mean(0).norm():.3f}"
+    f"mean gradient before training: plain matching {plain_matching(beginning):.3f}, AWM"
+    f" {early['AWM, DPM++'].mean(0).norm():.3f}"
 )
 AFTER = {
     "Flow-GRPO": (12, start(clip_range=0.02, learning_rate=1e-2)),
-    "AWM": (8, start("awm", sampler="flow-sde()", loss="awm(average_weight=0.1)", learning_rate=1e-2)),
+    "AWM": (
+        8,
+        start("awm", sampler="flow-sde()", loss="awm(average_weight=0.1)", learning_rate=1e-2),
+    ),
 }
 late = {}
 for name, (iterations, trainer) in AFTER.items():
     mean = [trainer.iteration()["reward_mean"] for _ in range(iterations)][-1]
     print(f"\nafter {iterations} iterations of {name}, mean reward {mean:.2f}\n" + HEAD)
     truth_late = pathwise_gradients(settings_of(trainer)["euler"], 30, 100, seed=1)
-    late[name] = compared(trainer, Uniform(), ("Flow-GRPO", "Flow-GRPO, window", "AWM, DPM++", "NFT, DPM++"), truth_late)
-    print(f"mean gradient: plain matching {plain_matching(trainer):.3f}, AWM {late[name]['AWM, DPM++'].mean(0).norm():.3f}")
+    late[name] = compared(
+        trainer,
+        Uniform(),
+        ("Flow-GRPO", "Flow-GRPO, window", "AWM, DPM++", "NFT, DPM++"),
+        truth_late,
+    )
+    print(
+        f"mean gradient: plain matching {plain_matching(trainer):.3f}, AWM"
+        f" {late[name]['AWM, DPM++'].mean(0).norm():.3f}"
+    )
 
 # %% [markdown] tags=["expected"]
 # mean gradient before training: plain matching 0.003, AWM 0.014
@@ -803,7 +937,9 @@ def evaluations(steps, draws, networks, guided_sampling, guided_training):
 # %% tags=["solution"]
 def evaluations(steps, draws, networks, guided_sampling, guided_training):
     """Network evaluations of one trajectory, sampling and training."""
-    return steps * (2 if guided_sampling else 1) + draws * networks * (2 if guided_training else 1)
+    sampling = steps * (2 if guided_sampling else 1)
+    training = draws * networks * (2 if guided_training else 1)
+    return sampling + training
 
 
 # %%
@@ -813,7 +949,8 @@ lesson.check_cost(evaluations)
 # **Why.** Sampling needs one network, the one that samples. At a trained pair all networks see the same $x_t$. The next cell compares the published settings with what the trainer counts (metrics `nfe` and `train_nfe`) in the first three iterations, without guidance.
 
 # %%
-published = {  # steps, trained pairs, networks, guidance in sampling and in training; settings of the runs
+# steps, trained pairs, networks, guidance in sampling and in training; settings of the runs
+published = {
     "flow-grpo": ((10, 9, 2, True, True), dict(window=":-1", kl_weight=0.01)),
     "diffusion-nft": ((10, 9, 3, False, False), dict(kl_weight=1e-4)),
     "awm": ((14, 6, 3, False, False), dict(kl_weight=1e-3, num_steps=14)),
@@ -823,8 +960,13 @@ print(f"{'':<15}{'published':>10}{'without guidance':>18}   counted in iteration
 for name, (setting, options) in published.items():
     trainer = start(name, groups=2, group_size=4, minibatches=1, **options)
     counted = [trainer.iteration() for _ in range(3)]
-    shown = ", ".join(f"{(row['nfe'] + row['train_nfe']) / row['trajectories']:.0f}" for row in counted)
-    print(f"{name:<15}{evaluations(*setting):>10}{evaluations(*setting[:3], False, False):>18}   {shown}")
+    shown = ", ".join(
+        f"{(row['nfe'] + row['train_nfe']) / row['trajectories']:.0f}" for row in counted
+    )
+    print(
+        f"{name:<15}{evaluations(*setting):>10}{evaluations(*setting[:3], False, False):>18}  "
+        f" {shown}"
+    )
 
 # %% [markdown]
 # The counts of the first iterations are lower, because a copy that still equals the current weights needs no evaluation of its own. Without guidance the methods differ little per trajectory. The published totals differ because of guidance and the number of trained pairs. Such a table does not tell how many trajectories a method needs. (A trained evaluation *with* gradient also costs a backward pass, about two forward ones; all four methods have one network with gradient.)
@@ -838,7 +980,13 @@ OWN = {  # the setting that is tuned in addition to the learning rate, and the i
     "flow-grpo": ([dict(clip_range=0.02), dict(clip_range=0.2)], 16),
     "diffusion-nft": ([dict(loss=f"diffusion-nft(beta={beta})") for beta in (1, 0.1)], 9),
     "awm": ([dict(loss=f"awm(average_weight={weight})") for weight in (1, 0.1)], 9),
-    "dgpo": ([dict(loss=f"dgpo(beta_dpo=1.0, sample_from=None, clip={clip})") for clip in (0.01, 0.2)], 11),
+    "dgpo": (
+        [
+            dict(loss=f"dgpo(beta_dpo=1.0, sample_from=None, clip={clip})")
+            for clip in (0.01, 0.2)
+        ],
+        11,
+    ),
 }
 RATES, BUDGETS = (1e-2, 2e-2), (8_000, 22_500)
 
@@ -851,7 +999,11 @@ def evaluations_of(run):
 def reward_at(run, budget):
     """The reward after that many network evaluations, by linear interpolation."""
     cost = evaluations_of(run)
-    i = int(torch.searchsorted(cost, torch.tensor(float(budget), dtype=cost.dtype)).clamp(1, len(cost) - 1))
+    i = int(
+        torch.searchsorted(cost, torch.tensor(float(budget), dtype=cost.dtype)).clamp(
+            1, len(cost) - 1
+        )
+    )
     part = (budget - cost[i - 1]) / (cost[i] - cost[i - 1])
     return float(run.reward[i - 1] + part * (run.reward[i] - run.reward[i - 1]))
 
@@ -860,7 +1012,10 @@ def trained_runs(name, number, seeds):
     """Runs of a method with one of its four choices of own setting and learning rate."""
     options, iterations = OWN[name]
     rate, changes = RATES[number % 2], dict(sampler="flow-sde()", **options[number // 2])
-    return [learn(name, seed, learning_rate=rate, iterations=iterations, **changes) for seed in seeds]
+    return [
+        learn(name, seed, learning_rate=rate, iterations=iterations, **changes)
+        for seed in seeds
+    ]
 
 
 runs, chosen = {}, {}
@@ -872,7 +1027,10 @@ for name in OWN:
         runs[name, best] = runs.get((name, best)) or trained_runs(name, best, range(2, 6))
         ends = " ".join(f"{reward_at(run, budget):.2f}" for run in runs[name, best])
         table = " ".join(f"{each:.2f}" for each in rewards)
-        print(f"{name:<14} {budget:>6,} evaluations: tuning {table}; seeds 2 to 5 at the best {ends}")
+        print(
+            f"{name:<14} {budget:>6,} evaluations: tuning {table}; seeds 2 to 5 at the best"
+            f" {ends}"
+        )
 
 # %% [markdown] tags=["expected"]
 # flow-grpo       8,000 evaluations: tuning 0.34..0.50 0.40..0.58 0.54..0.74 0.76..0.94; seeds 2 to 5 at the best 0.75..0.96 0.75..0.96 0.75..0.96 0.75..0.96
@@ -892,7 +1050,11 @@ for cell, budget in zip(axes, BUDGETS, strict=True):
             cell.plot(evaluations_of(run) / 1000, run.reward, color=shade, linewidth=1)
         axes[0].text(0.04, 0.9 - 0.08 * place, name, color=shade, transform=axes[0].transAxes)
     cell.axvline(budget / 1000, color=NOISE, linestyle=":", linewidth=1)
-    cell.set(xlabel="network evaluations in thousands", ylim=(0.15, 1.0), title=f"Settings tuned for {budget:,} evaluations")
+    cell.set(
+        xlabel="network evaluations in thousands",
+        ylim=(0.15, 1.0),
+        title=f"Settings tuned for {budget:,} evaluations",
+    )
     clean(cell)
 axes[0].set_ylabel("held-out reward")
 plt.show()
@@ -917,29 +1079,40 @@ gains = StepwiseGain()
 setting = settings_of(beginning)["sde"]
 sampled = setting.rollout(Groups(18, 12), torch.Generator().manual_seed(0), gains.probe)
 record = setting.experience(sampled)
-values, decisions = record.values, record.decisions  # [prompt, member, decision+1]: 18 prompts, 12 members, 10 columns
+# [prompt, member, decision+1]: 18 prompts, 12 members, 10 columns
+values, decisions = record.values, record.decisions
 by_decision = gains.assign(values, decisions)
 initial = settings_of(beginning)["dpm++"]
-initial = initial.experience(initial.rollout(Groups(18, 12), torch.Generator().manual_seed(0), NoProbe()))
+initial = initial.experience(
+    initial.rollout(Groups(18, 12), torch.Generator().manual_seed(0), NoProbe())
+)
 print(
-    f"SDE: D = {len(decisions)}, values {tuple(values.shape)}; DPM++: D = {len(initial.decisions)}, values {tuple(initial.values.shape)}"
+    f"SDE: D = {len(decisions)}, values {tuple(values.shape)}; DPM++: D ="
+    f" {len(initial.decisions)}, values {tuple(initial.values.shape)}"
 )
 drawn = NINE.draw(setting.schedule, 18 * 12, torch.Generator().manual_seed(0)).view(18, 12, -1)
 weights = by_decision[0, 4, credited(drawn[0, 4], decisions.time)]
 print("times of one sample: " + " ".join(f"{time:5.1f}" for time in drawn[0, 4]))
 print("weights by gain:     " + " ".join(f"{value:+5.1f}" for value in weights))
 print("\nstepwise credit, before training\n" + HEAD)
-stepwise = compared(beginning, gains, ("Flow-GRPO", "AWM, same states", "AWM, fresh noise"), truth, BATCHES)
+stepwise = compared(
+    beginning, gains, ("Flow-GRPO", "AWM, same states", "AWM, fresh noise"), truth, BATCHES
+)
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=3.0)
 final = Uniform().assign(values, decisions)
-edges = torch.cat([decisions.time, torch.zeros(1)]).flip(0)  # the last decision's credit holds until t = 0
+# the last decision's credit holds until t = 0
+edges = torch.cat([decisions.time, torch.zeros(1)]).flip(0)
 for member, shade in ((int(final[0, :, 0].argmax()), INK), (4, DATA)):
-    axes[0].stairs(by_decision[0, member].flip(0), edges, baseline=None, color=shade, linewidth=2)
+    axes[0].stairs(
+        by_decision[0, member].flip(0), edges, baseline=None, color=shade, linewidth=2
+    )
     axes[0].axhline(float(final[0, member, 0]), color=shade, linestyle=":", linewidth=1)
 axes[0].set(
-    xlabel="training time t (1 = noise)", ylabel="advantage A(t)", title="Weights of two samples (dotted: uniform credit)"
+    xlabel="training time t (1 = noise)",
+    ylabel="advantage A(t)",
+    title="Weights of two samples (dotted: uniform credit)",
 )
 axes[0].invert_xaxis()
 names = ("Flow-GRPO", "AWM, same states", "AWM, fresh noise")
@@ -948,9 +1121,13 @@ for shift, gradients, shade, label in (
     (0.18, stepwise, COLOURS["stepwise-flow-grpo"], "stepwise"),
 ):
     heights = [alignment(gradients[name], truth).signal_to_noise for name in names]
-    axes[1].bar([place + shift for place in range(3)], heights, width=0.34, color=shade, label=label)
+    axes[1].bar(
+        [place + shift for place in range(3)], heights, width=0.34, color=shade, label=label
+    )
 axes[1].set_xticks(range(3), [name.replace(", ", ",\n") for name in names])
-axes[1].set(ylabel="signal / noise of a batch", title="Better for transitions, worse for samples")
+axes[1].set(
+    ylabel="signal / noise of a batch", title="Better for transitions, worse for samples"
+)
 axes[1].legend(frameon=False, loc="upper left")
 for cell in axes:
     clean(cell)

@@ -36,13 +36,25 @@ from flowrl.samplers import ODE, FlowSDE, Windowed
 from flowrl.worlds.mixture import WIDTH, ring
 from flowrl.bench.gradients import Setting, flat
 from flowrl_course import lesson_14 as lesson
-from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, clean, panels, plane, target
+from flowrl_course.figures import (
+    ACCENT,
+    COLOURS,
+    DATA,
+    INK,
+    NOISE,
+    clean,
+    panels,
+    plane,
+    target,
+)
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
-SHADES = {"flow-grpo": COLOURS["flow-grpo"], "v-grpo": ACCENT, "fdfo": COLOURS["tp-grpo"], "step-nft": OTHERS[0]}
-SHARED = METHODS["fdfo"]().shared_noise  # share of the noise that the two of a pair have in common
-data, centre = ring(), torch.tensor([2.0, 0.0])  # the eight modes; the target of the prompt "towards 0 degrees"
+SHADES = {name: COLOURS[name] for name in ("flow-grpo", "v-grpo", "fdfo", "step-nft")}
+# share of the noise that the two of a pair have in common
+SHARED = METHODS["fdfo"]().shared_noise
+# the eight modes; the target of the prompt "towards 0 degrees"
+data, centre = ring(), torch.tensor([2.0, 0.0])
 
 
 def setting_of(trainer, sampler=None):
@@ -53,7 +65,9 @@ def setting_of(trainer, sampler=None):
 
 def rolled(setting, groups, seed, probe=NoProbe()):
     """A rollout, and its record."""
-    result = setting.rollout(groups, torch.Generator().manual_seed(seed), probe, max_batch=8192)
+    result = setting.rollout(
+        groups, torch.Generator().manual_seed(seed), probe, max_batch=8192
+    )
     return result, setting.experience(result)
 
 
@@ -68,10 +82,14 @@ def opening():
     number = next(i for i, prompt in enumerate(beginning.prompts) if target(prompt)[0] > 1.9)
     path = rolled(beginning, Groups(18, 8), 8)[0].trajectories
     nodes = path.nodes.view(18, 8, 11, 2)[number]
-    member = int((nodes[:, -1] - torch.tensor(target(beginning.prompts[number]))).norm(dim=1).argmin())
+    member = int(
+        (nodes[:, -1] - torch.tensor(target(beginning.prompts[number]))).norm(dim=1).argmin()
+    )
     states, steps = nodes[member, :9, :, None, None], torch.arange(9)
     condition = beginning.policy.encode([beginning.prompts[number]] * 9)
-    velocity = beginning.policy.velocity(states, beginning.schedule.network_timesteps[:9], condition)
+    velocity = beginning.policy.velocity(
+        states, beginning.schedule.network_timesteps[:9], condition
+    )
     drawn = SDE.transition(states, velocity, beginning.schedule, steps)
     pairs = rolled(setting_of(start("fdfo", group_size=2)), Groups(18, 2, SHARED), 3)[0]
     pairs = pairs.trajectories.nodes.view(18, 2, 11, 2)
@@ -132,7 +150,9 @@ def chunk_ratios(log_ratios, chunks):
 def chunk_ratios(log_ratios, chunks):
     """The geometric mean of the ratios of each step's chunk, [trajectory, step]."""
     parts = log_ratios.split(list(chunks), dim=1)
-    return torch.cat([part.mean(dim=1, keepdim=True).expand_as(part) for part in parts], dim=1).exp()
+    return torch.cat(
+        [part.mean(dim=1, keepdim=True).expand_as(part) for part in parts], dim=1
+    ).exp()
 
 
 # %%
@@ -180,16 +200,25 @@ sizes = {"step": (1,) * 9, "chunk": (2, 3, 4), "image": (9,)}
 optimizer = torch.optim.Adam(beginning.parameters, lr=1e-2)
 credit = record.decisions, advantages, torch.ones_like(advantages)
 objective = TransitionObjective(beginning.policy, sharing["step"], sampled, *credit, SDE)
-print(f"{'after':<12}{'ratio per':<10}{'std of ratios':>14}{'clipped':>9}{'length':>9}{'cosine with steps':>19}")
+print(
+    f"{'after':<12}{'ratio per':<10}{'std of ratios':>14}{'clipped':>9}{'length':>9}"
+    f"{'cosine with steps':>19}"
+)
 shown = []  # the log-ratios after one update, [sample, step]
 for update in range(4):
     batch = objective.batch(Rows.of(sample, column))
-    squares = [(batch.next_node - part.mean).square().flatten(1).mean(1) for part in (batch.behaviour, batch.new)]
-    logs = ((squares[0] - squares[1]) / (2 * batch.behaviour.std.square())).detach().view(144, 9)
+    squares = [
+        (batch.next_node - part.mean).square().flatten(1).mean(1)
+        for part in (batch.behaviour, batch.new)
+    ]
+    logs = (
+        ((squares[0] - squares[1]) / (2 * batch.behaviour.std.square())).detach().view(144, 9)
+    )
     shown.append(logs)
     results = {name: loss.loss(batch) for name, loss in sharing.items()}
     gradients = {
-        name: flat(torch.autograd.grad(result.loss, beginning.parameters, retain_graph=True)) for name, result in results.items()
+        name: flat(torch.autograd.grad(result.loss, beginning.parameters, retain_graph=True))
+        for name, result in results.items()
     }
     for name, gradient in gradients.items():
         spread = float(chunk_ratios(logs, sizes[name]).std())
@@ -208,13 +237,29 @@ figure, axes = panels(2, width=4.4, height=3.0)
 one = shown[1][int(shown[1].std(1).argmax())][None]
 for name, shade in (("step", NOISE), ("chunk", ACCENT), ("image", DATA)):
     ratios = chunk_ratios(one, sizes[name])[0]
-    axes[0].stairs(ratios, torch.arange(10) - 0.5, baseline=None, color=shade, linewidth=2, label=f"per {name}")
+    axes[0].stairs(
+        ratios,
+        torch.arange(10) - 0.5,
+        baseline=None,
+        color=shade,
+        linewidth=2,
+        label=f"per {name}",
+    )
     every = chunk_ratios(shown[1], sizes[name]).flatten()
-    axes[1].hist(every, torch.linspace(0.95, 1.05, 41), density=True, histtype="step", color=shade, linewidth=1.6)
+    axes[1].hist(
+        every,
+        torch.linspace(0.95, 1.05, 41),
+        density=True,
+        histtype="step",
+        color=shade,
+        linewidth=1.6,
+    )
 axes[0].axhspan(0.98, 1.02, color="#eef1f5", zorder=0)
 axes[1].axvspan(0.98, 1.02, color="#eef1f5", zorder=0)
 axes[0].set(xlabel="step", ylabel="ratio", title="One trajectory after one update")
-axes[1].set(xlabel="ratio (grey: within the clip range)", ylabel="density", title="All trajectories")
+axes[1].set(
+    xlabel="ratio (grey: within the clip range)", ylabel="density", title="All trajectories"
+)
 axes[0].legend(frameon=False, fontsize=8)
 for cell in axes:
     clean(cell)
@@ -240,13 +285,21 @@ def estimates(images, weight, count, shared, generator):
     rows = 1 if shared else len(images)
     time = (torch.arange(count) + torch.rand(rows, count, generator=generator)) / count
     time = time.clamp(min=1e-3).expand(len(images), -1).flatten()
-    noise = torch.randn(rows, count, 2, generator=generator).expand(len(images), -1, -1).flatten(0, 1)
+    noise = (
+        torch.randn(rows, count, 2, generator=generator)
+        .expand(len(images), -1, -1)
+        .flatten(0, 1)
+    )
     clean_points = images.repeat_interleave(count, 0)
-    state, aim = (1 - time)[:, None] * clean_points + time[:, None] * noise, noise - clean_points
+    state, aim = (
+        (1 - time)[:, None] * clean_points + time[:, None] * noise,
+        noise - clean_points,
+    )
     old, new = data.velocity(state, time), good.velocity(state, time)
     if weight in ("uniform", "normalised"):
         loss = AWM(weight=weight)
-        terms = 2 * (loss.log_prob(new, aim, time) - loss.log_prob(old, aim, time))  # 2 elements
+        # 2 elements
+        terms = 2 * (loss.log_prob(new, aim, time) - loss.log_prob(old, aim, time))
     else:
         terms = (1 - time) / time * ((old - aim).square() - (new - aim).square()).sum(1)
     return terms.view(-1, count).mean(1)
@@ -260,17 +313,31 @@ def correlation(a, b):
 good, generator = data.tilted(centre, WIDTH), torch.Generator().manual_seed(0)
 images, ends = data.sample(200, generator), torch.zeros(200)
 exact = good.log_marginal(images, ends) - data.log_marginal(images, ends)
-WEIGHTS = {"uniform": "EPG, w = 1", "normalised": "V-GRPO, normalised", "bound": "bound, (1-t)/t"}
+WEIGHTS = {
+    "uniform": "EPG, w = 1",
+    "normalised": "V-GRPO, normalised",
+    "bound": "bound, (1-t)/t",
+}
 many = {}
-print(f"{'':<20}{'slope':>6}{'correlation with the exact log-ratio: 1,000 pairs':>52}{'4 pairs':>9}{'4, shared':>11}")
+print(
+    f"{'':<20}{'slope':>6}{'correlation with the exact log-ratio: 1,000 pairs':>52}"
+    f"{'4 pairs':>9}{'4, shared':>11}"
+)
 for weight, name in WEIGHTS.items():
     many[weight] = estimates(images, weight, 1000, True, generator)
     slope = float(torch.cov(torch.stack([many[weight], exact]))[0, 1] / exact.var())
     few = [
-        sum(correlation(estimates(images, weight, 4, shared, generator), exact) for _ in range(40)) / 40
+        sum(
+            correlation(estimates(images, weight, 4, shared, generator), exact)
+            for _ in range(40)
+        )
+        / 40
         for shared in (False, True)
     ]
-    print(f"{name:<20}{slope:>6.2f}{correlation(many[weight], exact):>52.3f}{few[0]:>9.2f}{few[1]:>11.2f}")
+    print(
+        f"{name:<20}{slope:>6.2f}{correlation(many[weight], exact):>52.3f}{few[0]:>9.2f}"
+        f"{few[1]:>11.2f}"
+    )
 
 # %% tags=["hide-input"]
 figure, axes = panels(3, width=3.0, height=2.9)
@@ -397,17 +464,27 @@ weights_of = (rewards - rewards.mean()) / rewards.std()  # the advantages [membe
 
 
 def errors(times, noise):
-    """The matching error of each member, the mean over its pairs, [member]; times [member, pair]."""
-    time, noise, clean_points = times.flatten(), noise.flatten(0, 1), eight.repeat_interleave(times.shape[1], 0)
+    """The matching error of each member, the mean over its pairs, [member]; times [member,
+    pair].
+    """
+    time, noise, clean_points = (
+        times.flatten(),
+        noise.flatten(0, 1),
+        eight.repeat_interleave(times.shape[1], 0),
+    )
     state = (1 - time)[:, None] * clean_points + time[:, None] * noise
     condition = group.policy.encode(list(group.prompts) * len(time))
-    velocity = group.policy.velocity(state.view(-1, 2, 1, 1), 1000 * time, condition).flatten(1)
+    velocity = group.policy.velocity(state.view(-1, 2, 1, 1), 1000 * time, condition).flatten(
+        1
+    )
     return (velocity - noise + clean_points).square().mean(1).view(times.shape).mean(1)
 
 
 def estimate(times, noise):
     """The gradient of the mean of A times the errors, [weight]."""
-    return flat(torch.autograd.grad((weights_of * errors(times, noise)).mean(), group.parameters))
+    return flat(
+        torch.autograd.grad((weights_of * errors(times, noise)).mean(), group.parameters)
+    )
 
 
 generator, variances = torch.Generator().manual_seed(1), {}
@@ -415,7 +492,9 @@ for stratified in (False, True):
     for shared in (False, True):
         rows = []
         for _ in range(300):
-            times, noise = draw_pairs(1, G, K, generator) if shared else draw_pairs(G, 1, K, generator)
+            times, noise = (
+                draw_pairs(1, G, K, generator) if shared else draw_pairs(G, 1, K, generator)
+            )
             times, noise = times.reshape(G, K), noise.reshape(G, K, 2)
             if not stratified:
                 times = torch.rand(1 if shared else G, K, generator=generator).expand(G, K)
@@ -423,27 +502,46 @@ for stratified in (False, True):
         rows = torch.stack(rows)
         variances[shared, stratified] = float(rows.var(0).sum())
         print(
-            f"{'shared' if shared else 'own':<7} pairs, {'stratified' if stratified else 'independent':<12} times: "
-            f"length of the mean {float(rows.mean(0).norm()):.2f}, variance {variances[shared, stratified]:.3f}"
+            f"{'shared' if shared else 'own':<7} pairs,"
+            f" {'stratified' if stratified else 'independent':<12} times: length of the mean"
+            f" {float(rows.mean(0).norm()):.2f}, variance {variances[shared, stratified]:.3f}"
         )
-print(f"sharing and stratifying: variance / {variances[False, False] / variances[True, True]:.1f}")
+print(
+    "sharing and stratifying: variance /"
+    f" {variances[False, False] / variances[True, True]:.1f}"
+)
 single = []  # h_m at 200 pairs, [draw, member, weight]
 for _ in range(200):
-    parts = errors(*(part[0].clamp(min=1e-3) if part.ndim == 3 else part[0] for part in draw_pairs(1, G, 1, generator)))
-    single.append(torch.stack([flat(torch.autograd.grad(part, group.parameters, retain_graph=True)) for part in parts]))
+    times, noise = (part[0] for part in draw_pairs(1, G, 1, generator))
+    gradients = [
+        flat(torch.autograd.grad(part, group.parameters, retain_graph=True))
+        for part in errors(times.clamp(min=1e-3), noise)
+    ]
+    single.append(torch.stack(gradients))
 single = torch.stack(single)
-for name, chosen in (("h", single), ("h without the common part", single - single.mean(1, keepdim=True))):
+for name, chosen in (
+    ("h", single),
+    ("h without the common part", single - single.mean(1, keepdim=True)),
+):
     own, shared = pair_variances(weights_of, chosen)
-    print(f"one pair, {name}: variance {float(own):.3f} with own pairs, {float(shared):.3f} with shared ones")
+    print(
+        f"one pair, {name}: variance {float(own):.3f} with own pairs, {float(shared):.3f} with"
+        " shared ones"
+    )
 
 # %% tags=["hide-input"]
 figure, axes = panels(width=5.6, height=2.3)
 names = ["own, independent", "own, stratified", "shared, independent", "shared, stratified"]
-heights = [variances[key] for key in ((False, False), (False, True), (True, False), (True, True))]
+heights = [
+    variances[key] for key in ((False, False), (False, True), (True, False), (True, True))
+]
 bars = axes.barh(names, heights, color=[NOISE, NOISE, DATA, DATA], height=0.6)
 axes.bar_label(bars, fmt="%.3f", padding=3, fontsize=9)
 axes.invert_yaxis()
-axes.set(xlabel="variance of the gradient, summed over weights", title="300 estimates of one group, four pairs per image")
+axes.set(
+    xlabel="variance of the gradient, summed over weights",
+    title="300 estimates of one group, four pairs per image",
+)
 clean(axes)
 axes.grid(False)
 plt.show()
@@ -467,41 +565,47 @@ plt.show()
 #
 # weighted by the advantage $A_m = R_m - \tfrac12 (R_a + R_b) = \pm \Delta R/2$.
 #
-# ### Exercise 6 · the target of a difference
+# ### Exercise 6 · the pull of a pair
 #
-# *Difficulty: medium · kind: formula · importance: useful · time: 8 minutes*
+# *Difficulty: medium · kind: formula · importance: useful · time: 10 minutes*
 #
-# `old` and `images` are `[pair, 2, dim]`, the velocities that sampled and the finished images of both members. Return the targets $v^*$, `[pair, 2, dim]`.
+# The loss moves the velocity along $A_m\,(v^* - v_{\text{old}})$. Return the mean of this vector over both members of a pair, `[pair, dim]`, in terms of $d$ and $\Delta R$ as far as possible. `images` is `[pair, 2, dim]`, `rewards` `[pair, 2]`. Do the two members of a pair pull in the same or in opposite directions?
 
 
 # %% tags=["exercise"]
-def difference_target(old, images):
-    """v_old - delta / mean(delta^2), delta the difference from the pair's mean, [pair, 2, dim]."""
+def pull(images, rewards):
+    """The mean of A (v* - v_old) over the members of each pair."""
     return ...
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** The mean over the pair is over dimension 1, the mean of squares over the last; keep both axes.
+# **Hint.** Insert $\delta_m = \pm d/2$ and $A_m = \pm \Delta R/2$ for both members. What is $\operatorname{mean}(\delta_m^2)$ in terms of $d$? The means over elements keep their axis.
 
 
 # %% tags=["solution"]
-def difference_target(old, images):
-    """v_old - delta / mean(delta^2), delta the difference from the pair's mean, [pair, 2, dim]."""
-    difference = images - images.mean(dim=1, keepdim=True)
-    return old - difference / difference.square().mean(dim=-1, keepdim=True)
+def pull(images, rewards):
+    """The mean of A (v* - v_old) over the members of each pair."""
+    d, change = images[:, 0] - images[:, 1], rewards[:, 0] - rewards[:, 1]
+    return -change[:, None] * d / d.square().mean(dim=-1, keepdim=True)
 
 
 # %%
-lesson.check_difference(difference_target)
+lesson.check_pull(pull)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** The gradient of $A_m\,\operatorname{mean}(v - v^*)^2$ at $v = v_{\text{old}}$ is $\tfrac{2}{\text{dim}}\,A_m\,\delta_m/\operatorname{mean}(\delta_m^2)$, and a descent step moves the image along $A_m\,\delta_m/\operatorname{mean}(\delta_m^2) = \Delta R\; d/\operatorname{mean}(d^2)$. Both members agree, because for the worse one advantage and difference have the opposite sign. If $d$ is small, the target is far away, and the velocity should not reach it. So a bound on the ratio stops the update (`AWM(trust="quadratic", clip=0.03)`). In `flowrl`: `noise="difference"`, which adds 1e-6 to the mean of squares.
+# **Why.** For each member, $A_m\,\delta_m = \Delta R\,d/4$, since the two signs cancel, and $\operatorname{mean}(\delta_m^2) = \operatorname{mean}(d^2)/4$. So both members pull along $-\Delta R\; d/\operatorname{mean}(d^2)$: for the worse one advantage and difference have the opposite sign. The velocity points towards noise, so the image moves along $+\Delta R\; d/\operatorname{mean}(d^2)$. If $d$ is small, the target is far away, and the velocity should not reach it. So a bound on the ratio stops the update (`AWM(trust="quadratic", clip=0.03)`). In `flowrl`: `noise="difference"`, which adds 1e-6 to the mean of squares.
 
 # %% [markdown]
 # Let us see whether differences recover the gradient. The next cell begins with Gaussian images of a known covariance $C$ and a linear reward, and computes the mean of $A_m\,\delta_m$ over 100,000 pairs, with and without the division. It should be $C\,\nabla R/2$, since $\delta_m = \pm d/2$ and $C_d = 2C$. Then it uses the world itself, with the exact velocity of the data: 64 points of noise and 256 pairs around each. With the derivative $J$ of the image by the noise, an infinitesimal difference must give the direction $J J^\top \nabla R$. (Here only the initial noise differs; FDFO also replaces a little noise at every step.)
 
 
 # %%
+def difference_target(old, images):
+    """v*, [..., 2, dim], from the velocities that sampled and the images of both members."""
+    difference = images - images.mean(dim=-2, keepdim=True)
+    return old - difference / difference.square().mean(dim=-1, keepdim=True)
+
+
 def ode(noise, steps=20):
     """The image of the exact flow."""
     for i in range(steps):
@@ -515,7 +619,9 @@ def reward(points):
 
 
 def descent(images, rewards, divided=True):
-    """The mean of A (v_old - v*) over pairs and members, or without the division by mean(delta^2), [..., dim]."""
+    """The mean of A (v_old - v*) over pairs and members, or without the division by
+    mean(delta^2), [..., dim].
+    """
     advantages = rewards - rewards.mean(-1, keepdim=True)
     shift = images - images.mean(-2, keepdim=True)
     if divided:
@@ -527,17 +633,25 @@ generator = torch.Generator().manual_seed(4)
 g, root = torch.tensor([1.0, 0.5]), torch.tensor([[1.0, 0.0], [0.9, 0.3]])
 covariance = root @ root.T
 pairs = torch.randn(100_000, 2, 2, generator=generator) @ root.T
-found = {name: descent(pairs, pairs @ g, divided) for name, divided in (("dR d", False), ("dR d / mean(d^2)", True))}
+found = {
+    name: descent(pairs, pairs @ g, divided)
+    for name, divided in (("dR d", False), ("dR d / mean(d^2)", True))
+}
 wanted = covariance @ g / 2
 print(f"grad R = ({g[0]:.2f}, {g[1]:.2f}), C grad R / 2 = ({wanted[0]:.2f}, {wanted[1]:.2f})")
 for name, direction in found.items():
     print(f"{name:<16} gives ({direction[0]:.2f}, {direction[1]:.2f})")
 even = torch.randn(100_000, 2, 2, generator=generator)
 direction = descent(even, even @ g)
-print(f"{'dR d / mean(d^2)':<16} gives ({direction[0]:.2f}, {direction[1]:.2f}) if C is the identity")
+print(
+    f"{'dR d / mean(d^2)':<16} gives ({direction[0]:.2f}, {direction[1]:.2f}) if C is the"
+    " identity"
+)
 
 origin = torch.randn(64, 2, generator=generator)
-jacobian = torch.stack([torch.autograd.functional.jacobian(ode, z[None])[0, :, 0] for z in origin])
+jacobian = torch.stack(
+    [torch.autograd.functional.jacobian(ode, z[None])[0, :, 0] for z in origin]
+)
 slope = -(ode(origin) - centre) * reward(ode(origin))[:, None]
 through = (jacobian @ jacobian.mT @ slope[..., None])[..., 0]
 SHARES, cosines = (0.0, 0.5, 0.9, 0.99, SHARED, 0.999), []
@@ -547,10 +661,17 @@ for share in SHARES:
     ends = ode(start_noise.view(-1, 2)).view(64, 256, 2, 2)
     both = [descent(ends, reward(ends), divided) for divided in (False, True)]
     cosines.append(
-        [float(torch.nn.functional.cosine_similarity(a, b, dim=1).mean()) for a, b in zip(both, (through, slope), strict=True)]
+        [
+            float(torch.nn.functional.cosine_similarity(a, b, dim=1).mean())
+            for a, b in zip(both, (through, slope), strict=True)
+        ]
     )
     length = float((ends[:, :, 0] - ends[:, :, 1]).norm(dim=-1).mean())
-    print(f"common share {share:.3f}: length of d {length:.2f}, cosine of dR d with J J' grad R {cosines[-1][0]:.2f}", end=", ")
+    print(
+        f"common share {share:.3f}: length of d {length:.2f}, cosine of dR d with J J' grad R"
+        f" {cosines[-1][0]:.2f}",
+        end=", ",
+    )
     print(f"of dR d / mean(d^2) with grad R {cosines[-1][1]:.2f}")
 
 # %% tags=["hide-input"]
@@ -558,20 +679,47 @@ figure, axes = panels(2, width=4.2, height=3.2)
 cell = axes[0]
 for pair in pairs[:60] / 1.2:
     better = int((pair[1] - pair[0]) @ g > 0)
-    cell.annotate("", pair[better], pair[1 - better], arrowprops={"arrowstyle": "->", "color": DATA, "lw": 0.7, "alpha": 0.6})
-for vector, shade, name in ((g, INK, r"$\nabla R$"), (covariance @ g, ACCENT, r"$C\,\nabla R$")):
-    cell.annotate("", 1.8 * vector / vector.norm(), (0, 0), arrowprops={"arrowstyle": "-|>", "color": shade, "lw": 2.5})
+    cell.annotate(
+        "",
+        pair[better],
+        pair[1 - better],
+        arrowprops={"arrowstyle": "->", "color": DATA, "lw": 0.7, "alpha": 0.6},
+    )
+for vector, shade, name in (
+    (g, INK, r"$\nabla R$"),
+    (covariance @ g, ACCENT, r"$C\,\nabla R$"),
+):
+    cell.annotate(
+        "",
+        1.8 * vector / vector.norm(),
+        (0, 0),
+        arrowprops={"arrowstyle": "-|>", "color": shade, "lw": 2.5},
+    )
     ground = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-    cell.text(*(2.2 * vector / vector.norm() + torch.tensor([0.35, -0.2])), name, color=shade, fontsize=11, bbox=ground)
+    cell.text(
+        *(2.2 * vector / vector.norm() + torch.tensor([0.35, -0.2])),
+        name,
+        color=shade,
+        fontsize=11,
+        bbox=ground,
+    )
 plane(cell, "Pairs, from worse to better, linear reward", extent=3.4)
 kept = [1 - share for share in SHARES]
 for column_of, (name, shade) in enumerate(
-    ((r"$\Delta R\,d$ with $J J^\top \nabla R$", ACCENT), (r"$\Delta R\,d\,/\,$mean$(d^2)$ with $\nabla R$", DATA))
+    (
+        (r"$\Delta R\,d$ with $J J^\top \nabla R$", ACCENT),
+        (r"$\Delta R\,d\,/\,$mean$(d^2)$ with $\nabla R$", DATA),
+    )
 ):
     axes[1].plot(kept, [pair[column_of] for pair in cosines], "o-", color=shade, label=name)
 axes[1].axvline(1 - SHARED, color=NOISE, linestyle=":", linewidth=1)
 axes[1].text(1.15 * (1 - SHARED), 0.78, "FDFO", color=NOISE, fontsize=9, ha="right")
-axes[1].set(xscale="log", xlabel="share of fresh noise (variance)", ylabel="mean cosine", ylim=(0.62, 1.02))
+axes[1].set(
+    xscale="log",
+    xlabel="share of fresh noise (variance)",
+    ylabel="mean cosine",
+    ylim=(0.62, 1.02),
+)
 axes[1].set_title("Near pairs approach the derivative")
 axes[1].invert_xaxis()
 axes[1].legend(frameon=False, fontsize=8, loc="lower center")
@@ -625,15 +773,27 @@ for name, branches in COMBS.items():
     tree = Comb(branches=branches).tree(10, range(9), sum(branches), False, torch.Generator())
     evaluated = int((tree.node < 10).sum())
     price, count = comb_evaluations(branches, 10), sum(branches)
-    print(f"{name:<14} {count} images, {price} evaluations ({evaluated} in the tree), {price / count:.1f} per image", end="; ")
+    print(
+        f"{name:<14} {count} images, {price} evaluations ({evaluated} in the tree),"
+        f" {price / count:.1f} per image",
+        end="; ",
+    )
     print(f"independent: {10 * count}")
 untrained = setting_of(start(), SDE)
 _, record = rolled(untrained, Groups(18, 54 * 8), 0, Comb(branches=6))
 siblings = record.values[..., -1].view(18 * 8, 9, 6)
 effects = siblings.var(-1).mean(0)
-print("std of siblings' rewards, steps 0 to 8: " + " ".join(f"{value:.2f}" for value in effects.sqrt()))
-print("variance per 100 evaluations:           " + " ".join(f"{100 * value / (9 - k):.2f}" for k, value in enumerate(effects)))
-print(f"the first four steps hold {float(effects[:4].sum() / effects.sum()):.0%} of the variance")
+print(
+    "std of siblings' rewards, steps 0 to 8: "
+    + " ".join(f"{value:.2f}" for value in effects.sqrt())
+)
+print(
+    "variance per 100 evaluations:           "
+    + " ".join(f"{100 * value / (9 - k):.2f}" for k, value in enumerate(effects))
+)
+print(
+    f"the first four steps hold {float(effects[:4].sum() / effects.sum()):.0%} of the variance"
+)
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=3.0)
@@ -641,14 +801,25 @@ cell = axes[0]
 for k, count in enumerate(COMBS["RSM"]):
     for branch in range(count):
         height = 1.0 + (branch - (count - 1) / 2) * 0.12
-        cell.plot([k, k + 1, 10], [-1.6 * k, -1.6 * k - height * 0.8, -1.6 * k - height * 0.8], color=DATA, linewidth=0.7)
+        cell.plot(
+            [k, k + 1, 10],
+            [-1.6 * k, -1.6 * k - height * 0.8, -1.6 * k - height * 0.8],
+            color=DATA,
+            linewidth=0.7,
+        )
     cell.text(10.2, -1.6 * k - 0.8, str(count), color=DATA, va="center")
 cell.plot([0, 1, 2, 3], [0, -1.6, -3.2, -4.8], "o-", color=INK, linewidth=2, markersize=4)
-cell.set(xlabel="node", yticks=[], title="RSM's comb: 222 evaluations, 30 images", xlim=(-0.3, 11))
+cell.set(
+    xlabel="node", yticks=[], title="RSM's comb: 222 evaluations, 30 images", xlim=(-0.3, 11)
+)
 cell.spines[["left", "right", "top"]].set_visible(False)
 cell = axes[1]
 cell.bar(range(9), effects.sqrt(), color=ACCENT, width=0.6)
-cell.set(xlabel="step of the branch", ylabel="std of siblings' rewards", title="Early branches cost more and differ more")
+cell.set(
+    xlabel="step of the branch",
+    ylabel="std of siblings' rewards",
+    title="Early branches cost more and differ more",
+)
 price = cell.twinx()
 price.plot(range(9), range(9, 0, -1), "o--", color=INK, markersize=3, linewidth=1)
 price.set(ylabel="evaluations of a branch (dots)", ylim=(0, 10))
@@ -706,14 +877,20 @@ def outcome(run):
 
 runs = {}
 for name, (rates, options) in FIXED.items():
-    outcomes = [sum(outcome(learn(name, seed, learning_rate=rate, **options)) for seed in range(2)) / 2 for rate in rates]
+    outcomes = [
+        sum(outcome(learn(name, seed, learning_rate=rate, **options)) for seed in range(2)) / 2
+        for rate in rates
+    ]
     best = rates[outcomes.index(max(outcomes))]
     runs[name] = [learn(name, seed, learning_rate=best, **options) for seed in range(2, 5)]
     tuned = " ".join(f"{value:.2f}" for value in outcomes)
     over = " ".join(f"{float(run.reward.mean()):.2f}" for run in runs[name])
     last = " ".join(f"{float(run.reward[-1]):.2f}" for run in runs[name])
     each = (runs[name][0].sampled + runs[name][0].trained)[-1] / options["iterations"] / 96
-    print(f"{name:<10} {each:.0f} evaluations per image; tuning {tuned}; seeds 2 to 4: mean {over}, last {last}")
+    print(
+        f"{name:<10} {each:.0f} evaluations per image; tuning {tuned}; seeds 2 to 4: mean"
+        f" {over}, last {last}"
+    )
 
 # %% [markdown] tags=["expected"]
 # flow-grpo  15 evaluations per image; tuning 0.64..0.80 0.74..0.87 0.74..0.90; seeds 2 to 4: mean 0.74..0.90 0.74..0.90 0.74..0.90, last 0.80..1.00 0.80..1.00 0.80..1.00
@@ -727,7 +904,11 @@ for place, (name, shade) in enumerate(SHADES.items()):
     for run in runs[name]:
         axes.plot((run.sampled + run.trained) / 1000, run.reward, color=shade, linewidth=1.3)
     axes.text(0.72, 0.36 - 0.075 * place, name, color=shade, transform=axes.transAxes)
-axes.set(xlabel="network evaluations in thousands, sampling and training", ylabel="held-out reward", ylim=(0.15, 1.02))
+axes.set(
+    xlabel="network evaluations in thousands, sampling and training",
+    ylabel="held-out reward",
+    ylim=(0.15, 1.02),
+)
 axes.set_title("All four learn the task; three seeds each")
 clean(axes)
 plt.show()

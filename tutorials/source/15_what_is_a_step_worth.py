@@ -15,7 +15,7 @@
 #
 # **After this lesson you can** compute the exact value of an unfinished sample, compute a step's worth as a difference of two values, say when cheap estimates of values give wrong credit, and calibrate them.
 #
-# **Time** 80 minutes, of which the computer needs about one. **You need** the lesson on Stepwise-Flow-GRPO; the lesson Test your own rule helps.
+# **Time** 85 minutes, of which the computer needs about one. **You need** the lesson on Stepwise-Flow-GRPO; the lesson Test your own rule helps.
 #
 # Credit by decision needs values of unfinished states. The papers estimate them with further network evaluations (the lessons on Stepwise-Flow-GRPO, TP-GRPO and branching). In two dimensions we can compute them exactly, for every point of the plane, and compare cheaper values with them.
 # The animation shows the exact value of all states for one prompt, from noise to finished samples, before training. The white cross is the target. The twelve dots are a group of trajectories, and the curves on the right are their values. At which steps is the result decided?
@@ -35,7 +35,19 @@ from flowrl.bench.gradients import Setting, assigned
 from flowrl.bench.rules import EvenGain
 from flowrl.bench.true_advantage import compare_credit
 from flowrl_course import lesson_15 as lesson
-from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, OTHERS, animation, clean, panels, plane, target
+from flowrl_course.figures import (
+    ACCENT,
+    COLOURS,
+    DATA,
+    INK,
+    OTHERS,
+    animation,
+    clean,
+    panels,
+    plane,
+    target,
+)
+from flowrl_course.progress import progress
 from flowrl_course.runs import learn, start
 
 torch.set_num_threads(1)
@@ -46,22 +58,36 @@ GRID = ValueGrid(points=57, reach=5.0)  # the square [-5, 5]^2
 
 def setting_of(trainer):
     """The trainer's present policy, with its sampler, reward and prompts."""
-    return Setting(trainer.policy, trainer.draw_sampler(), trainer.schedule, trainer.reward, trainer.prompts.prompts)
+    return Setting(
+        trainer.policy,
+        trainer.draw_sampler(),
+        trainer.schedule,
+        trainer.reward,
+        trainer.prompts.prompts,
+    )
 
 
 @torch.no_grad()
 def transitions(setting, prompt, places, step):
-    """Means [row, 2] and standard deviation of what the sampler draws at `step` from `places` [row, 2]."""
+    """Means [row, 2] and standard deviation of what the sampler draws at `step` from `places`
+    [row, 2].
+    """
     x = places.float().view(-1, 2, 1, 1)
     times = setting.schedule.network_timesteps[step].expand(len(x))
     velocity = setting.policy.velocity(x, times, setting.policy.encode([prompt] * len(x)))
-    gaussian = setting.sampler.transition(x, velocity, setting.schedule, torch.full((len(x),), step))
+    gaussian = setting.sampler.transition(
+        x, velocity, setting.schedule, torch.full((len(x),), step)
+    )
     return gaussian.mean.flatten(1).double(), float(gaussian.std[0])
 
 
 def value_tables(setting, prompt):
-    """Exact values at the points of the grid, [node, point, point]: dynamic programming, from the end."""
-    rewards = setting.reward.score(GRID.places.float().view(-1, 2, 1, 1), [prompt] * GRID.points**2)
+    """Exact values at the points of the grid, [node, point, point]: dynamic programming, from
+    the end.
+    """
+    rewards = setting.reward.score(
+        GRID.places.float().view(-1, 2, 1, 1), [prompt] * GRID.points**2
+    )
     tables = [rewards.double().view(1, GRID.points, GRID.points)]
     for step in reversed(range(setting.schedule.steps)):
         means, std = transitions(setting, prompt, GRID.places, step)
@@ -78,7 +104,9 @@ def read(table, places):
 def show_values(axes, table, prompt, title):
     """A table of values as colours over the plane."""
     plane(axes, title)
-    shown = axes.imshow(table.T, extent=(-5, 5, -5, 5), origin="lower", vmin=0, vmax=1, cmap="viridis")
+    shown = axes.imshow(
+        table.T, extent=(-5, 5, -5, 5), origin="lower", vmin=0, vmax=1, cmap="viridis"
+    )
     axes.scatter(*target(prompt), marker="x", s=60, color="white", zorder=3)
     axes.set(xlim=(-3.4, 3.4), ylim=(-3.4, 3.4))
     return shown
@@ -87,7 +115,9 @@ def show_values(axes, table, prompt, title):
 trainer = start(rule=CalibratedGain(probe=Critic(base="zero")), **WORLD)
 beginning = setting_of(trainer)
 PROMPT = beginning.prompts[0]
-rollout = beginning.rollout(Groups(18, 12), torch.Generator().manual_seed(1), NoProbe(), max_batch=8192)
+rollout = beginning.rollout(
+    Groups(18, 12), torch.Generator().manual_seed(1), NoProbe(), max_batch=8192
+)
 paths = rollout.trajectories.nodes.flatten(2)[:12]  # the first group [member, node, 2]
 tables = value_tables(beginning, PROMPT)
 heights = torch.stack([read(table, paths[:, node]) for node, table in enumerate(tables)], 1)
@@ -97,9 +127,13 @@ def opening():
     """Exact values over the plane and along a group."""
     figure, (left, right) = panels(2, width=3.9, height=3.5)
     shown = show_values(left, tables[0], PROMPT, "node 0")
-    dots = left.scatter(*paths[:, 0].T, s=16, color="white", edgecolor=INK, linewidth=0.6, zorder=4)
+    dots = left.scatter(
+        *paths[:, 0].T, s=16, color="white", edgecolor=INK, linewidth=0.6, zorder=4
+    )
     lines = [right.plot([], [], color=DATA, linewidth=1)[0] for _ in paths]
-    right.set(xlim=(0, 10), ylim=(0, 1.02), xlabel="node (0 = noise, 10 = finished)", ylabel="V*")
+    right.set(
+        xlim=(0, 10), ylim=(0, 1.02), xlabel="node (0 = noise, 10 = finished)", ylabel="V*"
+    )
     right.set_title("exact values of the group's states")
     clean(right)
     figure.colorbar(shown, ax=left, shrink=0.8)
@@ -169,16 +203,29 @@ ours = tables[-1]
 for step in reversed(range(10)):
     means, std = transitions(beginning, PROMPT, GRID.places, step)
     after = ours
-    ours = backward_step(lambda places, after=after: read(after, places), means, std, draws, weights).view_as(after)
+    ours = backward_step(
+        lambda places, after=after: read(after, places), means, std, draws, weights
+    ).view_as(after)
 alone = replace(beginning, prompts=[PROMPT])
-sampled = alone.rollout(Groups(1, 2000), torch.Generator().manual_seed(3), NoProbe(), max_batch=8192)
-starts, rewards = sampled.trajectories.nodes[:, 0].flatten(1), alone.experience(sampled).values[0, :, -1]
+sampled = alone.rollout(
+    Groups(1, 2000), torch.Generator().manual_seed(3), NoProbe(), max_batch=8192
+)
+starts, rewards = (
+    sampled.trajectories.nodes[:, 0].flatten(1),
+    alone.experience(sampled).values[0, :, -1],
+)
 error = float(rewards.std()) / len(rewards) ** 0.5
-print(f"mean value of the noise of 2,000 trajectories, 10 steps backwards: {float(read(ours, starts).mean()):.3f}")
+print(
+    "mean value of the noise of 2,000 trajectories, 10 steps backwards:"
+    f" {float(read(ours, starts).mean()):.3f}"
+)
 print(f"their mean reward: {float(rewards.mean()):.3f} ± {error:.3f}")
 lowest, highest = (float(read(ours, starts).quantile(q)) for q in (0.05, 0.95))
 print(f"the values of 90% of the noise lie between {lowest:.2f} and {highest:.2f}")
-print(f"largest difference from the animation's tables: {float((ours - tables[0]).abs().max()):.4f}")
+print(
+    "largest difference from the animation's tables:"
+    f" {float((ours - tables[0]).abs().max()):.4f}"
+)
 
 # %% [markdown]
 # ## A step's worth
@@ -221,7 +268,9 @@ lesson.check_parts(variance_parts)
 # **Why.** $A^*_k$ already has mean 0, so its mean square is its variance. The value of the initial noise has no mean of 0, so we subtract the mean of its group. Uniform credit gives every decision $R$, that is, all parts at once. With nine equal parts its correlation with $A^*_k$ would be $1/3$.
 
 # %%
-many = beginning.rollout(Groups(18, 96), torch.Generator().manual_seed(2), NoProbe(), max_batch=8192)
+many = beginning.rollout(
+    Groups(18, 96), torch.Generator().manual_seed(2), NoProbe(), max_batch=8192
+)
 exact = exact_advantages(beginning, many, grid=GRID)[0].state_values
 parts = variance_parts(exact)
 total = (exact[..., -1] - exact[..., -1].mean(1, keepdim=True)).square().mean()
@@ -229,9 +278,15 @@ one = exact[0, exact[0, :, -1].argmax()]
 print("V* along the best of a group:     " + " ".join(f"{value:.2f}" for value in one))
 print("its steps' worth A*:              " + " ".join(f"{value:+.2f}" for value in one.diff()))
 print(f"V*_0 + sum of A*: {float(one[0] + one.diff().sum()):.2f}; R: {float(one[-1]):.2f}")
-print("largest mean of A* of a decision: " + f"{float(exact.diff(dim=-1).mean((0, 1)).abs().max()):.3f}")
+print(
+    "largest mean of A* of a decision: "
+    + f"{float(exact.diff(dim=-1).mean((0, 1)).abs().max()):.3f}"
+)
 print(f"sum of the parts: {float(parts.sum()):.3f}; variance of R: {float(total):.3f}")
-print("share of V*_0 and of decisions 0 to 8: " + " ".join(f"{share:.0%}" for share in parts / parts.sum()))
+print(
+    "share of V*_0 and of decisions 0 to 8: "
+    + " ".join(f"{share:.0%}" for share in parts / parts.sum())
+)
 
 # %% [markdown]
 # This trajectory owes its success to decisions 0 and 4; decision 2 was a step back. Over all groups, decisions 1 to 4 hold most of the variance. The last two hold hardly any, because the sample is nearly finished by then.
@@ -276,20 +331,28 @@ lesson.check_early_values(early_values)
 # %%
 KINDS = ("exact", "one-step", "critic")
 stages = {}
-for stage in (0, 4, 8, 12):
+for stage in progress((0, 4, 8, 12), "stage"):
     while trainer.done < stage:
         trainer.iteration()
     present, found = setting_of(trainer), {}
     for kind, probe in (("one-step", Tweedie()), ("critic", trainer.method.credit.probe)):
-        result = present.rollout(Groups(18, 12), torch.Generator().manual_seed(1), probe, max_batch=8192)
+        result = present.rollout(
+            Groups(18, 12), torch.Generator().manual_seed(1), probe, max_batch=8192
+        )
         rewarded = score_rollout(present.policy, present.reward, result, present.prompts)
-        found[kind] = predicted(probe, rewarded)  # the value table [prompt, member, decision+1]
+        # the value table [prompt, member, decision+1]
+        found[kind] = predicted(probe, rewarded)
     found["truth"] = exact_advantages(present, result, grid=GRID)[0]
     found["exact"] = found["truth"].state_values
-    found["record"], found["paths"] = present.experience(result), result.trajectories.nodes.flatten(2)
+    found["record"], found["paths"] = (
+        present.experience(result),
+        result.trajectories.nodes.flatten(2),
+    )
     found["map"] = value_tables(present, PROMPT)
     stages[stage] = found
-    print(f"after {stage:2d} iterations: mean reward {float(found['exact'][..., -1].mean()):.2f}")
+    print(
+        f"after {stage:2d} iterations: mean reward {float(found['exact'][..., -1].mean()):.2f}"
+    )
 
 # %% [markdown] tags=["expected"]
 # after  0 iterations: mean reward 0.18
@@ -346,15 +409,44 @@ def compare_values():
         found = stages[stage]
         cell.plot([0, 1], [0, 1], color="#a9adb5", linewidth=1)
         for kind in ("one-step", "critic"):
-            cell.scatter(found["exact"][..., 5].flatten(), found[kind][..., 5].flatten(), s=6, color=SHADES[kind], alpha=0.6)
-        cell.set(xlabel="exact value at node 5", ylabel="cheap value", title=f"after {stage} iterations", ylim=(-0.2, 1.3))
+            cell.scatter(
+                found["exact"][..., 5].flatten(),
+                found[kind][..., 5].flatten(),
+                s=6,
+                color=SHADES[kind],
+                alpha=0.6,
+            )
+        cell.set(
+            xlabel="exact value at node 5",
+            ylabel="cheap value",
+            title=f"after {stage} iterations",
+            ylim=(-0.2, 1.3),
+        )
         clean(cell)
     for cell, stage in zip(axes[2:], (4, 8), strict=True):
         for kind in KINDS:
-            cell.plot(range(9), quality(stage, kind), "o-", color=SHADES[kind], markersize=3, linewidth=1.4, label=kind)
-        cell.set(xlabel="decision k", ylabel="r² of the reward on $V_k$", ylim=(-0.03, 1.03), title=f"after {stage} iterations")
+            cell.plot(
+                range(9),
+                quality(stage, kind),
+                "o-",
+                color=SHADES[kind],
+                markersize=3,
+                linewidth=1.4,
+                label=kind,
+            )
+        cell.set(
+            xlabel="decision k",
+            ylabel="r² of the reward on $V_k$",
+            ylim=(-0.03, 1.03),
+            title=f"after {stage} iterations",
+        )
         clean(cell)
-    figure.legend(*axes[2].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(
+        *axes[2].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+    )
     figure.suptitle("Values of early states stop predicting the reward", fontsize=11)
     plt.show()
 
@@ -406,7 +498,9 @@ def spread(table):
 
 
 def sizes(stage):
-    """Standard deviations by decision: A*, the error of the one-step estimate's gain, and break-even."""
+    """Standard deviations by decision: A*, the error of the one-step estimate's gain, and
+    break-even.
+    """
     found = stages[stage]
     worth, reward = spread(found["truth"].values), spread(found["exact"])[-1]
     errors = spread((found["one-step"] - found["exact"]).diff(dim=-1))
@@ -415,7 +509,9 @@ def sizes(stage):
 
 for stage in (0, 8):
     print(f"after {stage} iterations, standard deviations by decision 0 to 8")
-    for name, numbers in zip(("true gain A*", "error of gain", "break-even"), sizes(stage), strict=True):
+    for name, numbers in zip(
+        ("true gain A*", "error of gain", "break-even"), sizes(stage), strict=True
+    ):
         print(f"  {name:<14}" + " ".join(f"{number:.2f}" for number in numbers))
 
 # %% [markdown] tags=["expected"]
@@ -436,12 +532,14 @@ def visited(stage):
     return states, read(stages[stage]["map"][3], states)
 
 
-square = torch.cartesian_prod(*2 * [torch.linspace(-3.4, 3.4, 69)])  # the part of the plane that the figure shows
+# the part of the plane that the figure shows
+square = torch.cartesian_prod(*2 * [torch.linspace(-3.4, 3.4, 69)])
 for stage in (0, 8):
     values, everywhere = visited(stage)[1], read(stages[stage]["map"][3], square)
     print(
-        f"after {stage} iterations, V* at node 3: states of the first group {values.min():.2f} to {values.max():.2f}, "
-        f"square of the figure {everywhere.min():.2f} to {everywhere.max():.2f}"
+        f"after {stage} iterations, V* at node 3: states of the first group {values.min():.2f}"
+        f" to {values.max():.2f}, square of the figure {everywhere.min():.2f} to"
+        f" {everywhere.max():.2f}"
     )
 
 # %% [markdown] tags=["expected"]
@@ -451,19 +549,34 @@ for stage in (0, 8):
 
 # %% tags=["hide-input"]
 def compare_sizes():
-    """The three standard deviations before training and after 8 iterations, and exact values over the plane."""
+    """The three standard deviations before training and after 8 iterations, and exact values
+    over the plane.
+    """
     figure, axes = panels(4, width=2.9, height=3.4)
     for cell, stage in zip(axes, (0, 8), strict=False):
-        for numbers, shade, label in zip(sizes(stage), (INK, DATA, OTHERS[3]), ("true gain", "error", "break-even"), strict=True):
-            cell.plot(range(9), numbers, "o-", color=shade, markersize=3, linewidth=1.4, label=label)
+        for numbers, shade, label in zip(
+            sizes(stage),
+            (INK, DATA, OTHERS[3]),
+            ("true gain", "error", "break-even"),
+            strict=True,
+        ):
+            cell.plot(
+                range(9), numbers, "o-", color=shade, markersize=3, linewidth=1.4, label=label
+            )
         cell.set(xlabel="decision k", ylabel="std within groups (reward)", ylim=(-0.01, 0.42))
         clean(cell)
     axes[0].set_title("before training: gains win")
     axes[1].set_title("after 8: early gains lose")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False
+    )
     for cell, stage in zip(axes[2:], (0, 8), strict=True):
-        shown = show_values(cell, stages[stage]["map"][3], PROMPT, f"V* at node 3, after {stage}")
-        cell.scatter(*visited(stage)[0].T, s=10, color="white", edgecolor=INK, linewidth=0.5, zorder=4)
+        shown = show_values(
+            cell, stages[stage]["map"][3], PROMPT, f"V* at node 3, after {stage}"
+        )
+        cell.scatter(
+            *visited(stage)[0].T, s=10, color="white", edgecolor=INK, linewidth=0.5, zorder=4
+        )
     figure.colorbar(shown, ax=axes[3], shrink=0.8)
     plt.show()
 
@@ -480,7 +593,10 @@ RULES = {
     "uniform": (Uniform(), "exact"),  # it reads the rewards only
     "gains, one-step": (StepwiseGain(probe=Tweedie()), "one-step"),
     "gains, critic": (StepwiseGain(probe=Tweedie()), "critic"),
-    "gains, one-step, Z per decision": (StepwiseGain(normalise="step", probe=Tweedie()), "one-step"),
+    "gains, one-step, Z per decision": (
+        StepwiseGain(normalise="step", probe=Tweedie()),
+        "one-step",
+    ),
     "gains, exact": (StepwiseGain(probe=Tweedie()), "exact"),
 }
 
@@ -494,7 +610,10 @@ def show_correlations(rules):
             compare_credit(assigned(rule, record).advantages, found["truth"])
             for record, found in zip(records, stages.values(), strict=True)
         ]
-        print(f"{name:<32}" + "".join(f"{report.overall.correlation.value:6.2f}" for report in reports))
+        print(
+            f"{name:<32}"
+            + "".join(f"{report.overall.correlation.value:6.2f}" for report in reports)
+        )
 
 
 show_correlations(RULES)
@@ -516,13 +635,14 @@ show_correlations(RULES)
 #
 # ### Exercise 5 · slope and r²
 #
-# *Difficulty: medium · kind: formula · importance: essential · time: 7 minutes*
+# *Difficulty: medium · kind: formula · importance: essential · time: 10 minutes*
 #
-# `value` and `reward` are `[prompt, member]`, the values of one decision and the final rewards. With sums over all prompts and members, return two numbers:
+# `value` and `reward` are `[prompt, member]`, the values of one decision and the final rewards. Derive two numbers from sums over all prompts and members, and return them:
 #
-# $$s = \frac{\sum \tilde V \tilde R}{\sum \tilde V^2},\quad r^2 = \frac{(\sum \tilde V \tilde R)^2}{\sum \tilde V^2 \sum \tilde R^2}.$$
+# - the slope $s$ that minimises $\sum (\tilde R - s\tilde V)^2$;
+# - the share $r^2$ by which this $s$ makes the sum smaller than it is for $s = 0$.
 #
-# Limit the slope to $[0, 1]$. If $\sum \tilde V \tilde R$ is negative, both are 0.
+# Then limit the slope to $[0, 1]$ (not in $r^2$). If the minimum is at a negative slope, both numbers are 0.
 
 
 # %% tags=["exercise"]
@@ -532,7 +652,7 @@ def calibrate(value, reward):
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** `deviations` above subtracts the group's mean. Set a negative $\sum \tilde V \tilde R$ to 0 first; then both formulas give 0.
+# **Hint.** `deviations` above subtracts the group's mean. The sum is a parabola in $s$ with the coefficients $\sum\tilde R^2$, $\sum\tilde V\tilde R$ and $\sum\tilde V^2$. Set a negative $\sum \tilde V \tilde R$ to 0 first; then both numbers are 0.
 
 
 # %% tags=["solution"]
@@ -547,11 +667,18 @@ def calibrate(value, reward):
 lesson.check_calibrate(calibrate)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $s\,\tilde V$ is the best prediction of $\tilde R$ that is proportional to $\tilde V$. One slope for all groups has many samples; a slope per group would have twelve. The slope is at most 1 because we want to shrink a cheap value, and not to stretch it by chance. In `flowrl`: `credit.calibration`; every training run logs `value_slope` and `value_r2` of a rule with values.
+# **Why.** The sum is $\sum\tilde R^2 - 2s\sum\tilde V\tilde R + s^2\sum\tilde V^2$, so
+#
+# $$s = \frac{\sum \tilde V \tilde R}{\sum \tilde V^2},\quad r^2 = \frac{(\sum \tilde V \tilde R)^2}{\sum \tilde V^2 \sum \tilde R^2}.$$
+#
+# $s\,\tilde V$ is the best prediction of $\tilde R$ that is proportional to $\tilde V$. One slope for all groups has many samples; a slope per group would have twelve. The slope is at most 1 because we want to shrink a cheap value, and not to stretch it by chance. In `flowrl`: `credit.calibration`; every training run logs `value_slope` and `value_r2` of a rule with values.
 
 # %%
 for stage in (0, 8):
-    pairs = [calibrate(stages[stage]["one-step"][..., k], stages[stage]["one-step"][..., -1]) for k in range(9)]
+    pairs = [
+        calibrate(stages[stage]["one-step"][..., k], stages[stage]["one-step"][..., -1])
+        for k in range(9)
+    ]
     print(f"one-step estimate after {stage} iterations, decisions 0 to 8")
     print("  slope " + " ".join(f"{float(slope):.2f}" for slope, _ in pairs))
     print("  r2    " + " ".join(f"{float(r2):.2f}" for _, r2 in pairs))
@@ -601,9 +728,7 @@ lesson.check_causes(causes)
 # **Why.** In log 1 the values predict the reward well, with a slope of 1/5 at every decision: they are five times too wide. Calibration corrects this error. In log 2 only the last states predict anything, and the mean reward says why. In log 3 the values have no relation to the reward, since the critic has not learned from any reward yet.
 
 # %% [markdown]
-# The credit of a decision can now use two sources. The gain of the predictions, $\hat R_{k+1} - \hat R_k$, has no later luck, but it has the error of $\hat R_{k+1}$. The final reward beyond the prediction, $\tilde R - \hat R_k$, has no such error, but it has all later luck. The r² of the value after the decision mixes them:
-#
-# $$A_k = r^2_{k+1}\,\hat R_{k+1} + (1 - r^2_{k+1})\,\tilde R - \hat R_k.$$
+# The credit of a decision can now use two sources. The gain of the predictions, $\hat R_{k+1} - \hat R_k$, has no later luck, but it has the error of $\hat R_{k+1}$. The final reward beyond the prediction, $\tilde R - \hat R_k$, has no such error, but it has all later luck. The calibrated credit $A_k$ is a weighted mean of the two. The weight of the first is the r² of the value *after* the decision, and the second has the rest.
 #
 # ### Exercise 7 · calibrated credit
 #
@@ -634,15 +759,24 @@ def calibrated_credit(values, slope, r2):
 lesson.check_credit(calibrated_credit)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** With slopes and r² of 0, $A_k = \tilde R$: uniform credit. (At the last decision $\hat R_D = \tilde R$ as well.) With exact values and slopes of 1, $A_k$ is $A^*_k$ plus $1 - r^2_{k+1}$ times what comes later, which has mean 0. Between the two, the weight of a value is what it has predicted of the reward. In `flowrl`: `credit.calibrated_gains`, and `credit.CalibratedGain` with Z.
+# **Why.** Both sources contain $-\hat R_k$, so
+#
+# $$A_k = r^2_{k+1}\,\hat R_{k+1} + (1 - r^2_{k+1})\,\tilde R - \hat R_k.$$
+#
+# With slopes and r² of 0, $A_k = \tilde R$: uniform credit. (At the last decision $\hat R_D = \tilde R$ as well.) With exact values and slopes of 1, $A_k$ is $A^*_k$ plus $1 - r^2_{k+1}$ times what comes later, which has mean 0. Between the two, the weight of a value is what it has predicted of the reward. In `flowrl`: `credit.calibrated_gains`, and `credit.CalibratedGain` with Z.
 
 # %%
 table = stages[4]["one-step"]
 fit = calibration(deviations(table))
 ours = calibrated_credit(table, fit.slope[0, 0], fit.r2[0, 0])
-print(f"largest difference from the library: {float((ours - calibrated_gains(table)).abs().max()):.0e}")
+print(
+    "largest difference from the library:"
+    f" {float((ours - calibrated_gains(table)).abs().max()):.0e}"
+)
 nothing = torch.eye(10)[-1]  # slope and r2 are 0 except at the end
-same = torch.allclose(calibrated_credit(table, nothing, nothing), deviations(table[..., -1:]).expand(-1, -1, 9))
+same = torch.allclose(
+    calibrated_credit(table, nothing, nothing), deviations(table[..., -1:]).expand(-1, -1, 9)
+)
 print("values that predict nothing give uniform credit:", same)
 show_correlations(
     {
@@ -704,22 +838,30 @@ lesson.check_better_trained(better_trained)
 COMPARED = {
     "uniform": (Uniform(), COLOURS["flow-grpo"]),
     "gains, one-step": (StepwiseGain(probe=Tweedie()), COLOURS["stepwise-flow-grpo"]),
-    "calibrated, one-step": (CalibratedGain(), COLOURS["tp-grpo"]),
-    "even weight, one-step": (EvenGain(), OTHERS[3]),
+    "calibrated, one-step": (CalibratedGain(), COLOURS["calibrated"]),
+    "even weight, one-step": (EvenGain(), COLOURS["even-weight"]),
     "oracle": (StepwiseGain(normalise="step", probe=Exact(points=29, reach=4.0)), INK),
 }
 SETTINGS = {**WORLD, "iterations": 12, "eval_every": 2}
 runs = {
-    (name, clip): [learn(rule=rule, seed=seed, **{**SETTINGS, "clip_range": clip}) for seed in range(3)]
+    (name, clip): [
+        learn(rule=rule, seed=seed, **{**SETTINGS, "clip_range": clip}) for seed in range(3)
+    ]
     for clip in (0.06, 0.18)
     for name, (rule, _) in COMPARED.items()
 }
 for (name, clip), curves in runs.items():
     over = " ".join(f"{float(curve.reward.mean()):.2f}" for curve in curves)
     last = " ".join(f"{float(curve.reward[-1]):.2f}" for curve in curves)
-    print(f"clip {clip:.2f}  {name:<22} held-out reward, mean over training: {over}; last: {last}")
+    print(
+        f"clip {clip:.2f}  {name:<22} held-out reward, mean over training: {over}; last:"
+        f" {last}"
+    )
 for name in COMPARED:
-    print(f"{name:<22} evaluations in forward passes: {int(runs[name, 0.06][0].work[-1] / 1000):,} thousand")
+    print(
+        f"{name:<22} evaluations in forward passes:"
+        f" {int(runs[name, 0.06][0].work[-1] / 1000):,} thousand"
+    )
 
 # %% [markdown] tags=["expected"]
 # clip 0.06  uniform                held-out reward, mean over training: 0.56..0.62 0.50..0.56 0.57..0.63; last: 0.94..1.00 0.93..0.99 0.95..1.00
@@ -747,17 +889,40 @@ def compare_runs():
         for name, (_, shade) in COMPARED.items():
             for number, curve in enumerate(runs[name, clip]):
                 label = name if number == 0 else None
-                cell.plot(curve.work[1:] / 1000, curve.reward[1:], "o-", color=shade, markersize=3, linewidth=1.1, label=label)
+                cell.plot(
+                    curve.work[1:] / 1000,
+                    curve.reward[1:],
+                    "o-",
+                    color=shade,
+                    markersize=3,
+                    linewidth=1.1,
+                    label=label,
+                )
         cell.set(
-            xscale="log", xlabel="evaluations in thousands (update: three each)", ylim=(0.05, 1.02), title=f"clip {clip:.2f}"
+            xscale="log",
+            xlabel="evaluations in thousands (update: three each)",
+            ylim=(0.05, 1.02),
+            title=f"clip {clip:.2f}",
         )
-        cell.set_xticks([20, 50, 100, 200, 500, 1000], ["20", "50", "100", "200", "500", "1000"])
+        cell.set_xticks(
+            [20, 50, 100, 200, 500, 1000], ["20", "50", "100", "200", "500", "1000"]
+        )
         cell.set_xlim(9, 1500)
         cell.minorticks_off()
         clean(cell)
     axes[0].set_ylabel("held-out reward")
-    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    figure.suptitle("Raw gains rise and fall; calibrated gains stay high; the oracle needs 18 times the evaluations", fontsize=11)
+    figure.legend(
+        *axes[1].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=5,
+        frameon=False,
+        fontsize=9,
+    )
+    figure.suptitle(
+        "Raw gains rise and fall; calibrated gains stay high; the oracle needs 18 times the"
+        " evaluations",
+        fontsize=11,
+    )
     plt.show()
 
 

@@ -26,6 +26,7 @@ from flowrl.rollout import (
     sample_images,
     score,
 )
+from flowrl_course.progress import progress, tick
 
 STEPS = 10
 """Denoising steps during training, in all lessons."""
@@ -70,6 +71,7 @@ def sample_groups(
     """
     setting, usage = Setting(policy, sampler, policy.schedule(STEPS), reward, prompts), Usage()
     groups, generator = Groups(len(prompts), members, shared_noise), torch.Generator()
+    tick(f"sampling {groups.samples} trajectories")
     sampled = setting.rollout(groups, generator.manual_seed(seed), probe, usage)
     record = setting.experience(sampled, usage)
     return Batch(policy, sampler, policy.encode(prompts), sampled, record, usage)
@@ -90,7 +92,7 @@ def credit_gradients(batch: Batch, rules: Sequence[CreditAssigner]) -> list[Tens
         batch.policy, loss, batch.rollout, batch.decisions, *credit, batch.sampler
     )
     totals = [torch.zeros(sum(weight.numel() for weight in weights)) for _ in rules]
-    for micro in torch.arange(len(sample)).split(256):
+    for micro in progress(torch.arange(len(sample)).split(256), "gradients, part"):
         chosen, at = sample[micro], column[micro]
         pairs = objective.batch(Rows.of(chosen, at))
         for total, advantages in zip(totals, credits, strict=True):

@@ -1,4 +1,6 @@
-"""Figures that several lessons use; colours are those of `flowrl.run.report.style`."""
+"""Figures that several lessons use, with the colours of `flowrl.run.report.style`. They are on
+white, so that they are readable on a dark page.
+"""
 
 import base64
 import html
@@ -13,6 +15,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.animation import FuncAnimation, PillowWriter
 from matplotlib.artist import Artist
@@ -21,7 +24,28 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from flowrl import Prompt
-from flowrl.run.report.style import COLOURS, INK, OTHERS, clean
+from flowrl.run.report import style
+from flowrl.run.report.style import INK, OTHERS, clean
+
+matplotlib.rcParams.update(
+    {name: "white" for name in ("figure.facecolor", "axes.facecolor", "savefig.facecolor")}
+)
+
+COLOURS = style.COLOURS | {
+    "reward-to-go": "#E69F00",
+    "estimate-gain": "#AA4499",
+    "depth": "#6A51A3",
+    "sibling": "#CC6677",
+    "diffusion-nft": "#CC79A7",
+    "awm": "#56B4E9",
+    "dgpo": "#999933",
+    "v-grpo": "#661100",
+    "fdfo": "#44AA99",
+    "step-nft": "#B15928",
+    "calibrated": "#882255",
+    "even-weight": "#3B7A9E",
+}
+"""One colour per rule or method, the same in all lessons."""
 
 NOISE = "#5B5B5B"
 """The colour of noise (t = 1)."""

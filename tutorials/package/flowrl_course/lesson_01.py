@@ -34,25 +34,31 @@ def _batch(count: int = 5, dim: int = 3) -> tuple[Tensor, Tensor, Tensor]:
 @check("Exercise 1")
 def check_interpolate(answer: Answer) -> None:
     """`answer(clean, noise, time)` is x_t."""
-    clean, noise, time = _batch()
-    square = _batch(3, 3)
-    tensor(answer(*square), (3, 3), "x_t")
-    t = square[2][None]
-    mixed = (1 - t) * square[0] + t * square[1]
+    clean, noise, time = _batch(3, 3)
+    t = 0.3  # equal for all samples: the axes do not matter yet
+    mistakes = {
+        "the ends are swapped: at t = 0 the result must be the data, at t = 1 the noise": (
+            (1 - t) * noise + t * clean
+        ),
+        "this moves away from the noise: the way from x_0 to eps is eps - x_0": (
+            clean + t * (clean - noise)
+        ),
+        "the data are not scaled by (1 - t): the weights of the two ends must add up to 1": (
+            clean + t * noise
+        ),
+        "the speed is not constant: t is squared": clean + t**2 * (noise - clean),
+        "this is the velocity eps - x_0, not the point on the line": noise - clean,
+    }
+    got = tensor(answer(clean, noise, torch.full((3,), t)), (3, 3), "x_t")
+    otherwise = "x_t is not the point at the fraction t of the way from x_0 to eps"
+    close(got, (1 - t) * clean + t * noise, otherwise, mistakes)
     expect(
-        not same(answer(*square), mixed),
+        not same(answer(clean, noise, time), (1 - time) * clean + time * noise),
         "times are spread over the dimensions, not the samples: write time[:, None]",
     )
+    clean, noise, time = _batch()
     got = tensor(answer(clean, noise, time), (5, 3), "x_t")
-    swapped = "the ends are swapped: at t = 0 the result must be the data, at t = 1 the noise"
-    path = interpolate(clean, noise, time)
-    mistakes = {
-        swapped: interpolate(noise, clean, time),
-        "the data are not scaled by (1 - t): the weights of the two ends must add up to 1": (
-            clean + time[:, None] * noise
-        ),
-    }
-    close(got, path, "x_t is not (1 - t) x_0 + t eps", mistakes)
+    close(got, interpolate(clean, noise, time), otherwise)
 
 
 @check("Exercise 2")

@@ -2,8 +2,10 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -121,38 +123,45 @@ def check_group_advantage(answer: Answer) -> None:
     rewards = spread * torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
     rewards = rewards + torch.arange(-1.0, 3.0)[:, None]
 
-    def score(mean: Tensor, std: Tensor) -> Tensor:
-        return (rewards - mean) / (std + 1e-4)
-
-    mean, std = rewards.mean(1, keepdim=True), rewards.std(1, correction=0, keepdim=True)
-    silent = tensor(answer(torch.full((2, 3), 0.7)), (2, 3), "the advantages")
-    expect(
-        bool(torch.isfinite(silent).all()),
-        "a group of equal rewards gives nan: add 1e-4 to the std",
-    )
-    expect(float(silent.abs().max()) < 1e-2, "a group of equal rewards must get 0")
-    got = tensor(answer(rewards), (4, 6), "the advantages")
-    mistakes = {
-        "the whole batch is one group here: take mean and std over the members of each "
-        "prompt (dim=1, keepdim=True)": score(rewards.mean(), rewards.std(correction=0)),
-        "this compares the same member of different prompts: reduce over dim=1": score(
-            rewards.mean(0, keepdim=True), rewards.std(0, correction=0, keepdim=True)
-        ),
-        "this divides by G - 1: torch's std does so by default; write correction=0": score(
-            mean, rewards.std(1, keepdim=True)
-        ),
-        "the mean is taken off, but not divided by the std": rewards - mean,
-        "divided by the variance": (
-            (rewards - mean) / (rewards.var(1, correction=0, keepdim=True) + 1e-4)
-        ),
+    means = {
+        "": rewards.mean(1, keepdim=True),
+        "the mean of the same member over all prompts is subtracted: take the mean over the members"
+        " of each prompt (dim=1, keepdim=True)": rewards.mean(0, keepdim=True),
+        "the mean of all prompts is subtracted: take the mean over the members of each prompt"
+        " (dim=1, keepdim=True)": rewards.mean(),
     }
+    stds = {
+        "": rewards.std(1, correction=0, keepdim=True),
+        "this divides by G - 1: torch's std does so by default; write correction=0": rewards.std(
+            1, keepdim=True
+        ),
+        "the std of all prompts is used: take the std of each prompt": rewards.std(correction=0),
+        "the std of the same member over all prompts is used: take dim=1": rewards.std(
+            0, correction=0, keepdim=True
+        ),
+        "divided by the variance: take the standard deviation": rewards.var(
+            1, correction=0, keepdim=True
+        ),
+        "the mean is taken off, but not divided by the std of the group": torch.tensor(1 - 1e-4),
+    }
+    got = tensor(answer(rewards), (4, 6), "the advantages")
+    right = (rewards - means[""]) / (stds[""] + 1e-4)
+    mistakes = {"the sign is wrong: more reward than the group is positive": -right}
+    for (of_mean, mean), (of_std, std), small in product(means.items(), stds.items(), (1e-4, 0.0)):
+        message = of_mean or of_std or "a group of equal rewards gives nan: add 1e-4 to the std"
+        if (of_mean or of_std or not small) and same(got, (rewards - mean) / (std + small), 1e-6):
+            mistakes[message] = (rewards - mean) / (std + small)
     close(
         got,
-        score(mean, std),
-        "this is not (R - mean) / (std + 1e-4) within each prompt",
+        right,
+        "this is not the deviation from the group's mean in its (population) standard deviations,"
+        " within each prompt; add 1e-4 to the std",
         mistakes,
         1e-6,
     )
+    silent = tensor(answer(torch.full((2, 3), 0.7)), (2, 3), "the advantages")
+    expect(bool(torch.isfinite(silent).all()), "a group of equal rewards gives nan: add 1e-4")
+    expect(float(silent.abs().max()) < 1e-2, "a group of equal rewards must get 0")
 
 
 @check("Exercise 4")
@@ -238,7 +247,7 @@ def check_kl(answer: Answer) -> None:
     same_gradient(got, truth, mean)
 
 
-@check("Exercise 8")
+@check("Exercise 10")
 def check_translated_clip(answer: Answer) -> None:
     """`answer(clip_range, elements, own_elements)` is the clip range for the same change per
     element.
@@ -267,7 +276,7 @@ def check_translated_clip(answer: Answer) -> None:
         )
 
 
-@check("Exercise 9")
+@check("Exercise 11")
 def check_diagnosis(answer: dict[int, str]) -> None:
     """`answer` maps the logs 1, 2, 3 to the settings A, B, C."""
     expect(
@@ -292,129 +301,338 @@ def check_diagnosis(answer: dict[int, str]) -> None:
     )
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One iteration: the rewards that it computed, the arguments of the loss in each mini-batch,
-    and the weights after it.
+@contextmanager
+def _awake(net: torch.nn.Module, size: float) -> Iterator[None]:
+    """`net` with weights of `size` in its last layer, so that its output depends on the prompt;
+    its own weights are restored.
     """
+    start = {name: value.clone() for name, value in net.state_dict().items()}
+    with torch.no_grad():
+        for value in list(net.parameters())[-2:]:
+            noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(8))
+            value.copy_(size * noise)
+    try:
+        yield
+    finally:
+        net.load_state_dict(start)
 
-    rewards: list[Tensor]
+
+def _unit(count: int) -> Tensor:
+    """Directions [sample, 2], all different."""
+    angle = torch.linspace(0, 2 * math.pi, count + 1)[:-1]
+    return torch.stack([angle.cos(), angle.sin()], dim=1)
+
+
+@check("Exercise 6")
+def check_rollout(answer: Answer, net: torch.nn.Module) -> None:
+    """`answer(direction, generator, random_steps)` returns the nodes of a rollout."""
+    notebook, direction = inspect.unwrap(answer).__globals__, _unit(400)
+    steps = notebook["STEPS"]
+
+    def run(*options: int, seed: int = 4) -> Tensor:
+        with torch.no_grad():
+            got = answer(direction, torch.Generator().manual_seed(seed), *options)
+        shape = tuple(got.shape) if isinstance(got, Tensor) else ()
+        expect(
+            shape != (steps, 400, 2),
+            f"there are {steps} nodes; {steps} steps have one node more: count the noise as node 0",
+        )
+        expect(
+            shape != (400, steps + 1, 2), "the axes are [node, sample, 2]: stack along dimension 0"
+        )
+        expect(shape != (400, 2), "only the last node came back: keep all nodes in a list")
+        return tensor(got, (steps + 1, 400, 2), "the result")
+
+    with _awake(net, 20.0):
+        mixed = run(3)
+        expect(
+            same(run(3), mixed, 1e-6),
+            "the same generator gives other nodes: pass `generator` to every torch.randn",
+        )
+        expect(not same(run(3, seed=5), mixed), "another generator gives the same nodes")
+        _check_noise(mixed[0], "node 0, the noise,")
+        for nodes, count in ((mixed, 3), (run(), steps - 1), (run(0), 0)):
+            _check_steps(notebook, nodes, direction, count)
+
+
+def _check_noise(noise: Tensor, what: str) -> None:
+    """Whether `noise` [sample, 2] is standard normal, with a false alarm in 10,000 at most."""
+    mean, std, fourth = float(noise.mean()), float(noise.std()), float((noise**4).mean())
+    expect(std > 1e-3, f"{what} is missing")
+    expect(
+        len(noise[:, 0].round(decimals=4).unique()) > 0.9 * len(noise),
+        f"{what} is equal for several samples: draw [sample, 2] numbers",
+    )
+    expect(
+        abs(mean) < 0.16 and abs(std - 1) < 0.12,
+        f"{what} has mean {mean:.2f} and standard deviation {std:.2f} instead of 0 and 1",
+    )
+    expect(
+        abs(fourth - 3) < 1.1, f"{what} is not normal: use torch.randn, not torch.rand or its like"
+    )
+    expect(
+        abs(float(torch.corrcoef(noise.T)[0, 1])) < 0.22,
+        f"{what} is equal in both coordinates: draw [sample, 2] numbers",
+    )
+
+
+def _check_steps(notebook: dict[str, Any], nodes: Tensor, direction: Tensor, count: int) -> None:
+    """Whether the first `count` steps are draws of the policy, and the others ODE steps."""
+    times, steps, noises = notebook["times"], notebook["STEPS"], [nodes[0]]
+    for i in range(steps):
+        x, step = nodes[i], torch.full((len(direction),), i)
+        with torch.no_grad():
+            mean, std = notebook["transition"](x, step, direction)
+            v = notebook["velocity"](x, times[step], direction)
+            late = notebook["velocity"](x, times[step + 1], direction)
+        delta, where = times[i] - times[i + 1], f"with random_steps={count}, step {i}"
+        ode, drawn = x - delta * v, (nodes[i + 1] - mean) / std[:, None]
+        if i < count:
+            expect(
+                all(
+                    float(((nodes[i + 1] - other) / std[:, None]).abs().max()) > 0.05
+                    for other in (ode, mean)
+                ),
+                f"{where} draws nothing: the first {count} steps are random",
+            )
+            expect(
+                all(not same(drawn, noise, 1e-3) for noise in noises),
+                f"{where} uses the noise of an earlier node again: draw inside the loop",
+            )
+            expect(
+                not same(drawn, drawn[:1].expand_as(x), 0.01),
+                f"{where} has one draw for all samples: draw x.shape numbers",
+            )
+            _check_noise(drawn, f"{where}: (next node - mean) / std")
+            noises.append(drawn)
+            continue
+        close(
+            nodes[i + 1],
+            ode,
+            f"{where} is not an ODE step: x - (t - s) v, with v at the time and the node where the"
+            " step starts",
+            {
+                f"{where} moves away from the data: t falls, so subtract (t - s) v": x + delta * v,
+                f"{where} uses the mean of the random step: an ODE step has no score correction": (
+                    mean
+                ),
+                f"{where} uses the velocity at the time where it ends: take times[i]": (
+                    x - delta * late
+                ),
+            },
+        )
+
+
+@check("Exercise 7")
+def check_credit(answer: Answer) -> None:
+    """`answer(nodes, direction, score)` is the group advantage at every decision."""
+    notebook, generator = inspect.unwrap(answer).__globals__, torch.Generator().manual_seed(6)
+    members, steps, count = (notebook[name] for name in ("MEMBERS", "STEPS", "PROMPTS"))
+    direction = _unit(count).repeat_interleave(members, 0)
+    spread = torch.linspace(0.3, 1.5, count).repeat_interleave(members)[:, None]
+    nodes = 2 * direction + spread * torch.randn(steps + 1, len(direction), 2, generator=generator)
+    got, decisions = answered(answer(nodes, direction), "credit"), steps - 1
+    if isinstance(got, Tensor):
+        for shape, text in {
+            (len(direction),): "this is one number per sample; repeat it for every decision",
+            (count, members): "flatten the groups, and repeat each number for every decision",
+            (len(direction), steps): "the last step is an ODE step: it draws nothing, so it is no"
+            " decision",
+            (decisions, len(direction)): "the axes are [sample, decision]",
+            (steps + 1, len(direction)): "a node is not a decision: only the last node is scored",
+        }.items():
+            expect(tuple(got.shape) != shape, text)
+    rewards = torch.exp(-(nodes - 2 * direction).square().sum(-1) / 2)
+    final = rewards[-1].view(count, members)
+
+    def score(values: Tensor, groups: Tensor | None = None) -> Tensor:
+        groups = values if groups is None else groups
+        centred = values - groups.mean(1, keepdim=True)
+        return centred / (groups.std(1, correction=0, keepdim=True) + 1e-4)
+
+    def table(values: Tensor) -> Tensor:
+        return values.flatten()[:, None].expand(-1, decisions)
+
+    mistakes = {
+        "the advantages have the wrong sign: a better sample has a larger one": -score(final),
+        "these are the rewards: compare them within each group with group_advantage": final,
+        "the group's mean is subtracted, but not divided by its std: use group_advantage": (
+            final - final.mean(1, keepdim=True)
+        ),
+        "all samples are one group here: view the rewards as [prompt, MEMBERS]": score(
+            rewards[-1][None]
+        ),
+        "the rows are not groups: the members of a prompt are adjacent, so view the rewards as"
+        " [prompt, MEMBERS]": score(rewards[-1].view(members, count)),
+        "the columns are not groups: the members of a prompt are adjacent": score(
+            rewards[-1].view(members, count).T
+        ).T,
+        "this scores node 0, the noise: the finished sample is the last node": score(
+            rewards[0].view(count, members)
+        ),
+        "this scores the state before the last step: the finished sample is the last node": score(
+            rewards[-2].view(count, members)
+        ),
+    }
+    close(
+        tensor(got, (len(direction), decisions), "the credit"),
+        table(score(final)),
+        "this is not the group advantage of the sample's reward at every decision",
+        {text: table(value) for text, value in mistakes.items()},
+    )
+    doubled = answer(nodes, direction, lambda points, _: (points - 1).square().sum(-1))
+    other = score((nodes[-1] - 1).square().sum(-1).view(count, members))
+    expect(same(doubled, table(other)), "another score has no effect: compute rewards with `score`")
+
+
+@dataclass(frozen=True)
+class _Update:
+    """The arguments of the loss in each mini-batch of an update, and the weights after it."""
+
     losses: list[tuple[Any, ...]]
     weights: Tensor
 
     def pairs(self, argument: int) -> Tensor:
-        """An argument of the loss, 1 the old log-probability and 2 the advantage, in the order of
-        the permutation [pair].
-        """
+        """An argument of the loss, 1 the old log-probability and 2 the advantage, [pair]."""
         return torch.cat([given[argument].detach().flatten() for given in self.losses])
 
 
-def _run(notebook: dict[str, Any], net: torch.nn.Module, iteration: Answer) -> _Run:
-    """`iteration` with a clip range of 0.02 and three mini-batches, from the present weights of
-    `net`, which are restored.
+@dataclass(frozen=True)
+class _Task:
+    """A rollout of the lesson's policy with random advantages, and its pairs [pair, 2]."""
+
+    notebook: dict[str, Any]
+    net: torch.nn.Module
+    nodes: Tensor
+    direction: Tensor
+    advantage: Tensor
+    every: Tensor
+
+    @classmethod
+    def new(cls, notebook: dict[str, Any], net: torch.nn.Module) -> "_Task":
+        generator, steps = torch.Generator().manual_seed(5), notebook["STEPS"]
+        direction = _unit(notebook["PROMPTS"]).repeat_interleave(notebook["MEMBERS"], 0)
+        nodes = [torch.randn(direction.shape, generator=generator)]
+        for i in range(steps):
+            with torch.no_grad():
+                step = torch.full((len(direction),), i)
+                mean, std = notebook["transition"](nodes[-1], step, direction)
+            noise = torch.randn(direction.shape, generator=generator)
+            nodes.append(mean + std[:, None] * noise)
+        pairs = torch.cartesian_prod(torch.arange(len(direction)), torch.arange(steps - 1))
+        advantage = torch.randn(len(direction), steps - 1, generator=generator)
+        return cls(notebook, net, torch.stack(nodes), direction, advantage, pairs)
+
+    def log_probs(self, pairs: Tensor) -> Tensor:
+        """Under the present weights, [pair]."""
+        sample, step = self.every[pairs].unbind(1)
+        gaussian = self.notebook["transition"](
+            self.nodes[step, sample], step, self.direction[sample]
+        )
+        return self.notebook["log_prob"](self.nodes[step + 1, sample], *gaussian)
+
+    def run(self, answer: Answer, seed: int = 7) -> _Update:
+        """`answer` with a clip range of 0.02 and three mini-batches; weights are restored."""
+        start = {name: value.clone() for name, value in self.net.state_dict().items()}
+        losses, loss = [], self.notebook["clipped_loss"]
+
+        def watched(new: Any, old: Any, advantage: Any, clip_range: Any) -> Any:
+            expect(
+                not old.requires_grad,
+                "the old log-probabilities carry a gradient: compute them under torch.no_grad()",
+            )
+            losses.append((new.detach(), old, advantage, clip_range))
+            return loss(new, old, advantage, clip_range)
+
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05)
+        optimizer.zero_grad()
+        self.notebook["clipped_loss"] = watched
+        given = self.nodes, self.direction, self.advantage
+        try:
+            answer(optimizer, *given, 0.02, 3, torch.Generator().manual_seed(seed))
+            weights = torch.cat([value.detach().flatten() for value in self.net.parameters()])
+            return _Update(losses, weights)
+        finally:
+            self.notebook["clipped_loss"] = loss
+            self.net.load_state_dict(start)
+
+    def updated(self, chunks: list[Tensor], fault: str = "") -> Tensor:
+        """The weights after an update with these pairs per mini-batch; a fault is "add" or "up"."""
+
+        def update(optimizer: Any, *_: Any) -> None:
+            with torch.no_grad():
+                old = [self.log_probs(pairs) for pairs in chunks]
+            for pairs, before in zip(chunks, old, strict=True):
+                if fault != "add":
+                    optimizer.zero_grad()
+                sample, step = self.every[pairs].unbind(1)
+                lost = self.notebook["clipped_loss"](
+                    self.log_probs(pairs), before, self.advantage[sample, step], 0.02
+                )
+                (-lost if fault == "up" else lost).backward()
+                optimizer.step()
+
+        return self.run(update).weights
+
+
+@check("Exercise 8")
+def check_update(answer: Answer, net: torch.nn.Module) -> None:
+    """`answer(optimizer, nodes, direction, advantage, clip_range, minibatches, generator)`
+    trains `net` on all pairs once.
     """
-    start = {name: value.clone() for name, value in net.state_dict().items()}
-    rewards, losses = [], []
-    loss, reward_of = notebook["clipped_loss"], notebook["reward_of"]
-
-    def watched_loss(new: Any, old: Any, advantage: Any, clip_range: Any) -> Any:
-        losses.append((new.detach(), old, advantage, clip_range))
-        return loss(new, old, advantage, clip_range)
-
-    def watched_reward(points: Any, direction: Any) -> Any:
-        rewards.append(reward_of(points, direction))
-        return rewards[-1]
-
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    optimizer.zero_grad()
-    notebook |= {"clipped_loss": watched_loss, "reward_of": watched_reward}
-    try:
-        iteration(optimizer, torch.Generator().manual_seed(5), 0.02, 3)
-        weights = torch.cat([value.detach().flatten() for value in net.parameters()])
-        return _Run(rewards, losses, weights)
-    finally:
-        notebook |= {"clipped_loss": loss, "reward_of": reward_of}
-        net.load_state_dict(start)
-
-
-@check("Exercise 6")
-def check_iteration(answer: Answer, net: torch.nn.Module) -> None:
-    """`answer(optimizer, generator, clip_range, minibatches)` trains `net` for one iteration."""
     notebook = inspect.unwrap(answer).__globals__
-    before = torch.cat([value.detach().clone().flatten() for value in net.parameters()])
-    right, got = (_run(notebook, net, run) for run in (_iteration(notebook), answer))
-    expect(got.losses, "the loss was never computed: call clipped_loss once per mini-batch")
-    expect(
-        len(got.losses) == 3,
-        f"the loss was computed {len(got.losses)} times for 3 mini-batches: split the permutation"
-        " with chunk(minibatches), and compute one loss for each chunk",
-    )
-    seen, wanted = (sum(len(new) for new, *_ in run.losses) for run in (got, right))
-    expect(
-        seen == wanted,
-        f"the mini-batches have {seen} pairs instead of {wanted}: a sample has STEPS - 1",
-    )
-    expect(
-        all(given[3] == 0.02 for given in got.losses),
-        "the clip range is not the argument: pass clip_range",
-    )
-    if got.rewards:
-        _check_rewards(notebook, got.rewards[-1], right.rewards[-1])
-    _check_log_probs(got, right)
-    _check_advantages(notebook, got, right)
-    _check_order(notebook, got, right)
-    expect(
-        not same(got.weights, before),
-        "the weights did not change: loss.backward(), optimizer.step()",
-    )
-    faults = {
-        "add": "gradients add up over the mini-batches: call optimizer.zero_grad() before backward",
-        "up": "the update makes the loss larger: clipped_loss is a loss already, minimise it",
-    }
-    close(
-        got.weights,
-        right.weights,
-        "the mini-batches are right, but not the update: zero_grad, backward and step, once each",
-        {
-            text: _run(notebook, net, _iteration(notebook, name)).weights
-            for name, text in faults.items()
-        },
-    )
-
-
-def _check_rewards(notebook: dict[str, Any], got: Tensor, right: Tensor) -> None:
-    """The rewards [sample], in the order of the samples."""
-    generator, reward_of = torch.Generator().manual_seed(5), notebook["reward_of"]
-    members, steps = notebook["MEMBERS"], notebook["STEPS"]
-    with torch.no_grad():
-        prompts = notebook["directions"](notebook["PROMPTS"], generator)
-        state = generator.get_state()
-
-        def nodes(direction: Tensor, random_steps: int) -> Tensor:
-            return notebook["rollout"](direction, generator.set_state(state), random_steps)
-
-        own, mixed = prompts.repeat_interleave(members, 0), prompts.repeat(members, 1)
-        mistakes = {
-            "these are the rewards of node 0, the noise: the image is the last node": reward_of(
-                nodes(own, steps - 1)[0], own
-            ),
-            "the last step is random too: it follows the ODE, as in rollout(direction, "
-            "generator)": reward_of(nodes(own, steps)[-1], own),
-            "the members of a prompt are not adjacent: use repeat_interleave, not repeat": (
-                reward_of(nodes(mixed, steps - 1)[-1], mixed)
-            ),
+    with _awake(net, 1.0):
+        task = _Task.new(notebook, net)
+        before = torch.cat([value.detach().clone().flatten() for value in net.parameters()])
+        got = task.run(answer)
+        expect(got.losses, "no loss yet: replace the dots, and call clipped_loss in each chunk")
+        expect(
+            len(got.losses) == 3,
+            f"the loss was computed {len(got.losses)} times for 3 mini-batches: split the"
+            " permutation with chunk(minibatches), and compute one loss for each chunk",
+        )
+        expect(
+            all(given[3] == 0.02 for given in got.losses),
+            "the clip range is not the argument: pass clip_range",
+        )
+        chunks = _chunks(task, got)
+        _check_shuffled(task, torch.cat(chunks))
+        other = task.run(answer)
+        expect(
+            same(other.pairs(1), got.pairs(1), 1e-6),
+            "the same generator gives another order: pass `generator` to torch.randperm",
+        )
+        expect(
+            not same(task.run(answer, seed=8).pairs(1), got.pairs(1), 1e-6),
+            "another generator gives the same order: pass `generator` to torch.randperm",
+        )
+        expect(
+            not same(got.weights, before, 1e-7),
+            "the weights did not change: loss.backward(), optimizer.step()",
+        )
+        faults = {
+            "add": "gradients add up over the mini-batches: call optimizer.zero_grad() before"
+            " backward",
+            "up": "the update makes the loss larger: clipped_loss is a loss already, minimise it",
         }
-    close(
-        got.detach().flatten(),
-        right,
-        "these are not the rewards of the last nodes: draw the directions, then roll out, both with"
-        " `generator`, and score every sample with its own direction",
-        mistakes,
+        close(
+            got.weights,
+            task.updated(chunks),
+            "the mini-batches are right, but not the update: zero_grad, backward and step, once"
+            " each",
+            {text: task.updated(chunks, name) for name, text in faults.items()},
+            1e-5,
+        )
+
+
+def _chunks(task: _Task, got: _Update) -> list[Tensor]:
+    """The numbers of the pairs in each mini-batch, from the arguments of the loss."""
+    seen = sum(len(new) for new, *_ in got.losses)
+    expect(
+        seen == len(task.every),
+        f"the mini-batches have {seen} pairs instead of {len(task.every)}: a sample has STEPS - 1"
+        " decisions, and each pair is used once",
     )
-
-
-def _check_log_probs(got: _Run, right: _Run) -> None:
-    """The old log-probabilities, whatever the order of the pairs."""
     new, old, *_ = got.losses[0]
     expect(
         same(new, old, 1e-5),
@@ -426,104 +644,40 @@ def _check_log_probs(got: _Run, right: _Run) -> None:
         "the last ratio is exactly 1: compute the old log-probability once, before the updates,"
         " and take a step of the optimizer after every mini-batch",
     )
+    with torch.no_grad():
+        log_probs = task.log_probs(torch.arange(len(task.every)))
     close(
         got.pairs(1).sort().values,
-        right.pairs(1).sort().values,
-        "these are not the log-probabilities of the rollout's own transitions: a pair leads from"
-        " nodes[step, sample] to nodes[step + 1, sample], with direction[sample]",
+        log_probs.sort().values,
+        "these are not the log-probabilities of all transitions: a pair leads from"
+        " nodes[step, sample] to nodes[step + 1, sample], with direction[sample], and occurs once",
     )
-
-
-def _check_advantages(notebook: dict[str, Any], got: _Run, right: _Run) -> None:
-    """The advantages of the pairs, whatever their order."""
-    rewards, score = right.rewards[-1], notebook["group_advantage"]
-    groups = rewards.view(notebook["PROMPTS"], notebook["MEMBERS"])
-    credits = {
-        "the advantages have the wrong sign: a better sample has a larger one": -score(groups),
-        "these are the rewards: compare them within each group with group_advantage": rewards,
-        "the mean of the group is subtracted, but not divided by its std: use group_advantage": (
-            groups - groups.mean(1, keepdim=True)
-        ),
-        "all samples are one group here: view the rewards as [PROMPTS, MEMBERS]": score(
-            rewards[None]
-        ),
-        "the rows are not groups: view the rewards as [PROMPTS, MEMBERS]": score(
-            rewards.view(notebook["MEMBERS"], notebook["PROMPTS"])
-        ),
-    }
-    steps = notebook["STEPS"] - 1
-    otherwise = "a pair has another advantage than its sample: advantage[sample]"
-    close(
-        got.pairs(2).sort().values,
-        right.pairs(2).sort().values,
-        otherwise,
-        {text: credit.flatten().repeat(steps).sort().values for text, credit in credits.items()},
+    places = torch.stack([got.pairs(1), got.pairs(2)], dim=1).double()
+    known = torch.stack([log_probs, task.advantage.flatten()], dim=1).double()
+    distance, number = torch.cdist(places, known).min(dim=1)
+    expect(
+        float(distance.max()) < 1e-3 and len(number.unique()) == len(number),
+        "a pair has another pair's advantage: take advantage[sample, step]",
     )
-    close(got.pairs(2)[got.pairs(1).argsort()], right.pairs(2)[right.pairs(1).argsort()], otherwise)
+    return list(number.split([len(given[0]) for given in got.losses]))
 
 
-def _check_order(notebook: dict[str, Any], got: _Run, right: _Run) -> None:
-    """The order of the pairs in the mini-batches."""
-    samples, steps = notebook["PROMPTS"] * notebook["MEMBERS"], notebook["STEPS"] - 1
-    order = torch.arange(len(right.pairs(1)))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        direction = notebook["directions"](notebook["PROMPTS"], generator)
-        notebook["rollout"](direction.repeat_interleave(notebook["MEMBERS"], 0), generator)
-    permutation = torch.randperm(len(order), generator=generator)
-    plain = right.pairs(1)[permutation.argsort()]  # by the number of the pair
-    close(
-        got.pairs(1),
-        right.pairs(1),
-        "the permutation is another one: draw torch.randperm with `generator`, after the rollout",
-        {
-            "the pairs are not shuffled: split torch.randperm(pairs), not the pairs": plain,
-            "the pairs are numbered step by step: number them sample * (STEPS - 1) + step": (
-                plain.view(samples, steps).T.flatten()[permutation]
-            ),
-        },
-    )
+def _check_shuffled(task: _Task, order: Tensor) -> None:
+    """Whether neither samples nor steps follow each other."""
+    sample, step = task.every[order].T.float()
+    place = torch.arange(len(order)).float()
+    for name, values in (("samples", sample), ("steps", step)):
+        related = float(torch.corrcoef(torch.stack([place, values]))[0, 1])
+        expect(
+            abs(related) < 0.2,
+            f"the pairs are not shuffled, and the {name} follow each other: chunk a torch.randperm"
+            " of the pairs",
+        )
+    neighbours = (sample[1:] == sample[:-1]).float().mean()
+    expect(neighbours < 0.2, "only whole samples are shuffled: chunk a torch.randperm of all pairs")
 
 
-def _iteration(notebook: dict[str, Any], fault: str = "") -> Answer:
-    """The iteration of the exercise with the lesson's functions, or with one fault of its update:
-    "add" or "up".
-    """
-    count, members, steps = (notebook[name] for name in ("PROMPTS", "MEMBERS", "STEPS"))
-
-    def run(
-        optimizer: Any, generator: torch.Generator, clip_range: float, minibatches: int
-    ) -> None:
-        with torch.no_grad():
-            direction = notebook["directions"](count, generator).repeat_interleave(members, 0)
-            nodes = notebook["rollout"](direction, generator)
-            rewards = notebook["reward_of"](nodes[-1], direction)
-            advantage = notebook["group_advantage"](rewards.view(count, members)).flatten()
-            pairs = torch.cartesian_prod(torch.arange(len(direction)), torch.arange(steps - 1))
-            order = torch.randperm(len(pairs), generator=generator)
-        sample, step = pairs[order].unbind(1)
-
-        def log_probs(part: Tensor) -> Tensor:
-            i, chosen = step[part], sample[part]
-            gaussian = notebook["transition"](nodes[i, chosen], i, direction[chosen])
-            return notebook["log_prob"](nodes[i + 1, chosen], *gaussian)
-
-        with torch.no_grad():
-            before = log_probs(torch.arange(len(pairs)))
-        for part in torch.arange(len(pairs)).chunk(minibatches):
-            after = log_probs(part)
-            if fault != "add":
-                optimizer.zero_grad()
-            lost = notebook["clipped_loss"](
-                after, before[part], advantage[sample[part]], clip_range
-            )
-            (-lost if fault == "up" else lost).backward()
-            optimizer.step()
-
-    return run
-
-
-@check("Exercise 7")
+@check("Exercise 9")
 def check_one_minibatch(answer: str) -> None:
     """`answer` is the predicted fraction of clipped pairs with one mini-batch."""
     letter = choice(answer, "abc")
@@ -534,7 +688,7 @@ def check_one_minibatch(answer: str) -> None:
     )
 
 
-@check("Exercise 10")
+@check("Exercise 12")
 def check_wrong_line(answer: int) -> None:
     """`answer` is the number of the wrong line."""
     line = int(number(answer, "the line"))

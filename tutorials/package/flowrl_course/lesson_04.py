@@ -203,11 +203,20 @@ def check_lambda(answer: Answer) -> None:
         "this is R - V_k, the case lam = 1": to_go,
         "the decision's own gain has weight 1, not lam": lam * right,
         "the decision's own gain is missing": right - gains,
+        "the weights do not add up to 1: the longest change has the weight that remains": sum(
+            (1 - lam)
+            * lam ** (n - 1)
+            * torch.cat([values[:, n:] - values[:, :-n], torch.zeros(5, n - 1)], 1)
+            for n in range(1, 5)
+        ),
+        "the weights of all changes with gain g_{k+j} add up to lam^j: no factor 1 - lam remains": (
+            (1 - lam) * right
+        ),
         "only the next gain is added; the recursion goes on to the last decision": (
             gains + lam * torch.cat([gains[:, 1:], torch.zeros(5, 1)], 1)
         ),
     }
-    close(got, right, "this is not g_k + lam g_{k+1} + lam^2 g_{k+2} + ...", mistakes)
+    close(got, right, "this is not the average of the changes over 1, 2, ... decisions", mistakes)
     expect(
         same(answer(values.clone(), 1.0), to_go),
         "at lam = 1 the gains must telescope to R - V_k",

@@ -1,14 +1,12 @@
 """Checks of the lesson on Flow-GRPO."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl import Schedule
-from flowrl.core.experience import Decisions
-from flowrl.credit import Uniform
 from flowrl.flow import kl
 from flowrl.samplers import FlowSDE
 from flowrl_course.checking import (
@@ -18,6 +16,7 @@ from flowrl_course.checking import (
     close,
     expect,
     number,
+    numbers,
     quiz,
     same,
     same_gradient,
@@ -27,76 +26,37 @@ from flowrl_course.checking import (
 Answer = Callable[..., Any]
 
 
-def _finals() -> Tensor:
-    """Rewards of 3 prompts of different difficulty with 4 members each, of both signs."""
-    generator = torch.Generator().manual_seed(4)
-    return torch.rand(3, 4, generator=generator) * torch.tensor(
-        [[0.1], [0.4], [0.2]]
-    ) + torch.tensor([[-0.05], [-0.4], [0.7]])
-
-
-def _scores(
-    final: Tensor,
-    dims: int | tuple[int, ...],
-    std_dims: Any = None,
-    unbiased: bool = False,
-    epsilon: float = 1e-4,
-) -> Tensor:
-    spread = final.std(dim=dims if std_dims is None else std_dims, keepdim=True, unbiased=unbiased)
-    return (final - final.mean(dim=dims, keepdim=True)) / (spread + epsilon)
-
-
 @check("Exercise 1")
-def check_uniform(answer: Answer) -> None:
-    """`answer(final, decisions)` is the uniform credit [prompt, member, decision]."""
-    final, decisions = _finals(), 5
-    got = answered(answer(final, decisions), "uniform_advantages")
-    expect(isinstance(got, Tensor), "the result must be a torch.Tensor")
-    expect(
-        got.shape != (3, 4),
-        "the axis of decisions is missing: repeat the scores over it, [prompt, member, decision]",
-    )
-    got = tensor(got, (3, 4, decisions), "the result")
-    expect(
-        bool((got == got[..., :1]).all()),
-        "the advantages differ from decision to decision; uniform credit gives every decision of a"
-        " trajectory the same number",
-    )
-    values = torch.cat([torch.full((3, 4, decisions), torch.nan), final[..., None]], dim=-1)
-    wanted = Uniform().assign(values, Decisions.like(values))
-    slips = {
-        "the mean runs over the whole batch: take it over members (dim=1)": _scores(final, (0, 1)),
-        "the mean runs over prompts (dim=0); images are compared with those of the same "
-        "prompt: dim=1": _scores(final, 0),
-        "the standard deviation is that of the whole batch; here it is that of the group (dim=1)": (
-            _scores(final, 1, (0, 1))
-        ),
-        "the standard deviation is the unbiased one (divided by G - 1): pass unbiased=False": (
-            _scores(final, 1, unbiased=True)
-        ),
-        "the standard deviation is missing: divide by it (plus 1e-4)": (
-            final - final.mean(1, keepdim=True)
-        ),
-        "the advantage is not shared out: each decision gets the whole of it": (
-            _scores(final, 1) / decisions
-        ),
-        "the group's mean is missing: subtract it": (
-            final / (final.std(1, keepdim=True, unbiased=False) + 1e-4)
-        ),
-    }
-    mistakes = {
-        message: value[..., None].repeat(1, 1, decisions) for message, value in slips.items()
-    }
-    equal = answer(torch.full((2, 4), 0.3), 2)
-    safe = isinstance(equal, Tensor) and bool(torch.isfinite(equal).all())
-    expect(safe, "a group of equal rewards gives NaN: add 1e-4 to the standard deviation")
-    close(
-        got,
-        wanted,
-        "this is not (R - mean) / (std + 1e-4) over the members of each prompt",
-        mistakes,
-        tolerance=2e-5,
-    )
+def check_success(answer: Answer) -> None:
+    """`answer(successes, members)` are the advantages of a success and of a failure."""
+    for successes, members in ((2, 12), (3, 4), (5, 7)):
+        p = successes / members
+        right = torch.tensor([1 - p, -p]) / (p * (1 - p)) ** 0.5
+        sample = (1 - 1 / members) ** 0.5
+        mistakes = {
+            "the order is success, failure": right.flip(0),
+            "not divided by the standard deviation of the group": right * (p * (1 - p)) ** 0.5,
+            "divided by the variance: take the root of p (1 - p)": right / (p * (1 - p)) ** 0.5,
+            "this is the standard deviation with G - 1: the group advantage divides by G": (
+                right * sample
+            ),
+            "a failure has less reward than its group: its advantage is negative": right.abs(),
+            "the variance of the rewards is not p: it is the mean of R^2 minus the square of the"
+            " mean of R": (torch.tensor([1 - p, -p]) / p**0.5),
+            "p and 1 - p are swapped: the mean of the rewards is the share of successes": (
+                torch.tensor([p, p - 1]) / (p * (1 - p)) ** 0.5
+            ),
+            "the mean is not subtracted": torch.tensor([1.0, 0.0]) / (p * (1 - p)) ** 0.5,
+        }
+        got = numbers(answer(successes, members), 2, "return two numbers: of a success, a failure")
+        close(
+            torch.tensor(got),
+            right,
+            f"with {successes} successes of {members} these are not the rewards minus their mean,"
+            " divided by their standard deviation",
+            mistakes,
+            1e-3,
+        )
 
 
 @check("Exercise 3")
@@ -220,6 +180,9 @@ def check_kl_from_velocities(answer: Answer) -> None:
         ),
         "only the term 1 / sigma is there; the score correction contributes sigma (1 - t) / "
         "(2 t)": (delta / 2 / sigma**2 * squares),
+        "only the score correction is there; the ODE's own term contributes 1 / sigma": (
+            delta / 2 * (sigma * (1 - t) / (2 * t)) ** 2 * squares
+        ),
         "sigma_t has t and 1 - t swapped: sigma_t = a sqrt(t / (1 - t))": (
             delta / 2 * (swapped * (1 - t) / (2 * t) + 1 / swapped) ** 2 * squares
         ),
@@ -253,42 +216,28 @@ def check_kl_from_velocities(answer: Answer) -> None:
     same_gradient(got, wanted, velocity)
 
 
+ESTIMATORS = {
+    "A": (True, "A: k_1 is a difference of log-densities of one sample"),
+    "B": (False, "B: exp(-l) - 1 + l is smallest at l = 0"),
+    "C": (False, "C: k_2 is the expansion of k_3 for small l, and nothing else"),
+    "D": (False, "D: for small l, k_3 is about l^2 / 2; what are the sizes of l and l^2?"),
+    "E": (True, "E: the exponential in k_3 is huge for a few samples"),
+    "F": (False, "F: the gradient of k_1 at fixed samples is grad log pi; what is its mean?"),
+}
+"""Whether each statement on the estimators is true, and the reason."""
+
+
 @check("Exercise 7")
-def check_kl_estimates(answer: Answer) -> None:
-    """`answer(log_ratio)` is k1, k2, k3 of KL(pi || pi_ref)."""
-    ell = torch.tensor([0.3, -0.8, 1.4, 0.0, -0.1], requires_grad=True)
-    got = answer(ell)
-    expect(isinstance(got, tuple | list) and len(got) == 3, "return three tensors: k1, k2, k3")
-    k1, k2, k3 = (
-        tensor(value, (5,), name) for value, name in zip(got, ("k1", "k2", "k3"), strict=True)
+def check_estimators(answer: Mapping[str, bool]) -> None:
+    """`answer` maps the letters A to F to whether the statement is true."""
+    expect(
+        isinstance(answer, Mapping) and set(answer) == set(ESTIMATORS),
+        f"give a dict with the keys {', '.join(ESTIMATORS)}",
     )
-    signs = {"the sign is wrong: k1 = log pi - log pi_ref, which is log_ratio": -ell}
-    close(
-        k1,
-        ell,
-        "k1 is the log-ratio itself",
-        signs | {"this is the ratio; k1 is its logarithm": ell.exp()},
-    )
-    halves = {
-        "the factor 1/2 of k2 is missing": ell.square(),
-        "k2 is half of the square, not the square of the half": (ell / 2).square(),
-        "k2 squares the log-ratio, not the ratio": (-ell).exp().square() / 2,
-    }
-    close(k2, ell.square() / 2, "k2 is log_ratio squared, divided by 2", halves)
-    others = {
-        "r is inverted: r = pi_ref / pi = exp(-log_ratio)": ell.exp() - 1 - ell,
-        "r is inverted: r = pi_ref / pi = exp(-log_ratio); now the mean is not the KL": (
-            ell.exp() - 1 + ell
-        ),
-        "the sign of log_ratio is wrong: (r - 1) - log r, and log r = -log_ratio": (
-            (-ell).exp() - 1 - ell
-        ),
-        "the -1 is missing: k3 must be 0 where both policies agree": (-ell).exp() + ell,
-        "this is r - 1 alone, whose mean is 0: add log_ratio": (-ell).exp() - 1,
-    }
-    close(k3, (-ell).exp() - 1 + ell, "k3 is exp(-log_ratio) - 1 + log_ratio", others)
-    for value, wanted in zip(got, (ell, ell.square() / 2, (-ell).exp() - 1 + ell), strict=True):
-        same_gradient(value, wanted, ell)
+    answered(None if any(value is ... for value in answer.values()) else answer, "all statements")
+    for letter, (true, reason) in ESTIMATORS.items():
+        expect(answer[letter] in (True, False), f"{letter}: answer True or False")
+        expect(bool(answer[letter]) == true, f"look again at {reason}")
 
 
 @check("Exercise 8")

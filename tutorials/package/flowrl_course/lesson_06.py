@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.core.experience import Decisions
-from flowrl.credit import StepwiseGain, gains, generalised_gains, reward_to_go
+from flowrl.credit import gains
 from flowrl_course.checking import answered, check, choice, close, expect, number, quiz, tensor
 
 Answer = Callable[..., Any]
@@ -20,44 +19,39 @@ def _values() -> Tensor:
 
 
 @check("Exercise 1")
-def check_gains(answer: Answer) -> None:
-    """`answer(values)` are the gains [prompt, member, decision]."""
+def check_values(answer: Answer) -> None:
+    """`answer(gained, final)` is the value table [prompt, member, decision+1]."""
     values = _values()
-    got = answered(answer(values), "step_gains")
-    expect(isinstance(got, Tensor), "the result must be a torch.Tensor")
+    gained, final = gains(values), values[..., -1]
+    got = answered(answer(gained, final), "values_from_gains")
     expect(
-        got.shape != values.shape,
-        "there are as many entries as columns; a gain lies between two columns, so there is one"
-        " less",
+        not isinstance(got, Tensor) or got.shape != gained.shape,
+        "a column is missing: there is one column more than decisions, and the last one is R",
     )
-    expect(
-        got.shape != (1, 3, 5) and got.shape != (2, 2, 5),
-        "the difference is taken along another axis; the columns are the last one",
-    )
+    forward = torch.cat([torch.zeros_like(values[..., :1]), gained.cumsum(-1)], dim=-1)
+    later = values[..., -1:] - values
     mistakes = {
-        "the sign is wrong: a decision that raises the expected reward must get a positive "
-        "gain, V_{k+1} - V_k": -gains(values),
-        "this is the reward-to-go R - V_k; a gain compares neighbouring columns": reward_to_go(
-            values
+        "the sign is wrong: V_k is what is missing to R, R minus the later gains": (
+            values[..., -1:] + later
         ),
-        "this is what was gained since the start, V_{k+1} - V_0; a gain compares "
-        "neighbouring columns": (values[..., 1:] - values[..., :1]),
-        "these are rewards, not differences": values[..., 1:],
-        "the sign is lost: the gain of a decision that lowers the value is negative": gains(
-            values
-        ).abs(),
-        "losses are set to 0: the gain of a decision that lowers the value is negative": gains(
-            values
-        ).clamp(min=0),
-        "the values are sorted first: a gain compares neighbours in the order of decisions": (
-            values.sort(-1).values.diff()
+        "these are changes since the start, V_k - V_0: the final reward fixes the level": forward,
+        "this begins at R: the last column is R, and earlier ones are R minus later gains": (
+            final[..., None] + forward
         ),
-        "this compares with the highest value so far: a gain compares neighbouring columns": (
-            values.cummax(-1).values.diff()
+        "this is the reward-to-go R - V_k: subtract it from R": later,
+        "all gains so far are subtracted from R; those that follow must be": (
+            final[..., None] - forward
         ),
+        "each column lacks its own gain only; all later gains are missing to R": torch.cat(
+            [final[..., None] - gained, final[..., None]], dim=-1
+        ),
+        "the columns are in reversed order": values.flip(-1),
     }
     close(
-        tensor(got, (2, 3, 4), "the result"), gains(values), "this is not V_{k+1} - V_k", mistakes
+        tensor(got, (2, 3, 5), "the result"),
+        values,
+        "these values do not have these gains and final rewards",
+        mistakes,
     )
 
 
@@ -185,83 +179,78 @@ def _short(x: Tensor, t: float, count: int) -> Tensor:
 
 
 @check("Exercise 5")
-def check_joint(answer: Answer) -> None:
-    """`answer(gained)` are jointly normalised advantages."""
-    values = _values()
-    gained = gains(values)
-    got = tensor(answer(gained), (2, 3, 4), "the result")
-
-    def scores(
-        dims: tuple[int, ...], std_dims: tuple[int, ...] | None = None, unbiased: bool = False
-    ) -> Tensor:
-        spread = gained.std(dim=std_dims or dims, keepdim=True, unbiased=unbiased)
-        return (gained - gained.mean(dim=dims, keepdim=True)) / (spread + 1e-4)
-
+def check_mean_squares(answer: Answer) -> None:
+    """`answer(means, stds)` is the mean square of each decision's joint advantage."""
+    means, stds = torch.tensor([0.3, -0.1, 0.05, 0.4]), torch.tensor([0.2, 0.5, 0.1, 0.3])
+    centred, own = means - means.mean(), stds.square()
+    squares = own + centred.square()
     mistakes = {
-        "every decision is normalised by itself; here mean and std run over members and "
-        "decisions together": scores((1,)),
-        "every trajectory is normalised by itself: a good one and a bad one then get the "
-        "same total, 0": scores((2,)),
-        "prompts are mixed: mean and std are those of one group": scores((0, 1, 2)),
-        "the standard deviation is unbiased: pass unbiased=False": scores((1, 2), unbiased=True),
-        "the mean is taken decision by decision: a joint mean is one number per group": scores(
-            (1,), (1, 2)
+        "every decision gets 1 only if it is normalised by itself": torch.ones(4),
+        "the means have no effect: the joint mean is not the mean of each decision": (
+            own / own.mean()
         ),
-        "the mean is missing: subtract it": (
-            gained / (gained.std(dim=(1, 2), keepdim=True, unbiased=False) + 1e-4)
+        "the means of the decisions differ, and their spread is part of the joint standard"
+        " deviation": squares / own.mean(),
+        "the spread of the means is in the joint standard deviation, but not in A_k": (
+            own / squares.mean()
         ),
-        "the standard deviation is missing": gained - gained.mean(dim=(1, 2), keepdim=True),
+        "the joint mean is not subtracted": (own + means.square()) / squares.mean(),
+        "the joint mean is not subtracted in either place": (
+            (own + means.square()) / (own + means.square()).mean()
+        ),
+        "these are shares, which add up to 1: divide by the mean, not by the sum": (
+            squares / squares.sum()
+        ),
+        "this is the root: the mean square is wanted": (squares / squares.mean()).sqrt(),
+        "the squares are not divided by the joint variance": squares,
+        "divided by the joint standard deviation: a square needs the variance": (
+            squares / squares.mean().sqrt()
+        ),
+        "standard deviations do not add up: add variances and squared distances": (
+            (stds + centred.abs()).square() / squares.mean()
+        ),
     }
-    wanted = StepwiseGain(clamp=None).assign(values, Decisions.like(values))
     close(
-        got,
-        wanted,
-        "this is not (g - mean) / (std + 1e-4), both over members and decisions of a group",
+        tensor(answer(means, stds), (4,), "the result"),
+        squares / squares.mean(),
+        "this is not the mean square of (g_k - mean(g)) / std(g)",
         mistakes,
     )
 
 
-def _from_gains(gained: Tensor) -> Tensor:
-    """Rewards that begin at 0 and have these gains."""
-    return torch.cat([torch.zeros_like(gained[..., :1]), gained.cumsum(-1)], dim=-1)
-
-
 @check("Exercise 7")
-def check_generalised(answer: Answer) -> None:
-    """`answer(gained, lam)` is the discounted sum of the gains from each decision on."""
-    values = _values()
-    gained = gains(values)
-    lam = 0.6
-    got = tensor(answer(gained, lam), (2, 3, 4), "the result")
-    wanted = generalised_gains(values, lam)
-    past = generalised_gains(_from_gains(gained.flip(-1)), lam).flip(-1)
-    after = torch.cat([wanted[..., 1:], torch.zeros_like(wanted[..., :1])], dim=-1)
-    powers = lam ** torch.arange(4.0)
-    mistakes = {
-        "the sum runs over the past (j <= 0): a decision gets credit for earlier ones; run "
-        "from the last one to the first": (past),
-        "the result is in reversed order: flip it back": wanted.flip(-1),
-        "the decision's own gain is left out: j starts at 0": after,
-        "the decision's own gain is left out: j starts at 0, with lam^0 = 1": lam * after,
-        "the first gain is discounted too: lam^0 = 1": lam * wanted,
-        "there is no factor 1 - lambda: at lambda = 1 the sum must be R - V_k": (1 - lam) * wanted,
-        "gains and reward-to-go are not mixed linearly; every later gain has its own power "
-        "of lambda": ((1 - lam) * gained + lam * reward_to_go(values)),
-        "lambda is not applied: this is the reward-to-go for every lambda": reward_to_go(values),
-        "only the next gain is added; the sum goes on to the end": (
-            gained + lam * torch.cat([gained[..., 1:], 0 * gained[..., :1]], -1)
-        ),
-        "gains are discounted by their position, not by their distance from decision k": (
-            (gained * powers).flip(-1).cumsum(-1).flip(-1)
-        ),
-    }
-    close(got, wanted, "this is not the sum over j of lam^j g_{k+j}", mistakes)
-    close(
-        answer(gained.clone(), 0.0), gained, "with lam = 0 the result must be the gains themselves"
-    )
-    close(
-        answer(gained.clone(), 1.0), reward_to_go(values), "with lam = 1 the result must be R - V_k"
-    )
+def check_credit_error(answer: Answer) -> None:
+    """`answer(lam, remaining)` is the standard deviation of the error of A_k."""
+    for lam, remaining in ((0.5, 4), (0.8, 6), (0.0, 3), (1.0, 3), (0.3, 1)):
+        powers = [lam**j for j in range(remaining)]
+        between = [(1 - lam) * power for power in powers[:-1]]
+        variance = 1 + sum(weight**2 for weight in between)
+        mistakes = {
+            "the finished image's reward has no error": variance + powers[-1] ** 2,
+            "the error of V_k is missing": variance - 1,
+            "there are only D - k - 1 estimates between V_k and R": (
+                variance + ((1 - lam) * powers[-1]) ** 2
+            ),
+            "neighbouring gains share an estimate, and its errors partly cancel: collect the"
+            " factor of each V_j first": sum(2 * power**2 for power in powers),
+            "neighbouring gains share an estimate, and its errors partly cancel: collect the"
+            " factor of each V_j first; and R has no error": (
+                sum(2 * power**2 for power in powers) - powers[-1] ** 2
+            ),
+            "the factor of V_{k+j} is the difference of two powers of lambda": (
+                1 + sum(power**2 for power in powers[:-1])
+            ),
+            "the factors are added up before they are squared: variances of independent errors"
+            " add": (1 + sum(between)) ** 2,
+            "this is the variance: take its root": variance**2,
+        }
+        got = number(answer(lam, remaining), "the standard deviation")
+        close(
+            torch.tensor(got),
+            torch.tensor(variance**0.5),
+            f"with lambda = {lam} and {remaining} gains this is not the spread of the error",
+            {text: torch.tensor(max(0.0, value) ** 0.5) for text, value in mistakes.items()},
+        )
 
 
 @check("Exercise 8")

@@ -45,61 +45,69 @@ T_QUANTILE = dict(enumerate(_QUANTILES, 1))
 """The 97.5% quantile of Student's t by degrees of freedom, 1 to 16."""
 
 
-def _interval(values: Tensor, quantile: float, unbiased: bool = True, root: bool = True) -> float:
-    return (
-        quantile * float(values.std(unbiased=unbiased)) / (math.sqrt(len(values)) if root else 1.0)
-    )
+def _seeds(spread: float, half: float, lost: int = 1, power: float = 0.5, first: int = 2) -> int:
+    """The smallest number of seeds from `first` on, with quantiles for n - `lost` degrees of
+    freedom, or 0.
+    """
+    for n in range(first, 18):
+        if T_QUANTILE[min(max(n - lost, 1), 16)] * spread / n**power <= half:
+            return n
+    return 0
+
+
+CASES = ((0.1, 0.1), (0.05, 0.04), (2.0, 3.0), (0.3, 0.16), (0.3, 0.1), (1.0, 0.8))
+"""Spread and half width."""
 
 
 @check("Exercise 1")
-def check_interval(answer: Answer) -> None:
-    """`answer(values)` is (mean, half width) of the 95% interval of the mean."""
-    for values in (
-        torch.tensor([0.52, 0.61, 0.47]),
-        torch.tensor([0.9, 0.82, 0.95, 0.88, 0.79]),
-        torch.tensor([-3.1, 2.4, 5.3, 4.8]),
-    ):
-        got = answered(answer(values), "interval")
-        expect(
-            isinstance(got, tuple | list) and len(got) == 2,
-            "return two numbers: the mean and the half width",
-        )
-        close(
-            number(got[0], "the mean"),
-            float(values.mean()),
-            "the first number must be the mean of the values",
-        )
-        n = len(values)
-        mistakes = {
-            "1.96 holds for a known spread; with few seeds take T_QUANTILE[n - 1]": _interval(
-                values, 1.96
-            ),
-            "this divides by n inside the std; the sample std divides by n - 1": _interval(
-                values, T_QUANTILE[n - 1], False
-            ),
-            "this describes single seeds: divide by the root of n for their mean": (
-                _interval(values, T_QUANTILE[n - 1], root=False)
-            ),
-            "n seeds leave n - 1 degrees of freedom: T_QUANTILE[n - 1]": _interval(
-                values, T_QUANTILE[n]
-            ),
-            "this is the standard error; multiply it by the quantile": _interval(values, 1.0),
-            "this is the standard deviation of single seeds; multiply by the quantile, "
-            "divide by the root of n": float(values.std()),
-            "this divides by n; the mean's standard error is std / sqrt(n)": (
-                _interval(values, T_QUANTILE[n - 1]) / math.sqrt(n)
-            ),
-            "this is the whole width of the interval; return half of it": (
-                2 * _interval(values, T_QUANTILE[n - 1])
-            ),
-        }
-        half = number(got[1], "the half width")
-        close(
-            half,
-            _interval(values, T_QUANTILE[n - 1]),
-            "the half width is not t std / sqrt(n)",
-            mistakes,
-        )
+def check_seeds(answer: Answer) -> None:
+    """`answer(spread, half)` is the smallest number of seeds, or None."""
+    got = []
+    for case in CASES:
+        given = answer(*case)
+        expect(given is not ..., "no answer yet for seeds_needed; replace the dots")
+        got.append(0 if given is None else number(given, "the number of seeds"))
+    right = [_seeds(*case) for case in CASES]
+    normal = [math.ceil((1.96 * spread / half) ** 2) for spread, half in CASES]
+    mistakes = {
+        "1.96 holds for a known spread; with few seeds take T_QUANTILE[n - 1]": normal,
+        "1.96 holds for a known spread; with few seeds take the quantile T_QUANTILE[n - 1]": [
+            n if n < 18 else 0 for n in normal
+        ],
+        "n seeds leave n - 1 degrees of freedom: T_QUANTILE[n - 1]": [
+            _seeds(*case, lost=0) for case in CASES
+        ],
+        "n seeds leave n - 1 degrees of freedom, not n - 2": [
+            _seeds(*case, lost=2, first=3) for case in CASES
+        ],
+        "the mean's standard error is spread / sqrt(n), not spread / n": [
+            _seeds(*case, power=1.0) for case in CASES
+        ],
+        "half is half the width: the interval is the mean plus and minus half": [
+            _seeds(spread, half / 2) for spread, half in CASES
+        ],
+        "the interval may be twice as wide as this: it is the mean plus and minus half": [
+            _seeds(spread, 2 * half) for spread, half in CASES
+        ],
+        "this is the standard error alone: multiply it by the quantile": [
+            next((n for n in range(2, 18) if spread / n**0.5 <= half), 0) for spread, half in CASES
+        ],
+        "this is one seed too many": [n + (n > 0) for n in right],
+        "this is one seed too few": [n - (n > 0) for n in right],
+        "more than 17 seeds are needed there: return None": [n or 17 for n in right],
+        "the largest interval that fits is wanted: the smallest number of seeds": [
+            17 if _seeds(*case) else 0 for case in CASES
+        ],
+    }
+    missing = any(wanted and not given for given, wanted in zip(got, right, strict=True)) and (
+        "the result is None where 17 seeds or fewer are enough: try n = 2 to 17"
+    )
+    close(
+        torch.tensor(got),
+        torch.tensor([float(n) for n in right]),
+        missing or "this is not the smallest n with t spread / sqrt(n) <= half",
+        {text: torch.tensor([float(n) for n in value]) for text, value in mistakes.items()},
+    )
 
 
 TIE = 1e-6

@@ -27,6 +27,10 @@ def check_shifted(answer: Answer) -> None:
     """`answer(u, shift)` is the shifted grid."""
     u = torch.tensor([1.0, 0.8, 0.45, 0.1, 0.0])
     got = tensor(answer(u, 3.0), (5,), "the grid")
+    expect(
+        bool(torch.isfinite(got).all()),
+        "at u = 1 the ratio of noise to data is 1/0, so that t is 0/0 or nan: simplify",
+    )
     wanted = 3 * u / (1 + 2 * u)
     mistakes = {
         "nothing is shifted yet": u,

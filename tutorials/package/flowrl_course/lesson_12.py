@@ -1,7 +1,6 @@
 """Checks of the lesson on branching."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,33 +33,40 @@ def _rewards(tree: Tree) -> Tensor:
 
 
 @check("Exercise 1")
-def check_values(answer: Answer) -> None:
-    """`answer(rewards, passes)` is the mean reward of the leaves behind every state, [prompt,
-    unit].
-    """
-    tree = _uneven()
-    rewards, passes = _rewards(tree), tree.passes.float()
-    got = answered(answer(rewards.clone(), passes.clone()), "leaf_values")
-    sums = rewards @ passes
+def check_parent(answer: Answer) -> None:
+    """`answer(values, leaves)` is the value of the parent, [prompt]."""
+    generator = torch.Generator().manual_seed(3)
+    values, leaves = torch.randn(4, 3, generator=generator), torch.tensor([1.0, 4.0, 2.0])
+    right = (values * leaves).sum(1) / 7
     mistakes = {
-        "these are sums: divide by the number of leaves behind each state": sums,
-        "every state is divided by the number of all leaves: only those behind the state count": (
-            sums / tree.members
+        "this is the plain mean of the children: a child with more leaves counts more": (
+            values.mean(1)
         ),
-        "these are means over the children's values: here every leaf counts once": (
-            replace(tree, mean="child").values(rewards)
+        "this is the sum of all rewards: divide it by the number of leaves": right * 7,
+        "the sum of all rewards is divided by the number of children: divide by all leaves": (
+            right * 7 / 3
         ),
-        "every state has the mean of all leaves: a state's value is that of the leaves behind it": (
-            rewards.mean(1, keepdim=True).expand(-1, tree.units)
+        "children with fewer leaves count more: the weight is the number of leaves": (
+            (values / leaves).sum(1) / (1 / leaves).sum()
         ),
-        "every state has the reward of its first leaf: take the mean over all leaves behind it": (
-            rewards[:, passes.argmax(dim=0)]
+        "the weights are squared: a child's sum of rewards is leaves times V": (
+            (values * leaves**2).sum(1) / (leaves**2).sum()
         ),
+        "only the child with most leaves counts": values[:, 1],
     }
+    got = answered(answer(values.clone(), leaves.clone()), "parent_value")
+    expect(
+        not isinstance(got, Tensor) or got.shape != (4, 1),
+        "an axis is too much: return [prompt], without keepdim",
+    )
+    expect(
+        not isinstance(got, Tensor) or got.shape != (3,),
+        "the sum runs over prompts: the children are the last axis",
+    )
     close(
-        tensor(got, tuple(sums.shape), "the result"),
-        tree.values(rewards),
-        "this is not the mean over leaves",
+        tensor(got, (4,), "the result"),
+        right,
+        "this is not the mean reward of the leaves behind all children",
         mistakes,
     )
 

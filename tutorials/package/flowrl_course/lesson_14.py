@@ -184,40 +184,40 @@ def check_common_part(answer: str) -> None:
 
 
 @check("Exercise 6")
-def check_difference(answer: Answer) -> None:
-    """`answer(old, images)` is v_old - delta / mean(delta^2), [pair, 2, dim]."""
+def check_pull(answer: Answer) -> None:
+    """`answer(images, rewards)` is the mean of A (v* - v_old) over the members of each pair."""
     generator = torch.Generator().manual_seed(4)
-    old, images = (torch.randn(5, 2, 3, generator=generator) for _ in range(2))
-    got = tensor(answer(old.clone(), images.clone()), (5, 2, 3), "the result")
-    difference = images - images.mean(1, keepdim=True)
-    square = difference.square()
-
-    def target(shift: Tensor, size: Tensor) -> Tensor:
-        return old - shift / size
-
-    size = square.mean(-1, keepdim=True)
+    images, rewards = torch.randn(5, 2, 3, generator=generator), torch.rand(5, 2)
+    rewards = torch.rand(5, 2, generator=generator)
+    d, change = images[:, 0] - images[:, 1], (rewards[:, 0] - rewards[:, 1])[:, None]
+    square = d.square().mean(-1, keepdim=True)
+    right = -change * d / square
     mistakes = {
-        "the sign is wrong: the velocity points towards noise, so a shift of the image by +delta "
-        "needs -delta": target(-difference, size),
-        "delta is the difference from the pair's mean, half of that from the other image": (
-            target(2 * difference, 4 * size)
-        ),
-        "the second image has the difference of the first: its own has the opposite sign": (
-            target(difference[:, :1].expand_as(old), size)
-        ),
-        "divide by the mean of the squares, not by their sum": target(difference, 3 * size),
-        "divide by the mean square, not by its root": target(difference, size.sqrt()),
-        "the mean square is that of each image, not of all pairs": target(
-            difference, square.mean()
-        ),
-        "the division by mean(delta^2) is missing": old - difference,
-        "v_old is missing": target(difference, size) - old,
-        "the mean is over all images: each pair has its own": target(
-            images - images.mean((0, 1)),
-            (images - images.mean((0, 1))).square().mean(-1, keepdim=True),
+        "the sign is wrong: v* is v_old minus delta / mean(delta^2)": -right,
+        "the division by mean(delta^2) is missing": -change * d / 4,
+        "the division by mean(delta^2) is missing, and so are two factors 1/2": -change * d,
+        "this is the sum over both members: return their mean": 2 * right,
+        "mean(delta^2) is a quarter of mean(d^2): delta is half of d": right / 4,
+        "A is half of the difference of rewards, and delta half of d; mean(delta^2) is a quarter"
+        " of mean(d^2)": right / 2,
+        "divide by the mean of the squares, not by their sum": right / 3,
+        "divide by the mean square, not by its root": -change * d / square.sqrt(),
+        "the mean square is that of each pair, not of all": -change * d / square.mean(),
+        "rewards are not compared: the weight is the advantage R - mean of the pair": (
+            -rewards.diff(dim=1).abs() * d / square
         ),
     }
-    close(got, target(difference, size), "this is not v_old - delta / mean(delta^2)", mistakes)
+    got = answered(answer(images.clone(), rewards.clone()), "pull")
+    expect(
+        not isinstance(got, Tensor) or got.shape != (5, 2, 3),
+        "return the mean over the two members, [pair, dim]",
+    )
+    close(
+        tensor(got, (5, 3), "the result"),
+        right,
+        "this is not the mean over the pair of A_m (v* - v_old)",
+        mistakes,
+    )
 
 
 @check("Exercise 7")

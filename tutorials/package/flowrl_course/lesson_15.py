@@ -181,6 +181,9 @@ def check_calibrate(answer: Answer) -> None:
                 (vr / rr).clamp(0, 1), r2
             ),
             "the second number is the correlation: r2 is its square": table(limited, r2.sqrt()),
+            "the limited slope is used in r2: limit it afterwards": table(
+                limited, limited * positive / rr
+            ),
             "the slope is not limited to [0, 1]": table(vr / vv, r2),
             "a negative slope is cut, but r2 is not: such a value must not count at all": table(
                 limited, vr.square() / (vv * rr)

@@ -21,6 +21,7 @@ from flowrl.run.build import (
     make_world,
 )
 from flowrl.run.evaluation import Evaluation
+from flowrl_course.progress import progress
 
 PLANE: dict[str, Any] = {
     "world": "mixture",
@@ -106,7 +107,8 @@ def learn(
         config.evaluation,
     )
     totals, rows, points, clipped = {"nfe": 0.0, "train_nfe": 0.0, "seconds": 0.0}, [], [], 0.0
-    for done in range(config.iterations + 1):
+    name = type(rule).__name__ if rule else method
+    for done in progress(range(config.iterations + 1), f"{name}, seed {seed}: iteration"):
         if done > 0:
             metrics = trainer.iteration()
             totals = {name: total + metrics[name] for name, total in totals.items()}
@@ -146,7 +148,7 @@ def train(config: RunConfig, samples: int = 96, steps: int = 10) -> Trained:
     steps.
     """
     trainer, world = make_trainer(config), make_world(config)
-    metrics = [trainer.iteration() for _ in range(config.iterations)]
+    metrics = [trainer.iteration() for _ in progress(range(config.iterations), "iteration")]
     weights = list(trainer.policy.trainable().values())
     with trainer.averaged():
         averages = [weight.detach().clone() for weight in weights]
