@@ -345,11 +345,12 @@ class Flux2Klein(Family):
     """`Family` of diffusers' `Flux2KleinPipeline`: FLUX.2 [klein], the base models and those that
     are distilled to 4 steps without guidance.
 
-    Latents are [sample, 4 x channel, height / 16, width / 16]: an entry is a 2 x 2 patch of a latent
-    image with 32 channels. A prompt is three hidden layers of Qwen3 side by side, padded to the full length; the transformer attends to
-    the padding, so the number of tokens matters. The time shift depends on the number of steps, so
-    a grid for evaluation is more than a finer one for training. The single blocks compute queries,
-    keys, values and the first feed-forward layer in one product, which has one LoRA.
+    Latents are [sample, 4 x channel, height / 16, width / 16]: an entry is a 2 x 2 patch of a
+    latent image with 32 channels. A prompt is three hidden layers of Qwen3 side by side, padded to
+    the full length; the transformer attends to the padding, so the number of tokens matters. The
+    time shift depends on the number of steps, so the grid of an evaluation with more steps is not a
+    refinement of that of training. The single blocks compute queries, keys, values and the first
+    feed-forward layer in one product, which has one LoRA.
     """
 
     pipeline = "Flux2KleinPipeline"

@@ -39,7 +39,6 @@ from flowrl.run.io import cache_folder, write_json
 from flowrl.run.models.hub import family_of
 from flowrl.run.reading import read_json
 
-
 TEXT_WIDTHS = ("joint_attention_dim", "text_dim", "cap_feat_dim")
 """Names of the width of a prompt's embedding in a transformer's settings."""
 

@@ -11,11 +11,11 @@ from typing import Any
 import yaml
 
 from flowrl.core.errors import CheckpointError, ConfigError
+from flowrl.policies.families import FAMILIES, Family
 from flowrl.rollout import EVALUATION_SEED
 from flowrl.run.build import METHOD_FILE, method_parts
 from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.config import RunConfig, load_config
-from flowrl.policies.families import FAMILIES, Family
 from flowrl.run.export import base_of, prompt_tokens
 from flowrl.run.io import write_bytes
 from flowrl.run.models.base import BaseModel
