@@ -27,7 +27,7 @@ PAGES = {
     "probes": "Probes: substeps, ODE completion, branches",
     "rollout": "Rollout: trajectories, values, weights, rows of a loss",
     "rewards": "Rewards: JPEG sizes, motion, sums, win rates, diversity; GenEval, OCR, PickScore, HPS, CLIP",
-    "policies": "Policies: SD3, FLUX, Qwen-Image, Wan, two small networks",
+    "policies": "Policies: SD3, FLUX, Z-Image, Qwen-Image, Wan, two small networks",
     "worlds": "Worlds: built-in tasks, tasks from a model",
     "trainer": "Trainer: one iteration, from prompts to new weights",
     "weights": "Trained weights: loss scale, averages, copies",

@@ -743,12 +743,12 @@ lesson.check_wrong_line(wrong_line)
 # %% [markdown]
 # ## How noisy, and how close to the true gradient?
 #
-# AWM's paper argues that matching towards the clean $x_0$ has less variance than the policy gradient, whose target is a noisy transition. The next cell measures both, at *equal evaluations*. All rows have 18 prompts with 12 trajectories of 10 steps and 9 trained pairs, so 19 evaluations per trajectory. (With the window `:5` there are 15.) The second row has the *same states and advantages* as the first, and only another target: $v^*$ of the trajectory's own finished sample (`noise="path"`). Each gradient is measured with 288 batches, because the signal-to-noise ratio of a noisy gradient varies by a quarter between sets of 24.
+# AWM's paper argues that matching towards the clean $x_0$ has less variance than the policy gradient, whose target is a noisy transition. The next cell measures both, at *equal evaluations*. All rows have 18 prompts with 12 trajectories of 10 steps and 9 trained pairs, so 19 evaluations per trajectory. (With the window `:5` there are 15.) The second row has the *same states and advantages* as the first, and only another target: $v^*$ of the trajectory's own finished sample (`noise="path"`). Each gradient is measured with 192 batches, because the signal-to-noise ratio of a noisy gradient varies by a quarter between sets of 24.
 # The truth is $\nabla\,\mathbb E[R]$ of ODE samples (pathwise, the lesson Test your own rule). `one batch` is the mean cosine of a single batch's gradient with the truth, which combines bias and noise.
 
 # %%
 NINE = PermutedTimes()  # 9 of the 10 times
-BATCHES = 288
+BATCHES = 192
 MATCHING = dict(weight="t2", kl_weight=0.0, average_weight=0.0)
 LOSSES = {
     "Flow-GRPO": ("sde", None),
