@@ -53,8 +53,10 @@ class Family:
     """Ends of the names of the layers that get a LoRA by default."""
     hidden_layer: str = ""
     """The transformer's layer whose input a critic reads; empty if that was never tried."""
-    chat: bool = False
-    """Whether the pipeline puts a prompt into its tokenizer's chat template, whose tokens count."""
+    thinking: bool | None = None
+    """Whether the chat template into which the pipeline puts a prompt has thinking enabled; None
+    without a template.
+    """
 
     def latent_shape(self, pipe: Any, height: int, width: int) -> Shape:
         """Shape of one latent. Raises `ConfigError` for a size that the pipeline does not
@@ -355,7 +357,7 @@ class Flux2Klein(Family):
 
     pipeline = "Flux2KleinPipeline"
     lora_targets = (*LORA_TARGETS, "attn.to_qkv_mlp_proj")
-    chat = True
+    thinking = False
 
     def latent_shape(self, pipe, height, width):
         """(4 x channels, height / 16, width / 16)."""
@@ -425,7 +427,7 @@ class ZImage(Family):
 
     pipeline = "ZImagePipeline"
     lora_targets = tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
-    chat = True
+    thinking = True
 
     def latent_shape(self, pipe, height, width):
         """(channels, height / 8, width / 8); sizes are multiples of 16."""

@@ -30,10 +30,13 @@ def cut_prompts(pipe: Any, family: Family, texts: Sequence[str], tokens: int) ->
             continue
         last = name == family.encoders[-1]
         limit = tokens if last else tokenizer.model_max_length
-        if family.chat:
-            empty = [{"role": "user", "content": ""}]
-            limit -= len(tokenizer.apply_chat_template(empty, add_generation_prompt=True))
-        ids = tokenizer(list(texts), verbose=False, truncation=False, padding=False).input_ids
+        given = [*texts]
+        if family.thinking is not None:
+            options = dict(tokenize=False, add_generation_prompt=True)
+            options["enable_thinking"] = family.thinking
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            given = [tokenizer.apply_chat_template(chat, **options) for chat in chats]
+        ids = tokenizer(given, verbose=False, truncation=False, padding=False).input_ids
         sizes = [len(one) for one in ids]
         if (count := sum(size > limit for size in sizes)) > 0:
             longest = ids[sizes.index(max(sizes))][:limit]

@@ -153,7 +153,8 @@ class LossMetrics:
         """
         weights, count = [weight for weight, _ in self._pending], len(self._names)
         columns = [v for _, v in self._pending]
-        fetched = torch.cat([*columns, *self._part]).tolist() if columns else []
+        both = [*columns, *self._part]
+        fetched = torch.cat(both).tolist() if both else []
         if self._part:
             self._norm = fetched.pop()
         width = len(fetched) // max(1, len(columns))

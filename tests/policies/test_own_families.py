@@ -29,7 +29,7 @@ from flowrl.run.models.load import load_policy
 from flowrl.testing import policy_contract, tiny
 from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3, tiny_wan
 
-SD3, FLUX, QWEN, WAN = CASES.values()
+SD3, FLUX, QWEN, WAN = (CASES[name] for name in ("sd3", "flux", "qwen-image", "wan"))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def tiny_aura_flow():
         return AuraFlowPipeline(names, encoder, tiny.make_decoder(4), network, scheduler)
 
 
-AURA = Case(tiny_aura_flow, documented_family(), "guidance_scale", {"negative_prompt": None})
+AURA = Case(tiny_aura_flow, documented_family(), {"negative_prompt": None})
 
 test_protocol = policy_contract(AURA.policy)
 

@@ -21,6 +21,7 @@ def test_signal_and_noise_are_unbiased():
         metrics = LossMetrics(1)
         parameter.grad = 64 * gradients[:3].sum(0) / 12
         metrics.add_part([parameter], 3 / 12, 64)
+        metrics.take()
         metrics.add_norm(float(gradients.mean(0).norm()))
         found.append([metrics.means[name] for name in sorted(NAMES)])
     noise, signal = torch.tensor(found).T
