@@ -260,7 +260,7 @@ class Trainer:
                         self.processes.sum_in_backward(network, number == len(micro_batches))
                     self.scaler.scale(result.loss * micro.share).backward()
                     if number == 1 < len(micro_batches) and metrics.merged == 0 and not sharded:
-                        scale = self.scaler.get_scale()
+                        scale = self.scaler.scale(torch.ones((), device=self.policy.device))
                         metrics.add_part(self.parameters.values(), micro.share, scale)
                 losses = metrics.take()
                 if not all(math.isfinite(row["loss"]) for row in losses):

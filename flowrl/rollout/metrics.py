@@ -184,7 +184,7 @@ class LossMetrics:
         means["step_shares"] = [square / (sum(self._squares) or 1.0) for square in self._squares]
         self.merged += 1
 
-    def add_part(self, parameters: Iterable[Tensor], share: float, scale: float) -> None:
+    def add_part(self, parameters: Iterable[Tensor], share: float, scale: Tensor) -> None:
         """Note the gradient of the first micro-batch, with `share` of its mini-batch's weights and
         a loss scaled by `scale`, for `gradient_noise`.
         """

@@ -408,7 +408,7 @@ def test_a_figure_has_a_picture_and_cells_in_its_lessons(name):
 
 
 def test_stored_figures_are_the_present_ones():
-    """Otherwise run `python docs/figure_pictures.py --notebooks`."""
+    """Otherwise run `python tutorials/figure_pictures.py --notebooks`."""
     for path in sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.ipynb")):
         for cell in nbformat.read(path, as_version=4).cells:
             shown = re.search(r"^interactive\(.*\)$", cell.source, re.MULTILINE)

@@ -104,7 +104,7 @@ def test_only_the_network_is_narrow(name, dtype, device):
     narrow = DTYPES[dtype]
     trainer = model_trainer(name, device, dtype=dtype, guidance_scale=2.0, loss_scale=64.0)
     policy, activations = trainer.policy, set()
-    network, ends = policy.transformer, ("attn.to_q", "attn1.to_q")
+    network, ends = policy.transformer, ("attn.to_q", "attn1.to_q", "attention.to_q")
     layer = next(module for name, module in network.named_modules() if name.endswith(ends))
     layer.register_forward_hook(lambda module, given, result: activations.add(result.dtype))
     row, rollout, *_ = iterated(trainer)

@@ -20,7 +20,7 @@ def test_signal_and_noise_are_unbiased():
     for gradients in mean + deviation * randn(3000, 12, 32):
         metrics = LossMetrics(1)
         parameter.grad = 64 * gradients[:3].sum(0) / 12
-        metrics.add_part([parameter], 3 / 12, 64)
+        metrics.add_part([parameter], 3 / 12, torch.tensor(64.0))
         metrics.take()
         metrics.add_norm(float(gradients.mean(0).norm()))
         found.append([metrics.means[name] for name in sorted(NAMES)])

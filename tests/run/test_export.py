@@ -248,7 +248,8 @@ def test_merged_weights_give_the_image_of_the_adapter(name, tmp_path):
     base.save_pretrained(tmp_path / "base")
     lora = lora_of_run(policy.trainable(), policy.adapters.scale)
     kind = type(base)
-    (tmp_path / "k.safetensors").write_bytes(lora_file(lora, "kohya", kind.__name__))
+    form = "kohya" if kind.__name__ in LAYERS else "diffusers"
+    (tmp_path / "k.safetensors").write_bytes(lora_file(lora, form, kind.__name__))
     lora = read_lora(tmp_path / "k.safetensors", kind)
     (tmp_path / "merged").mkdir()
     write_merged(tmp_path / "merged", tmp_path / "base", [lora])
@@ -257,7 +258,7 @@ def test_merged_weights_give_the_image_of_the_adapter(name, tmp_path):
     pipe = case.make()
     pipe.load_lora_weights(lora.named)
     assert_close(merged, case.picture(pipe, noise), atol=5e-6, rtol=0)
-    assert (merged - case.picture(case.make(), noise)).abs().max() > 1e-2
+    assert (merged - case.picture(case.make(), noise)).abs().max() > 1e-3
     for part in ("vae", "scheduler"):
         for path in (tmp_path / "base" / part).iterdir():
             assert (tmp_path / "merged" / part / path.name).read_bytes() == path.read_bytes()

@@ -1,8 +1,8 @@
 """Draws the pictures of the interactive figures, for print and for readers without scripts, and
 puts changed figures into the notebooks that hold them, without executing these:
 
-    python docs/figure_pictures.py [NAME ...]
-    python docs/figure_pictures.py --notebooks
+    python tutorials/figure_pictures.py [NAME ...]
+    python tutorials/figure_pictures.py --notebooks
 
 Needs chromium. Each picture is docs/_static/figures/NAME.png, 700 pixels wide, in 48 colours.
 """
@@ -17,12 +17,16 @@ from pathlib import Path
 import nbformat
 from PIL import Image, ImageChops
 
-FOLDER = Path(__file__).parent / "_static" / "figures"
+FOLDER = Path(__file__).parents[1] / "docs/_static/figures"
 WIDTH = 700
-HIDE = "<style>.fl-alone { padding: 0; max-width: none } .fl-figure > h2, .fl-try { display: none }</style>"
+HIDE = (
+    "<style>.fl-alone { padding: 0; max-width: none } .fl-figure > h2, .fl-try { display: none }"
+    "</style>"
+)
 
 
 def draw(name: str, browser: str) -> None:
+    """Draw the picture of a figure with `browser`."""
     with tempfile.TemporaryDirectory() as folder:
         page, shot = FOLDER / f"{name}-picture.html", Path(folder) / "shot.png"
         text = (FOLDER / "index.html").read_text().replace("</head>", f"{HIDE}</head>")
