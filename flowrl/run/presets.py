@@ -342,8 +342,17 @@ def _piece(name: str, schema: type) -> Piece:
     if path.suffix not in (".yaml", ".yml"):
         known = [*PRESETS, RECORD, *(stem for files in shipped().values() for stem in files)]
         raise ConfigError(f"{unknown(name, known, 'preset')}; or a .yaml file")
+    read = _read if kind == "file" else _read_shipped
+    return Piece(name, kind, read(path, schema))
+
+
+def _read(path: Path, schema: type) -> SettingsFile:
     require_format(path, load_document(path)[0])
-    return Piece(name, kind, read_settings(path, schema))
+    return read_settings(path, schema)
+
+
+_read_shipped = cache(_read)
+"""Shipped files do not change."""
 
 
 @dataclass(frozen=True)
