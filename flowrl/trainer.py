@@ -259,9 +259,9 @@ class Trainer:
                     if (network := getattr(self.policy, "velocity_network", None)) is not None:
                         self.processes.sum_in_backward(network, number == len(micro_batches))
                     self.scaler.scale(result.loss * micro.share).backward()
-                    if number == 1 < len(micro_batches) and metrics.merged == 0 and not sharded:
+                    if metrics.merged == 0 and number == 1 < len(micro_batches) and not sharded:
                         scale = self.scaler.scale(torch.ones((), device=self.policy.device))
-                        metrics.add_part(self.parameters.values(), micro.share, scale)
+                        metrics.add_part(self.parameters.values(), micro.share / share, scale)
                 losses = metrics.take()
                 if not all(math.isfinite(row["loss"]) for row in losses):
                     check.losses(losses, micro_batches)

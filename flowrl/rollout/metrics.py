@@ -185,9 +185,11 @@ class LossMetrics:
         self.merged += 1
 
     def add_part(self, parameters: Iterable[Tensor], share: float, scale: Tensor) -> None:
-        """Note the gradient of the first micro-batch, with `share` of its mini-batch's weights and
-        a loss scaled by `scale`, for `gradient_noise`.
+        """Note the gradient of the first micro-batch, with `share` of the evaluated weights of its
+        mini-batch and a loss scaled by `scale`, for `gradient_noise`; no action if it has none.
         """
+        if share == 0:
+            return
         gradients = [p.grad for p in parameters if p.grad is not None]
         self._part = [nn.utils.get_total_norm(gradients).double().reshape(1) / (share * scale)]
         self._share = share
