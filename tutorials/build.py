@@ -7,8 +7,9 @@
 
 tutorials/source/NN_name.py (jupytext, percent format) is the source. tutorials/NN_name.ipynb has
 the solutions and stored outputs; tutorials/student/NN_name.ipynb has starting cells, the outputs of
-other cells than exercises, and each hint and solution folded; tutorials/colab/NN_name.ipynb is the
-student's version without outputs, with a first cell that installs flowrl.
+other cells than exercises and predictions, and each hint and solution folded;
+tutorials/colab/NN_name.ipynb is the student's version without outputs, with a first cell that
+installs flowrl.
 tutorials/package/flowrl_course/solutions.json has the solutions by check, which replace missing
 answers. CONTRIBUTING.md describes the format.
 """
@@ -236,14 +237,19 @@ def colab(source: Path) -> Notebook:
 
 
 def with_outputs(source: Path) -> Notebook:
-    """The student's version with the stored outputs of all cells but exercises and their checks, so
-    that the figures are there before anything has run.
+    """The student's version with stored outputs, so that the figures are there before anything has
+    run: not of exercises and checks, nor of the cells up to the next heading after a prediction,
+    which show what is to be predicted.
     """
     notebook, stored = student(source), HERE / f"{source.stem}.ipynb"
     cells = nbformat.read(stored, as_version=4).cells if stored.is_file() else []
     outputs = {cell.source: cell.outputs for cell in cells if cell.cell_type == "code"}
+    predicted = False
     for cell in notebook.cells:
-        if cell.cell_type == "code" and role(cell) is None and "lesson.check" not in cell.source:
+        if cell.cell_type == "markdown" and re.search(r"^#+ ", cell.source, re.MULTILINE):
+            predicted = "kind: prediction" in cell.source
+        shown = role(cell) is None and "lesson.check" not in cell.source and not predicted
+        if cell.cell_type == "code" and shown:
             cell.outputs = deepcopy(outputs.get(cell.source, []))
     return finish(notebook, source.stem)
 

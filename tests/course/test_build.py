@@ -192,6 +192,18 @@ def test_students_see_the_outputs_of_cells_that_are_no_exercises(tmp_path, monke
     assert not any(build.text_of(cell) for cell in build.with_outputs(changed).cells)
 
 
+def test_what_is_to_be_predicted_is_not_shown(tmp_path, monkeypatch):
+    """The outputs after a prediction, up to the next heading."""
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    after = '# %%\nprint("so it was")\n\n# %% [markdown]\n# ## Next\n\n# %%\nprint("next")\n'
+    text = EXERCISE.replace("# %%\ncheck(answer)", "# %%\nlesson.check_double(answer)")
+    for kind, shown in (("prediction", ["next"]), ("code", ["so it was", "next"])):
+        source = lesson(tmp_path, text.replace("importance", f"kind: {kind} · importance") + after)
+        stored(tmp_path, executed(source, "2", "right", "so it was", "next"))
+        found = [build.text_of(cell) for cell in build.with_outputs(source).cells]
+        assert [text for text in found if text] == shown
+
+
 def test_text_keeps_the_outputs_unless_code_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "HERE", tmp_path)
     monkeypatch.setattr(build, "BEGINNINGS", {"student": build.student})

@@ -134,7 +134,7 @@ plt.show()
 #
 # An image is made in ten steps and gets one reward. Which step was responsible? Only a random step could have had another result. We call the random steps **decisions**: here steps 2 to 6, which are the decisions 0 to 4. An ODE step has only one possible result, so it is not a decision.
 #
-# How good is an unfinished image? From the state before each decision we can follow the ODE to the end, which gives an estimate of the finished image. The next figure shows these estimates for the best member of the group (upper row) and the worst (lower row), followed by the finished images. Below them are the rewards.
+# How good is an unfinished image? From the state before each decision we can follow the ODE (the steps without added noise) to the end, which gives an estimate of the finished image. The next figure shows these estimates for the best member of the group (upper row) and the worst (lower row), followed by the finished images. Below them are the rewards.
 
 # %% tags=["hide-input"]
 heads = [
@@ -176,7 +176,7 @@ clean(lower)
 plt.show()
 
 # %% [markdown]
-# Consider the worst member. Its first estimate has the square on the *right*. Decision 0 (step 2) corrects this, decision 1 moves the triangle without a loss, and decision 2 turns the triangle red. The one reward of the finished image contains none of this.
+# Consider the worst member. Its first estimate has the square on the *right*. Decision 0 (step 2) corrects this, decision 1 moves the triangle almost without a loss, and decision 2 turns the triangle red. The one reward of the finished image contains none of this.
 #
 # ### Exercise 2 · the decision that mattered
 #
@@ -239,7 +239,7 @@ praising = {"stepwise-flow-grpo", "tp-grpo"}
 lesson.check_praise(praising)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** Flow-GRPO compares finished images only, so every decision of the worst member gets the same negative advantage. Over many samples such errors average out, because a good decision occurs more often in good images. The two other rules use the decision's own gain. (Decision 0 cannot be a turning point, as there is no earlier gain.)
+# **Why.** Flow-GRPO compares finished images only, so every decision of the worst member gets the same negative advantage. Over many samples such errors average out, because a good decision occurs more often in good images. The two other rules use the decision's own gain. (Decision 0 is a turning point if it moves the value in the direction of the whole change, $R - V_0$. Here the value rises and the reward ends lower, so decision 0 gets its gain.)
 
 # %% [markdown]
 # Below are the advantages of the three rules for the same group (blue: positive, red: negative). Each row is a member, with the best at the top.
@@ -269,7 +269,7 @@ figure.colorbar(shown, ax=axes, label="advantage", extend="both")
 plt.show()
 
 # %% [markdown]
-# Flow-GRPO makes every decision of the worst member less likely, the good one included. The other two rules give decision 0 a positive and decision 2 a negative advantage. TP-GRPO's advantage of decision 1 is negative too: decision 1 is a turning point (marked by a circle). After it the value only falls, so its credit is the whole fall. The ODE steps have no credit and no part in the update.
+# Flow-GRPO makes every decision of the worst member less likely, the good one included. The other two rules give decision 0 a positive and decision 2 a negative advantage. TP-GRPO's advantage of decision 1 is negative too: decision 1 is a turning point (marked by a circle), because the value falls from it on, by about 0.01 at first: the rule looks at the sign alone. Its credit is the whole fall. An advantage compares the credit with that of the other members, so a small gain can have a negative one. The ODE steps have no credit and no part in the update.
 #
 # ### Exercise 4 · runs that learn nothing
 #
@@ -280,7 +280,7 @@ plt.show()
 # | run | prompt | mean reward, every iteration | mean size of the advantage |
 # |---|---|---|---|
 # | 1 | one red circle | 1.00 | 0.00 |
-# | 2 | text "K72XA" | 0.00 | 0.00 |
+# | 2 | text "K7XA" | 0.00 | 0.00 |
 #
 # Which cause explains *both* logs?
 #
@@ -396,7 +396,7 @@ print(
 show(after, "after 10 iterations, same noise")
 
 # %% [markdown]
-# The images improve within ten iterations. To compare the rules on images, `flowrl compare` trains with all three rules and several seeds, and writes a report. The differences between the rules are too small for a run as short as this one; the README shows longer runs.
+# The compositional images improve within ten iterations; texts were not among the training prompts. To compare the rules on images, `flowrl compare` trains with all three rules and several seeds, and writes a report. The differences between the rules are too small for a run as short as this one; the README shows longer runs.
 #
 # ## Quiz
 #

@@ -151,7 +151,7 @@ show_images(
 plt.show()
 
 # %% [markdown]
-# About half of the advantages are positive in every group, good or bad: the group is its own baseline, so GRPO needs no value network.
+# The advantages of every group sum to 0, good or bad: the group is its own baseline, so GRPO needs no value network.
 #
 # ## Which steps are decisions?
 #
@@ -920,7 +920,7 @@ lesson.check_changed_setting(changed_setting)
 #
 # The training above is short. The next cells show recorded runs with settings from a search of equal size for every rule: 15 seeds in the 2-D world, and at least 11 seeds with images (`docs/studies.md` has their commands).
 #
-# Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded. The other items of the paper, and what is still to be run, are in `docs/papers/coverage.md`.
+# Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded; 5% are 0.04 in the 2-D world and 0.008 with images. *Undecided* is neither, or not significant after the correction for several questions, although a single interval may exclude 0. The other items of the paper, and what is still to be run, are in `docs/papers/coverage.md`.
 
 # %% tags=["hide-input"]
 recorded.table(

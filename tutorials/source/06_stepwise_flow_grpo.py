@@ -162,7 +162,7 @@ print(f"value table: {tuple(batch.values.shape)} = prompts, members, D + 1")
 # %% [markdown]
 # ## Gains
 #
-# Let $V_k$ be the reward of the image that is estimated in the state before decision $k$. It stands for the expected reward there. $V_D = R$ is the reward of the finished image. Decision $k$ gains
+# Let $V_k$ be the reward of the image that is estimated in the state before decision $k$. It stands for the expected reward there, but is the reward of one continuation. $V_D = R$ is the reward of the finished image. Decision $k$ gains
 #
 # $$g_k = V_{k+1} - V_k.$$
 #
@@ -614,7 +614,7 @@ figure.colorbar(shown, ax=axes, label="advantage (blue: positive)")
 plt.show()
 
 # %% [markdown]
-# Normalised step by step, decisions 7 and 8 get advantages of the same size as decision 1, although their gains are a hundred times smaller. So the normalisation mostly amplifies the noise of the estimate. Normalised jointly, all decisions have one unit: an advantage is the gain minus the group's mean gain, in standard deviations of the group. What remains at the last decisions (about 0.09) is this common mean, not a gain.
+# Normalised step by step, decisions 7 and 8 get advantages of the same size as decision 1, although their gains are a hundred times smaller. So the normalisation amplifies differences that hardly matter. Normalised jointly, all decisions have one unit: an advantage is the gain minus the group's mean gain, in standard deviations of the group. What remains at the last decisions (about 0.09) is this common mean, not a gain.
 #
 # With shared noise the joint rule has a useful property: $\sum_k A_k = (R - \operatorname{mean} R)/\operatorname{std}(g)$, up to the $10^{-4}$. The reason is that the gains sum to $R - V_0$, all members share $V_0$, and $D$ times the mean gain is $\operatorname{mean} R - V_0$. The total credit of a trajectory is therefore that of Flow-GRPO, up to a factor per group. Only its distribution over the decisions differs.
 
@@ -697,7 +697,7 @@ def credit_error(lam, remaining):
 lesson.check_credit_error(credit_error)
 
 # %% [markdown] tags=["explanation"]
-# **Why.** $V_k$ has the factor $-1$, $V_{k+j}$ the factor $\lambda^{j-1} - \lambda^j = (1-\lambda)\lambda^{j-1}$, and $R$ the factor $\lambda^{D-1-k}$. A gain contains two errors, so $\sqrt2$; the reward-to-go contains one, so 1. At $\lambda = 1$ the credit contains instead the luck of all later decisions, which the gain does not have. If estimates are worse than that luck is large, a larger $\lambda$ is better. In `flowrl`: `StepwiseGain(lam=...)`.
+# **Why.** $V_k$ has the factor $-1$, $V_{k+j}$ the factor $\lambda^{j-1} - \lambda^j = (1-\lambda)\lambda^{j-1}$, and $R$ the factor $\lambda^{D-1-k}$. A gain contains two errors, so $\sqrt2$; the reward-to-go contains one, so 1. At $\lambda = 1$ the credit contains instead the luck of all later decisions, which the gain does not have. If the error of the estimates exceeds this luck, a larger $\lambda$ is better. In `flowrl`: `StepwiseGain(lam=...)`.
 
 # %% [markdown]
 # ## The value of better credit
@@ -861,7 +861,7 @@ plt.show()
 #
 # The training above is short. The next cells show recorded runs with settings from a search of equal size for every rule: 15 seeds in the 2-D world, and at least 11 seeds with images (`docs/studies.md` has their commands).
 #
-# Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded. The other items of the paper, and what is still to be run, are in `docs/papers/coverage.md`.
+# Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded; 5% are 0.04 in the 2-D world and 0.008 with images. *Undecided* is neither, or not significant after the correction for several questions, although a single interval may exclude 0. The other items of the paper, and what is still to be run, are in `docs/papers/coverage.md`.
 
 # %% tags=["hide-input"]
 recorded.table(
@@ -941,7 +941,7 @@ recorded.curves(
 )
 
 # %% [markdown]
-# Per update stepwise gains end higher, in the 2-D world because some runs with uniform credit fall again. Per evaluation the order is reversed while the reward rises, because an iteration costs more, as in the paper's Table 2. The paper nevertheless reports a lead per hour on SD3.5. Two differences may explain this: our worlds are easy, so uniform credit learns them in few iterations, and the rewards here cost nearly nothing.
+# Per update stepwise gains end higher, in the 2-D world because some runs with uniform credit fall again. Per evaluation the order is reversed while the reward rises, because an iteration costs more, as in the paper's Table 2. The paper nevertheless reports a lead per hour on SD3.5. One difference may explain this: our worlds are easy, so uniform credit learns them in few iterations. Rewards, which cost nearly nothing here, do not: Stepwise-Flow-GRPO scores more images, so dear rewards would favour uniform credit.
 
 # %% tags=["hide-input"]
 area = "area"
@@ -957,7 +957,7 @@ recorded.dots(
 )
 
 # %% [markdown]
-# Two results contradict the paper in this world. One or two substeps are far worse than five, plausibly because a biased estimate shifts the last gain, which ends at the exact reward. And joint normalisation does not learn faster than step by step, although its gradient is clearer and closer to the true one. The DDIM-inspired SDE gives better samples before training, but does not speed up learning.
+# Two results contradict the paper in this world. One or two substeps are far worse than five: the reward rises at first and then falls. A shift of the last gain that all members share is a baseline and does no harm, so it cannot be the reason. The error of $V_{k+1}$ also depends on decision $k$, and training on it can raise the reward of the estimate instead of that of the image; this was not tested. And joint normalisation does not learn faster than step by step, although its gradient is clearer and closer to the true one. The DDIM-inspired SDE gives better samples before training, but does not speed up learning.
 #
 # ## Quiz
 #

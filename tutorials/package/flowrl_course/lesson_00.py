@@ -95,7 +95,8 @@ def check_praise(answer: set[str]) -> None:
     )
     expect(
         "tp-grpo" in given,
-        "tp-grpo uses the gain unless the decision is a turning point: can decision 0 be one?",
+        "tp-grpo uses the gain unless the decision is a turning point: does decision 0 move in the"
+        " direction of R - V[0]?",
     )
 
 

@@ -453,7 +453,7 @@ def check_against_chance(answer: str) -> None:
     """`answer` is the predicted comparison with the null models."""
     letter = choice(answer, "abc")
     expect(letter != "a", "the method credits whatever the definition marks: noise is marked, too")
-    expect(letter == "c", "a direction means fewer changes of sign: and a turn is a change of sign")
+    expect(letter == "c", "noise and a walk satisfy the definition, too: do they do so less often?")
 
 
 @check("Exercise 10")
