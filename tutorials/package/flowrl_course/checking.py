@@ -353,7 +353,8 @@ def _symptom(got: Tensor, wanted: Tensor, tolerance: float) -> str:
     off = (got - wanted).abs()
     count = int((off > tolerance * max(1.0, float(wanted.abs().max()))).sum())
     worst = tuple(int(place) for place in torch.unravel_index(off.argmax(), off.shape))
+    digits = next(n for n in (4, 7, 17) if f"{got[worst]:.{n}g}" != f"{wanted[worst]:.{n}g}")
     return (
-        f"{count} of {off.numel()} values are wrong; at {list(worst)} you have {got[worst]:.4g}"
-        f" instead of {wanted[worst]:.4g}"
+        f"{count} of {off.numel()} values are wrong; at {list(worst)} you have"
+        f" {got[worst]:.{digits}g} instead of {wanted[worst]:.{digits}g}"
     )

@@ -317,6 +317,10 @@ def check_choice_of_probe(answer: dict[str, Any]) -> None:
         f"{40 + sum(each):.0f} evaluations are too many: the five estimates may cost 40 together",
     )
     expect(
+        probe == "completion" or probe == int(probe),
+        f"{probe} substeps: give a whole number of them, or 'completion'",
+    )
+    expect(
         probe == "completion" or probe > 2,
         f"{probe} of {CLOSE} substeps are too few: their estimates are blurred and far from the"
         " whole ODE in the table above",

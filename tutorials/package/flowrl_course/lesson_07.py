@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flowrl.credit import balanced, gains, reward_to_go, turning_points
 from flowrl_course.checking import (
+    Unsolved,
     answered,
     check,
     choice,
@@ -372,10 +373,13 @@ def check_balance(answer: Answer) -> None:
         ),
     }
     close(got, wanted, "keep the min(n+, n-) largest of each sign", mistakes)
-    single = answer(turns.clone(), size.abs())
     one_sign = (
         "if all turning points have the same sign, all of them remain; here some or all are dropped"
     )
+    try:
+        single = answer(turns.clone(), size.abs())
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise Unsolved(one_sign, f"if one sign does not occur: {error}") from error
     close(_bools(single, (2, 3, 4), "balance"), turns, one_sign)
     mirrored = _bools(answer(turns.clone(), -size), (2, 3, 4), "balance")
     swapped = (
