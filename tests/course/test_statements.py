@@ -60,8 +60,8 @@ def printed(lesson, line, count):
         (
             "13",
             ("signal/noise on the same states, AWM over Flow-GRPO: ",),
-            lambda ratio: 3.5 < ratio[0][0] < 4 and round(ratio[0][1]) == 15,
-            "Flow-GRPO would need about 15 times as many",
+            lambda ratio: 3.5 < ratio[0][0] < 4.5 and round(ratio[0][1]) == 16,
+            "Flow-GRPO would need about 16 times as many",
         ),
         (
             "14",

@@ -118,7 +118,7 @@ def test_sizes_of_embeddings_are_those_of_the_plan():
     rows = re.findall(
         r"^\| `([\w.-]+)` \| (\d+) \| ([\d.]+) MB \| (\d+) GB \|$", page, re.MULTILINE
     )
-    assert len(rows) == 4
+    assert len(rows) == 6
     for model, tokens, size, stored in rows:
         config = preset(f"{model},flow-grpo,pickscore").apply(dtype="bfloat16")
         size_of_one = known_architecture(config).embedding(policy_options(config))

@@ -804,7 +804,7 @@ print(
 )
 
 # %% [markdown]
-# On the same states with the same advantages, the target $v^*$ has almost four times the signal-to-noise ratio of the transition's target. The ratio grows with the square root of the number of trajectories, so Flow-GRPO would need about 15 times as many to reach it (last line). This confirms the paper's claim in this world, at this point of training. (The mean of $v^*$ over the SDE's own continuations is not exactly $v_{\text{old}}$: the states and finished samples of an SDE trajectory have the joint distribution of the forward process only for $a = \sqrt 2$. With fresh noise they always have it.) Two further observations:
+# On the same states with the same advantages, the target $v^*$ has about four times the signal-to-noise ratio of the transition's target. The ratio grows with the square root of the number of trajectories, so Flow-GRPO would need about 16 times as many to reach it (last line). This confirms the paper's claim in this world, at this point of training. (The mean of $v^*$ over the SDE's own continuations is not exactly $v_{\text{old}}$: the states and finished samples of an SDE trajectory have the joint distribution of the forward process only for $a = \sqrt 2$. With fresh noise they always have it.) Two further observations:
 #
 # - A large part of Flow-GRPO's disadvantage comes from the late steps, decisions that hardly influence the reward. With the window `:5` (last row) it has half of the forward process's ratio, for 15 evaluations.
 # - SDE, Euler and DPM++ give the same gradient within the error, as expected. AWM, NFT and DGPO differ little, because before training all three are covariances of the advantage with $v^*$.
@@ -1144,7 +1144,7 @@ plt.show()
 # 2. NFT's loss is constant over the first updates of an iteration. What follows? **a** The learning rate is too small. **b** The rewards do not reach the loss. **c** Nothing; look at the gradient or at the reward.
 # 3. A smaller $\beta_\text{NFT}$ **a** makes the first gradient smaller, **b** moves the inner optimum further away from $v_{\text{old}}$, **c** weakens the KL penalty.
 # 4. At a state that leads to bad samples, AWM without a penalty **a** has no minimum, **b** has its minimum at $v_{\text{old}}$, **c** has the same minimum as NFT.
-# 5. Before training AWM's gradient has almost four times the signal-to-noise ratio of Flow-GRPO's, on the same states. Why does this not make it the faster method here? **a** Its evaluations are not counted correctly. **b** Its direction turns away from $\nabla\,\mathbb E[R]$ during training, and each trajectory costs more evaluations. **c** It cannot use an SDE.
+# 5. Before training AWM's gradient has about four times the signal-to-noise ratio of Flow-GRPO's, on the same states. Why does this not make it the faster method here? **a** Its evaluations are not counted correctly. **b** Its direction turns away from $\nabla\,\mathbb E[R]$ during training, and each trajectory costs more evaluations. **c** It cannot use an SDE.
 
 # %% tags=["exercise"]
 quiz = {1: ..., 2: ..., 3: ..., 4: ..., 5: ...}
