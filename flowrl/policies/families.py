@@ -382,16 +382,16 @@ class Flux2Klein(Family):
         column, token).
         """
         words = rows["words"]
-        places = words.new_zeros(words.shape[1], 4)
+        # float32: bfloat16 does not have every number above 256
+        places = torch.zeros(words.shape[1], 4, device=words.device)
         places[:, 3] = torch.arange(words.shape[1], device=words.device)
-        image = _positions(size, latent.device).to(words.dtype)
         predicted = transformer(
             hidden_states=rearrange(latent, "s k h w -> s (h w) k"),
             encoder_hidden_states=words,
             timestep=timestep / 1000,
             guidance=None,
             txt_ids=places,
-            img_ids=torch.nn.functional.pad(image, (0, 1)),
+            img_ids=torch.nn.functional.pad(_positions(size, latent.device), (0, 1)),
             return_dict=False,
         )[0]
         return self.from_loop(predicted, latent.shape)

@@ -94,6 +94,15 @@ def test_guidance_and_its_gradient_without_the_negative_branch(case):
     assert (off - velocities[0]).abs().max() > 1e-4
 
 
+def test_positions_of_a_long_prompt_are_exact_in_bfloat16():
+    """FLUX.2's tokens have numbers up to 511; bfloat16 would round those above 256."""
+    policy, seen = CASES["flux2-klein"].policy(dtype="bfloat16", max_sequence_length=300), []
+    policy.transformer.pos_embed.register_forward_pre_hook(lambda _, ids: seen.append(ids[0]))
+    velocity(policy)
+    tokens = [ids[:, 3].tolist() for ids in seen if len(ids) == 300]
+    assert tokens == [[float(n) for n in range(300)]]
+
+
 TURNS = ("sd3", "flux", "flux2-klein", "z-image", "sd3", "qwen-image", "wan")
 ROWS = [(TURNS[i % 7], ("float32", "bfloat16")[i // 7 % 2], name) for i, name in enumerate(METHODS)]
 

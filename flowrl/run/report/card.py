@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from flowrl.core.errors import CheckpointError, ConfigError
-from flowrl.policies.families import FAMILIES, Family
+from flowrl.policies.families import Family
 from flowrl.rollout import EVALUATION_SEED
 from flowrl.run.build import METHOD_FILE, method_parts
 from flowrl.run.checkpoint import Checkpoints
@@ -19,7 +19,9 @@ from flowrl.run.config import RunConfig, load_config
 from flowrl.run.export import base_of, prompt_tokens
 from flowrl.run.io import write_bytes
 from flowrl.run.models.base import BaseModel
+from flowrl.run.models.hub import family_of
 from flowrl.run.models.lora_formats import in_diffusers
+from flowrl.run.models.memory import architecture_of
 from flowrl.run.parts.plugins import versions
 from flowrl.run.reading import read_bytes, read_json, read_text
 from flowrl.run.records import RunRecord, load_run
@@ -305,7 +307,8 @@ def _noise(config: RunConfig, pipeline: str) -> list[str]:
 def _call(config: RunConfig, base: BaseModel) -> list[str]:
     """The arguments of the pipeline's call; those of guidance as its family has them."""
     policy = config.policy
-    family = FAMILIES.get(base.pipeline or "", Family)()
+    known = None if base.pipeline else architecture_of(policy.model or "")
+    family = family_of(base.pipeline) if base.pipeline else known.family if known else Family()
     guidance = family.guidance_arguments(policy.guidance_scale, policy.negative_prompt)
     # FLUX and Qwen-Image guide only with a negative prompt
     if not policy.negative_prompt and "true_cfg_scale" not in guidance:
