@@ -28,6 +28,7 @@ class BatchWeights:
     needs = Needs(columns=gain_and_last_columns)
 
     def assign(self, values, decisions):
+        """Advantages [prompt, member, decision]."""
         mask = decisions.mask
         rule = CalibratedGain(gain_weight=0.0) if self.baseline else Uniform()
         credit = rule.assign(values, decisions)
@@ -58,6 +59,7 @@ class FirstValue:
     needs = Needs(columns=first_and_last)
 
     def assign(self, values, decisions):
+        """Advantages [prompt, member, decision]."""
         mask = decisions.mask
         ends = values[..., [0, -1]]
         known = mask.any(-1, keepdim=True).expand_as(ends)
@@ -75,6 +77,7 @@ class Levels(FlowSDE):
     last: float = 1.0
 
     def transition(self, latent, velocity, schedule, step):
+        """Node `step + 1`: mean [sample, *latent] and std [sample]."""
         t, s = step_times(schedule, step, latent.device)
         level = self.noise_level * (self.last + (self.first - self.last) * t)
         below_one = torch.where(t > 1.0 - 1e-6, s, t)
