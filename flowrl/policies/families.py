@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flowrl.core.errors import require
 from flowrl.core.options import checked_options
+from flowrl.core.sharded import is_sharded_network
 from flowrl.policies.lora import LORA_TARGETS
 
 Shape = tuple[int, ...]
@@ -53,6 +54,8 @@ class Family:
     """Ends of the names of the layers that get a LoRA by default."""
     hidden_layer: str = ""
     """The transformer's layer whose input a critic reads; empty if that was never tried."""
+    decoder_channels: tuple[int, ...] = (3,)
+    """The numbers of channels of an image decoder whose images `decode` makes red, green, blue."""
     thinking: bool | None = None
     """Whether the chat template into which the pipeline puts a prompt has thinking enabled; None
     without a template.
@@ -333,7 +336,11 @@ class Flux(Family):
 def _set_even_grid(scheduler: Any, steps: int, mu: float) -> None:
     flow_sigmas = scheduler.config.get("use_flow_sigmas")
     sigmas = None if flow_sigmas else np.linspace(1.0, 1 / steps, steps)
+    terminal = scheduler.config.shift_terminal
+    # diffusers would divide by 0 to stretch a single step
+    scheduler.register_to_config(shift_terminal=terminal if steps > 1 else None)
     scheduler.set_timesteps(steps, sigmas=sigmas, mu=mu)
+    scheduler.register_to_config(shift_terminal=terminal)
 
 
 @cache
@@ -496,11 +503,7 @@ class QwenImage(Family):
         """The even grid 1, ..., 1/T, shifted by the number of image tokens and stretched to end at
         `shift_terminal`, as far as the scheduler's config requires it.
         """
-        terminal = scheduler.config.shift_terminal
-        # diffusers would divide by 0 to stretch a single step
-        scheduler.register_to_config(shift_terminal=terminal if steps > 1 else None)
         _set_even_grid(scheduler, steps, resolution_shift(scheduler, latent_shape[0], 1.15))
-        scheduler.register_to_config(shift_terminal=terminal)
 
     def encode(self, pipe, texts, tokens, device):
         """The prompt's tokens [token, dim], at most `tokens` of them, and a mask of ones; padding
@@ -536,6 +539,85 @@ class QwenImage(Family):
     def decode(self, pipe, latent, size):
         """The decoder's first frame of a video of one frame."""
         return _decode_standardised(pipe.vae, unpacked(latent, size).unsqueeze(2))[:, :, 0]
+
+    def guidance_arguments(self, scale, negative):
+        """Classifier-free guidance has the name that it has in `FluxPipeline`."""
+        return {"true_cfg_scale": scale, "negative_prompt": negative}
+
+
+class QwenImage21(Family):
+    """`Family` of diffusers' `QwenImage21Pipeline` (Qwen-Image 2.1), text to image.
+
+    Latents are [sample, token, channel], a token per 16 x 16 pixels. Text and image are one causal
+    sequence, and the number of tokens before the image is the image's position: a row gets its own
+    position, as if it were alone, so that a call has one forward pass per length of a prompt. The
+    pipeline puts a batch behind its longest prompt instead. It does not cut prompts. The decoder
+    has an opacity, and pictures are put on white.
+    """
+
+    pipeline = "QwenImage21Pipeline"
+    lora_targets = LORA_TARGETS[:4]
+    decoder_channels = (3, 4)
+
+    def latent_shape(self, pipe, height, width):
+        """(height / 16 x width / 16, channels); sizes are multiples of 32."""
+        factor = pipe.vae_scale_factor
+        require_multiples(height, width, 2 * factor)
+        return (height // factor) * (width // factor), pipe.transformer.config.in_channels
+
+    def set_timesteps(self, scheduler, steps, latent_shape, pipe):
+        """The even grid 1, ..., 1/T, or the pipeline's `sample_sigmas` if they have T steps,
+        shifted by the number of image tokens.
+        """
+        mu, own = resolution_shift(scheduler, latent_shape[0], 1.15), pipe.config.sample_sigmas
+        if own and len(own) == steps:
+            scheduler.set_timesteps(sigmas=own, mu=mu)
+        else:
+            _set_even_grid(scheduler, steps, mu)
+
+    def encode(self, pipe, texts, tokens, device):
+        """The prompt's tokens [token, dim] and a mask of ones; padding adds zeros to both.
+
+        Raises `ConfigError` if a number of tokens was set.
+        """
+        allowed = f"not set: {self.pipeline} does not cut prompts"
+        require(tokens == self.text_tokens, "max_sequence_length", tokens, allowed)
+        rows = {}
+        for text in dict.fromkeys(texts):
+            (words,), _, _ = pipe.encode_prompt([text], device=device)
+            rows[text] = {"words": words, "mask": words.new_ones(len(words)).bool()}
+        return [rows[text] for text in texts]
+
+    def velocity(self, transformer, latent, timestep, rows, size):
+        """`QwenImage21Transformer2DModel` with t, once per length of a prompt (once per row if its
+        weights are sharded: processes must make the same number of calls); the lengths are read
+        from the device.
+        """
+        alone, groups = is_sharded_network(transformer), dict[Any, list[int]]()
+        for row, length in enumerate(rows["mask"].sum(1).tolist()):
+            groups.setdefault((length, alone * row), []).append(row)
+        tokens, parts = latent.shape[1], []
+        for (length, _), some in groups.items():
+            slots = latent.new_zeros(len(some), length + tokens // 4, dtype=torch.bool)
+            slots[:, length:] = True  # a slot has 2 x 2 tokens of the image
+            predicted = transformer(
+                hidden_states=latent[some],
+                encoder_hidden_states=rows["words"][some, :length],
+                timestep=timestep[some] / 1000,
+                img_shapes=[[(1, *size)]] * len(some),
+                img_mask=slots,
+                return_dict=False,
+            )[0]
+            parts.append(predicted[:, -tokens:])
+        order = torch.tensor([row for some in groups.values() for row in some])
+        return torch.cat(parts)[order.argsort().to(latent.device)]
+
+    def decode(self, pipe, latent, size):
+        """The decoder's first frame, its colours c with opacity a as a c + (1 - a)."""
+        image = rearrange(latent, "s (f h w) k -> s k f h w", f=1, h=size[0])
+        pixels = _decode_standardised(pipe.vae, image)[:, :, 0]
+        opacity = pixels[:, 3:] / 2 + 0.5 if pixels.shape[1] > 3 else 1.0
+        return opacity * pixels[:, :3] + (1 - opacity)
 
     def guidance_arguments(self, scale, negative):
         """Classifier-free guidance has the name that it has in `FluxPipeline`."""
@@ -596,7 +678,7 @@ class Wan(Family):
 
 
 FAMILIES: dict[str, type[Family]] = {
-    kind.pipeline: kind for kind in (SD3, Flux, Flux2Klein, ZImage, QwenImage, Wan)
+    kind.pipeline: kind for kind in (SD3, Flux, Flux2Klein, ZImage, QwenImage, QwenImage21, Wan)
 }
 """Built-in families by the class of their pipeline; a package adds one by an entry point of that
 name in `flowrl.families`.

@@ -108,7 +108,8 @@ class PipelinePolicy:
         self.latent_shape = shape_of(pipe, family, *options.size, options.num_frames)
         # Qwen-Image's decoder has no such entry
         channels = getattr(getattr(pipe.vae, "config", None), "out_channels", 3)
-        require(channels == 3, "channels of the image decoder", channels, "3, red, green and blue")
+        fits, allowed = channels in family.decoder_channels, "3, red, green and blue"
+        require(fits, "channels of the image decoder", channels, allowed)
         self._scheduler = _euler_scheduler(pipe)
         self._load_encoders = load_encoders
         self._tokens = options.max_sequence_length or family.text_tokens

@@ -13,18 +13,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from flowrl import PolicyOptions
-from flowrl.policies.families import SD3, Flux, Flux2Klein, QwenImage, Wan, ZImage
+from flowrl.policies.families import SD3, Flux, Flux2Klein, QwenImage, QwenImage21, Wan, ZImage
 from flowrl.policies.pipeline import PipelinePolicy
 
 TINY = PolicyOptions(resolution=16, lora_rank=4, lora_alpha=8.0, max_sequence_length=24)
 """Options that fit the tiny pipelines."""
 TINY_CHAT = replace(TINY, max_sequence_length=48)
 """Options that fit `tiny_flux2_klein` and `tiny_z_image`, whose prompts are in a chat template."""
+TINY_LARGE = replace(TINY, resolution=32, max_sequence_length=None)
+"""Options that fit `tiny_qwen_image21`, whose image decoder multiplies each side by 16."""
 TINY_VIDEO = replace(TINY, num_frames=5)
 """Options that fit `tiny_wan`."""
 CLIP_TOKENS = 40
@@ -248,6 +251,45 @@ def tiny_qwen_image(seed: int = 0) -> Any:
         )
 
 
+def tiny_qwen_image21(seed: int = 0, channels: int = 4) -> Any:
+    """A `QwenImage21Pipeline` with two blocks. It can be saved where torchvision is installed,
+    which its processor needs for pictures.
+
+    Args:
+        seed: seed of the random weights.
+        channels: channels of its images; the fourth is the opacity.
+
+    Returns:
+        The pipeline.
+    """
+    diffusers: Any = import_module("diffusers")
+
+    with seeded(seed):
+        transformer = diffusers.QwenImage21Transformer2DModel(
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            context_in_dim=WIDTH,
+            axes_dims_rope=(4, 6, 6),
+            **ATTENTION,
+        )
+        decoder = diffusers.AutoencoderKLQwenImage21(
+            **VIDEO_DECODER | {"base_dim": 4},
+            decoder_base_dim=4,
+            dim_mult=[1, 1, 1, 1, 1],
+            in_channels=channels,
+            out_channels=channels,
+        )
+        names = "vision_start", "vision_end", "image_pad", "video_pad"
+        tokenizer = _qwen_tokenizer(*(f"<|{name}|>" for name in names))
+        processor = _qwen_processor(tokenizer)
+        encoder = _qwen_vl(len(tokenizer), "Qwen3VL")
+        scheduler = make_scheduler(use_dynamic_shifting=True)
+        return diffusers.QwenImage21Pipeline(
+            scheduler, decoder.eval(), encoder, processor, transformer
+        )
+
+
 def tiny_wan(seed: int = 0) -> Any:
     """A `WanPipeline` with two blocks, shift 3, a video decoder that halves each side twice, and
     four frames per latent frame.
@@ -298,6 +340,8 @@ tiny_z_image_policy = _policy(tiny_z_image, ZImage, TINY_CHAT)
 """Likewise over `tiny_z_image`."""
 tiny_qwen_image_policy = _policy(tiny_qwen_image, QwenImage, TINY)
 """Likewise over `tiny_qwen_image`."""
+tiny_qwen_image21_policy = _policy(tiny_qwen_image21, QwenImage21, TINY_LARGE)
+"""Likewise over `tiny_qwen_image21`."""
 tiny_wan_policy = _policy(tiny_wan, Wan, TINY_VIDEO)
 """Likewise over `tiny_wan`."""
 
@@ -394,8 +438,8 @@ def make_tokenizer(clip: bool) -> Any:
     )
 
 
-def _qwen_vl(vocabulary: int) -> Any:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+def _qwen_vl(vocabulary: int, name: str = "Qwen2_5_VL") -> Any:
+    transformers: Any = import_module("transformers")
 
     text = {
         "vocab_size": vocabulary,
@@ -415,8 +459,25 @@ def _qwen_vl(vocabulary: int) -> Any:
         "num_heads": 2,
         "out_hidden_size": WIDTH,
     }
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
-    return Qwen2_5_VLForConditionalGeneration(config).eval()
+    if name == "Qwen3VL":
+        text |= {"head_dim": 16}
+        vision |= {"deepstack_visual_indexes": (0,), "num_position_embeddings": 16}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision)
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+
+
+def _qwen_processor(tokenizer: Any) -> Any:
+    """A `Qwen3VLProcessor`; without torchvision one for text only."""
+    transformers: Any = import_module("transformers")
+
+    class TextOnly(transformers.Qwen3VLProcessor):
+        def check_argument_for_proper_class(self, *given: Any) -> None: ...
+
+    template = {"chat_template": tokenizer.chat_template}
+    if find_spec("torchvision") is None:
+        return TextOnly(None, tokenizer, None, **template)
+    pictures = transformers.Qwen2VLImageProcessor(), transformers.Qwen3VLVideoProcessor()
+    return transformers.Qwen3VLProcessor(pictures[0], tokenizer, pictures[1], **template)
 
 
 def _qwen3(name: str, vocabulary: int, layers: int) -> Any:
@@ -435,22 +496,23 @@ def _qwen3(name: str, vocabulary: int, layers: int) -> Any:
 
 
 CHAT = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message.content if message.content is string else message.content[0].text }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 """What Qwen3's chat template makes of a prompt."""
 
 
-def _qwen_tokenizer() -> Any:
-    """A token per byte, and one per word of the pipeline's template.
+def _qwen_tokenizer(*more: str) -> Any:
+    """A token per byte, one per word of the pipeline's template, and the special tokens `more`.
 
     The template then has 34 tokens before the prompt, as with the published vocabulary; the
     pipeline drops this number of tokens.
     """
     from tokenizers import pre_tokenizers
 
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *more]
     prefixes = {word[:end]: None for word in TEMPLATE_WORDS for end in range(2, len(word) + 1)}
     tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *prefixes]
     return import_module("transformers").Qwen2Tokenizer(

@@ -12,6 +12,7 @@ allocator's unused reserve. `benchmarks/full_size.py` compares them with real ru
 import hashlib
 import json
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -180,7 +181,8 @@ def architecture_of(model: str) -> Architecture | None:
     with suppress(OSError, KeyError, ValueError):
         return Architecture.of_folder(Path(model))
     for name, known in ARCHITECTURES.items():
-        if name.removeprefix("sd") in model.lower():  # as in stable-diffusion-3.5-medium
+        # as in stable-diffusion-3.5-medium; Qwen-Image-2.1 is another network than Qwen-Image
+        if re.search(re.escape(name.removeprefix("sd")) + r"(?!-2\.)", model.lower()):
             return known
     return None
 
