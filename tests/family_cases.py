@@ -3,6 +3,7 @@ pipelines' images.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,6 +93,8 @@ CASES = {
     "qwen-image": Case(tiny_qwen_image, QwenImage()),
     "qwen-image-2.1": Case(tiny_qwen_image21, QwenImage21(), options=TINY_LARGE),
     "wan": Case(tiny_wan, Wan(), {"num_frames": 5}, TINY_VIDEO),
+    "wan-2.2": Case(partial(tiny_wan, boundary=0.5), Wan(), {"num_frames": 5}, TINY_VIDEO),
+    "wan-2.2-5b": Case(partial(tiny_wan, patches=True), Wan(), {"num_frames": 5}, TINY_VIDEO),
 }
 
 

@@ -105,6 +105,12 @@ class Family:
         """
         raise NotImplementedError(f"{type(self).__name__} has no decode")
 
+    def second_transformer(self, pipe: Any) -> tuple[Any, float]:
+        """A frozen transformer, and the 1000 t below which it replaces the trained one; None and 0
+        without.
+        """
+        return None, 0.0
+
     def guidance_arguments(self, scale: float, negative: Any) -> dict[str, Any]:
         """The arguments of the pipeline's call for guidance with `scale` (1: off) away from the
         `negative` prompt, or prompts.
@@ -625,17 +631,21 @@ class QwenImage21(Family):
 
 
 class Wan(Family):
-    """`Family` of diffusers' `WanPipeline` with one transformer (Wan 2.1 text to video, arXiv
-    2503.20314).
+    """`Family` of diffusers' `WanPipeline`: text to video with Wan 2.1 (arXiv 2503.20314) and 2.2.
 
     Latents are [sample, channel, frame, height, width]: one latent frame for the first frame of the
     video, then one for every four frames. A prompt is UMT5's last hidden layer with zeros after its
     tokens, up to the full length. The transformer has no mask and attends to these zeros, so the
     number of tokens matters. The default is the 512 of the pipeline's call; `encode_prompt` alone
     has 226. The grid has the scheduler's fixed shift: 3 for 480p, 5 for 720p.
+
+    Wan 2.2 A14B has two transformers. `transformer`, for 1000 t of at least 1000 `boundary_ratio`,
+    is trained; `transformer_2`, for less noise, is frozen and a part of the rollout. Wan 2.2 5B has
+    a time per token, all the same for text to video, so it gets one.
     """
 
     pipeline = "WanPipeline"
+    decoder_channels = (3, 12)  # of pixels, or of 2 x 2 patches
     lora_targets = tuple(
         f"{layer}.{name}"
         for layer in ("attn1", "attn2")
@@ -643,14 +653,14 @@ class Wan(Family):
     )
 
     def video_shape(self, pipe: Any, height: int, width: int, frames: int) -> Shape:
-        """(channels, (frames - 1) / 4 + 1, height / 8, width / 8); sizes are multiples of 16.
+        """(channels, (frames - 1) / 4 + 1, height / 8, width / 8); sizes are multiples of 16 (of
+        Wan 2.2 5B: height / 16, width / 16, multiples of 32).
 
-        Raises `ConfigError` for Wan 2.2, too, which has two transformers or a time per token.
+        Raises `ConfigError` for one of two transformers, too.
         """
-        wan21 = pipe.transformer_2 is None and not (
-            pipe.config["boundary_ratio"] or pipe.config["expand_timesteps"]
-        )
-        require(wan21, "model", "Wan 2.2", "Wan 2.1: one transformer, and one time for all tokens")
+        two, ratio = pipe.transformer_2 is not None, pipe.config["boundary_ratio"]
+        allowed = "given exactly if there is a transformer_2"
+        require(two == (ratio is not None), "boundary_ratio of the model", ratio, allowed)
         side, factor = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
         config = pipe.transformer.config
         require_multiples(height, width, side * config.patch_size[1])
@@ -671,6 +681,11 @@ class Wan(Family):
     def velocity(self, transformer, latent, timestep, rows, size):
         """`WanTransformer3DModel` with 1000 t."""
         return transformer(latent, timestep, rows["words"], return_dict=False)[0]
+
+    def second_transformer(self, pipe):
+        """`transformer_2`, for less noise."""
+        steps = pipe.scheduler.config.num_train_timesteps
+        return pipe.transformer_2, (pipe.config["boundary_ratio"] or 0.0) * steps
 
     def decode(self, pipe, latent, size):
         """Frame by frame: [sample, frame, 3, height, width]."""

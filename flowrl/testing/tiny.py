@@ -290,14 +290,23 @@ def tiny_qwen_image21(seed: int = 0, channels: int = 4) -> Any:
         )
 
 
-def tiny_wan(seed: int = 0) -> Any:
-    """A `WanPipeline` with two blocks, shift 3, a video decoder that halves each side twice, and
-    four frames per latent frame.
+def tiny_wan(seed: int = 0, boundary: float | None = None, patches: bool = False) -> Any:
+    """A `WanPipeline` with transformers of two blocks, shift 3, a video decoder that halves each
+    side twice, and four frames per latent frame.
+
+    Args:
+        seed: seed of the random weights.
+        boundary: the time below which there is a second transformer, as in Wan 2.2 A14B.
+        patches: a time per token, and a decoder of 2 x 2 patches that halves each side once, as in
+            Wan 2.2 5B.
+
+    Returns:
+        The pipeline.
     """
     diffusers: Any = import_module("diffusers")
 
-    with seeded(seed):
-        transformer = diffusers.WanTransformer3DModel(
+    def transformer() -> Any:
+        return diffusers.WanTransformer3DModel(
             patch_size=(1, 2, 2),
             in_channels=4,
             out_channels=4,
@@ -308,16 +317,31 @@ def tiny_wan(seed: int = 0) -> Any:
             freq_dim=32,
             ffn_dim=32,
         )
+
+    with seeded(seed):
+        first = transformer()
+        channels = 12 if patches else 3
         decoder = diffusers.AutoencoderKLWan(
-            dim_mult=[1, 1, 2],
+            dim_mult=[1, 2, 2] if patches else [1, 1, 2],
             temperal_downsample=[True, True],
             scale_factor_temporal=4,
-            scale_factor_spatial=4,
+            scale_factor_spatial=8 if patches else 4,
+            patch_size=2 if patches else None,
+            is_residual=patches,
+            in_channels=channels,
+            out_channels=channels,
             **VIDEO_DECODER,
         )
         encoder, scheduler = make_t5(WIDTH, "UMT5"), make_scheduler(shift=3.0)
         return diffusers.WanPipeline(
-            make_tokenizer(clip=False), encoder, decoder.eval(), scheduler, transformer
+            make_tokenizer(clip=False),
+            encoder,
+            decoder.eval(),
+            scheduler,
+            first,
+            transformer() if boundary is not None else None,
+            boundary_ratio=boundary,
+            expand_timesteps=patches,
         )
 
 

@@ -50,6 +50,9 @@ test_z_image = policy_contract(
 test_wan = policy_contract(
     lambda: CASES["wan"].policy(guidance_scale=5.0, negative_prompt="blurry")
 )
+test_wan22 = policy_contract(
+    lambda: CASES["wan-2.2"].policy(guidance_scale=5.0, negative_prompt="blurry")
+)
 
 
 @pytest.fixture(params=CASES)

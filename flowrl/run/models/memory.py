@@ -60,6 +60,7 @@ class Architecture:
         clip_tokens: length of a prompt for CLIP; 0 if its tokens are not part of the embedding.
         decoder_class: class of the image decoder in diffusers.
         decoder: settings of the image decoder.
+        second: whether there is a second, frozen transformer of this kind.
     """
 
     family: Family
@@ -70,6 +71,7 @@ class Architecture:
     clip_tokens: int = 0
     decoder_class: str = "AutoencoderKL"
     decoder: Mapping[str, Any] = field(default_factory=dict)
+    second: bool = False
 
     @property
     def text_tokens(self) -> int:
@@ -158,6 +160,7 @@ class Architecture:
             config={name: value for name, value in transformer.items() if name[0] != "_"},
             decoder={name: value for name, value in decoder.items() if name[0] != "_"},
             text_width=transformer[next(filter(transformer.get, TEXT_WIDTHS), TEXT_WIDTHS[0])],
+            second=(folder / "transformer_2").is_dir(),
         )
 
 
@@ -275,7 +278,8 @@ def count_memory(
     dtype, decoding = DTYPES[options.dtype], DTYPES[options.decode_dtype]
     counts = counts_of(known, options)
     # full tuning stores float32 weights (in `trained`) and buffers; its reference is in `dtype`
-    frozen = counts.frozen if not full or options.keep_reference else 0
+    held = (not full or options.keep_reference) + known.second
+    narrower = dtype.itemsize - QUANTIZED.get(options.quantize, dtype.itemsize)
     copies = 0 if dtype == torch.float32 else counts.trained * dtype.itemsize
     gathered = 0
     if shards > 1:
@@ -288,8 +292,8 @@ def count_memory(
     decode = counts.decode.bytes(min(options.decode_batch or 2**30, images or 2**30))
     return Memory(
         trained_parameters=counts.trained,
-        weights=frozen * dtype.itemsize // shards
-        - round(counts.linear * (dtype.itemsize - QUANTIZED.get(options.quantize, dtype.itemsize)))
+        weights=held * counts.frozen * dtype.itemsize // shards
+        - round(held * counts.linear * narrower)
         + 4 * counts.buffers * full
         + counts.decoder * decoding.itemsize,
         trained=counts.trained * OPTIMIZER_BYTES // shards,
