@@ -18,6 +18,7 @@ from flowrl.policies import (
     PipelinePolicy,
     QwenImage,
     QwenImage21,
+    Sana,
     Wan,
     ZImage,
 )
@@ -35,6 +36,7 @@ from flowrl.testing.tiny import (
     tiny_flux2_klein,
     tiny_qwen_image,
     tiny_qwen_image21,
+    tiny_sana,
     tiny_sd3,
     tiny_wan,
     tiny_z_image,
@@ -94,6 +96,7 @@ CASES = {
     "qwen-image-2.1": Case(tiny_qwen_image21, QwenImage21(), options=TINY_LARGE),
     "wan": Case(tiny_wan, Wan(), {"num_frames": 5}, TINY_VIDEO),
     "wan-2.2": Case(partial(tiny_wan, boundary=0.5), Wan(), {"num_frames": 5}, TINY_VIDEO),
+    "sana": Case(tiny_sana, Sana(), {"use_resolution_binning": False}, TINY_LARGE, ""),
     "wan-2.2-5b": Case(partial(tiny_wan, patches=True), Wan(), {"num_frames": 5}, TINY_VIDEO),
 }
 

@@ -1,11 +1,13 @@
 """Model families, the differences between diffusers' pipelines: Stable Diffusion 3 and 3.5, FLUX.1,
-FLUX.2 [klein], Z-Image, Qwen-Image and Wan 2.1; docs/model-families.md explains how to add another.
+FLUX.2 [klein], Z-Image, Qwen-Image and Qwen-Image 2.1, Wan 2.1 and 2.2, and SANA;
+docs/model-families.md explains how to add another.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from typing import Annotated, Any
 
 import numpy as np
@@ -692,8 +694,67 @@ class Wan(Family):
         return _decode_standardised(pipe.vae, latent).transpose(1, 2)
 
 
+class Sana(Family):
+    """`Family` of diffusers' `SanaPipeline`: SANA and SANA-1.5 with linear attention (arXiv
+    2410.10629).
+
+    Latents are [sample, channel, height / 32, width / 32]. A prompt is Gemma 2's last hidden layer
+    of the prompt behind the pipeline's instruction, at a fixed length, with a mask. The negative
+    prompt is the empty one, which has no instruction. The pipeline's `use_resolution_binning` is
+    off. The grid has the scheduler's fixed shift.
+    """
+
+    pipeline = "SanaPipeline"
+    text_tokens = 300
+    lora_targets = Wan.lora_targets
+
+    def latent_shape(self, pipe, height, width):
+        """(channels, height / 32, width / 32); sizes are multiples of 32 x patch size."""
+        factor, config = pipe.vae_scale_factor, pipe.transformer.config
+        require_multiples(height, width, factor * config.patch_size)
+        return config.in_channels, height // factor, width // factor
+
+    def set_timesteps(self, scheduler, steps, latent_shape, pipe):
+        """The scheduler's grid."""
+        scheduler.set_timesteps(steps)
+
+    def encode(self, pipe, texts, tokens, device):
+        """The first and the last tokens [tokens, dim], which are the prompt's, and their mask."""
+        instruction = signature(pipe.__call__).parameters["complex_human_instruction"].default
+        rows = {}
+        for text in dict.fromkeys(texts):
+            (words,), (mask,), *_ = pipe.encode_prompt(
+                [text],
+                do_classifier_free_guidance=False,
+                device=device,
+                max_sequence_length=tokens,
+                complex_human_instruction=instruction if text else None,
+            )
+            rows[text] = {"words": words, "mask": mask.bool()}
+        return [rows[text] for text in texts]
+
+    def velocity(self, transformer, latent, timestep, rows, size):
+        """`SanaTransformer2DModel` with 1000 t times its `timestep_scale`, and the mask."""
+        return transformer(
+            latent,
+            encoder_hidden_states=rows["words"],
+            encoder_attention_mask=rows["mask"],
+            timestep=timestep * transformer.config.timestep_scale,
+            return_dict=False,
+        )[0]
+
+    def decode(self, pipe, latent, size):
+        """Scaled as in the pipeline."""
+        return pipe.vae.decode(latent / pipe.vae.config.scaling_factor, return_dict=False)[0]
+
+    def guidance_arguments(self, scale, negative):
+        """The negative prompt is always empty."""
+        return {"guidance_scale": scale}
+
+
 FAMILIES: dict[str, type[Family]] = {
-    kind.pipeline: kind for kind in (SD3, Flux, Flux2Klein, ZImage, QwenImage, QwenImage21, Wan)
+    kind.pipeline: kind
+    for kind in (SD3, Flux, Flux2Klein, ZImage, QwenImage, QwenImage21, Wan, Sana)
 }
 """Built-in families by the class of their pipeline; a package adds one by an entry point of that
 name in `flowrl.families`.

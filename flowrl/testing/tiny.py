@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from flowrl import PolicyOptions
-from flowrl.policies.families import SD3, Flux, Flux2Klein, QwenImage, QwenImage21, Wan, ZImage
+from flowrl.policies.families import SD3, Flux, Flux2Klein, QwenImage, QwenImage21, Sana, Wan, ZImage
 from flowrl.policies.pipeline import PipelinePolicy
 
 TINY = PolicyOptions(resolution=16, lora_rank=4, lora_alpha=8.0, max_sequence_length=24)
@@ -27,7 +27,7 @@ TINY = PolicyOptions(resolution=16, lora_rank=4, lora_alpha=8.0, max_sequence_le
 TINY_CHAT = replace(TINY, max_sequence_length=48)
 """Options that fit `tiny_flux2_klein` and `tiny_z_image`, whose prompts are in a chat template."""
 TINY_LARGE = replace(TINY, resolution=32, max_sequence_length=None)
-"""Options that fit `tiny_qwen_image21`, whose image decoder multiplies each side by 16."""
+"""Options that fit `tiny_qwen_image21` and `tiny_sana`, whose sizes are multiples of 32."""
 TINY_VIDEO = replace(TINY, num_frames=5)
 """Options that fit `tiny_wan`."""
 CLIP_TOKENS = 40
@@ -345,6 +345,49 @@ def tiny_wan(seed: int = 0, boundary: float | None = None, patches: bool = False
         )
 
 
+def tiny_sana(seed: int = 0) -> Any:
+    """A `SanaPipeline` with two blocks, shift 3, and a decoder that doubles each side twice."""
+    diffusers: Any = import_module("diffusers")
+    transformers: Any = import_module("transformers")
+
+    with seeded(seed):
+        transformer = diffusers.SanaTransformer2DModel(
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=16,
+            cross_attention_dim=WIDTH,
+            caption_channels=WIDTH,
+            sample_size=8,
+            **ATTENTION,
+        )
+        channels = (8, 8, 8)
+        decoder = diffusers.AutoencoderDC(
+            latent_channels=4,
+            encoder_block_out_channels=channels,
+            decoder_block_out_channels=channels,
+            encoder_layers_per_block=(1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1),
+            encoder_qkv_multiscales=((), (), ()),
+            decoder_qkv_multiscales=((), (), ()),
+            scaling_factor=0.41407,
+        )
+        tokenizer = make_tokenizer(clip=False)
+        config = transformers.Gemma2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=WIDTH,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+        )
+        encoder = transformers.Gemma2Model(config).eval()
+        scheduler = make_scheduler(shift=3.0)
+        return diffusers.SanaPipeline(tokenizer, encoder, decoder.eval(), transformer, scheduler)
+
+
 def _policy(make: Callable[[int], Any], family: Any, default: PolicyOptions) -> Any:
     """A maker of policies over the pipelines of `make`."""
 
@@ -366,6 +409,8 @@ tiny_qwen_image_policy = _policy(tiny_qwen_image, QwenImage, TINY)
 """Likewise over `tiny_qwen_image`."""
 tiny_qwen_image21_policy = _policy(tiny_qwen_image21, QwenImage21, TINY_LARGE)
 """Likewise over `tiny_qwen_image21`."""
+tiny_sana_policy = _policy(tiny_sana, Sana, TINY_LARGE)
+"""Likewise over `tiny_sana`."""
 tiny_wan_policy = _policy(tiny_wan, Wan, TINY_VIDEO)
 """Likewise over `tiny_wan`."""
 

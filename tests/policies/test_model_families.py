@@ -53,6 +53,9 @@ test_wan = policy_contract(
 test_wan22 = policy_contract(
     lambda: CASES["wan-2.2"].policy(guidance_scale=5.0, negative_prompt="blurry")
 )
+test_sana = policy_contract(
+    lambda: CASES["sana"].policy(guidance_scale=4.0), call={"use_resolution_binning": False}
+)
 
 
 @pytest.fixture(params=CASES)
