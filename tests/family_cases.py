@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from seeded import randn, seeded
 
@@ -31,6 +32,7 @@ from flowrl.testing.tiny import (
     TINY,
     TINY_CHAT,
     TINY_LARGE,
+    TINY_UNCUT,
     TINY_VIDEO,
     tiny_flux,
     tiny_flux2_klein,
@@ -93,12 +95,20 @@ CASES = {
     "flux2-klein": Case(tiny_flux2_klein, Flux2Klein(), options=TINY_CHAT, negative=""),
     "z-image": Case(tiny_z_image, ZImage(), options=TINY_CHAT),
     "qwen-image": Case(tiny_qwen_image, QwenImage()),
-    "qwen-image-2.1": Case(tiny_qwen_image21, QwenImage21(), options=TINY_LARGE),
+    "qwen-image-2.1": Case(tiny_qwen_image21, QwenImage21(), options=TINY_UNCUT),
     "wan": Case(tiny_wan, Wan(), {"num_frames": 5}, TINY_VIDEO),
-    "wan-2.2": Case(partial(tiny_wan, boundary=0.5), Wan(), {"num_frames": 5}, TINY_VIDEO),
+    "wan-2.2": Case(partial(tiny_wan, boundary=0.55), Wan(), {"num_frames": 5}, TINY_VIDEO),
     "sana": Case(tiny_sana, Sana(), {"use_resolution_binning": False}, TINY_LARGE, ""),
     "wan-2.2-5b": Case(partial(tiny_wan, patches=True), Wan(), {"num_frames": 5}, TINY_VIDEO),
 }
+
+
+def saved(case, folder):
+    """`folder`, with the tiny pipeline of `case`."""
+    if case.family.pipeline == "QwenImage21Pipeline":
+        pytest.importorskip("torchvision")  # of its processor
+    case.make().save_pretrained(folder)
+    return folder
 
 
 def noise_of(policy, count=2):

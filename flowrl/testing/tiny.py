@@ -26,8 +26,10 @@ TINY = PolicyOptions(resolution=16, lora_rank=4, lora_alpha=8.0, max_sequence_le
 """Options that fit the tiny pipelines."""
 TINY_CHAT = replace(TINY, max_sequence_length=48)
 """Options that fit `tiny_flux2_klein` and `tiny_z_image`, whose prompts are in a chat template."""
-TINY_LARGE = replace(TINY, resolution=32, max_sequence_length=None)
-"""Options that fit `tiny_qwen_image21` and `tiny_sana`, whose sizes are multiples of 32."""
+TINY_LARGE = replace(TINY, resolution=32)
+"""Options that fit `tiny_sana`, whose sizes are multiples of 32."""
+TINY_UNCUT = replace(TINY_LARGE, max_sequence_length=None)
+"""Options that fit `tiny_qwen_image21`, whose pipeline does not cut prompts."""
 TINY_VIDEO = replace(TINY, num_frames=5)
 """Options that fit `tiny_wan`."""
 CLIP_TOKENS = 40
@@ -407,7 +409,7 @@ tiny_z_image_policy = _policy(tiny_z_image, ZImage, TINY_CHAT)
 """Likewise over `tiny_z_image`."""
 tiny_qwen_image_policy = _policy(tiny_qwen_image, QwenImage, TINY)
 """Likewise over `tiny_qwen_image`."""
-tiny_qwen_image21_policy = _policy(tiny_qwen_image21, QwenImage21, TINY_LARGE)
+tiny_qwen_image21_policy = _policy(tiny_qwen_image21, QwenImage21, TINY_UNCUT)
 """Likewise over `tiny_qwen_image21`."""
 tiny_sana_policy = _policy(tiny_sana, Sana, TINY_LARGE)
 """Likewise over `tiny_sana`."""

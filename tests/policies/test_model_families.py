@@ -15,6 +15,7 @@ from family_cases import (
     draw,
     fill,
     noise_of,
+    saved,
     trainer_of,
     velocity,
 )
@@ -117,8 +118,11 @@ def test_positions_of_a_long_prompt_are_exact_in_bfloat16():
     assert tokens == [[float(n) for n in range(300)]]
 
 
-TURNS = ("sd3", "flux", "flux2-klein", "z-image", "sd3", "qwen-image", "wan")
-ROWS = [(TURNS[i % 7], ("float32", "bfloat16")[i // 7 % 2], name) for i, name in enumerate(METHODS)]
+TURNS = (
+    *("sd3", "flux", "flux2-klein", "z-image", "qwen-image", "wan"),
+    *("qwen-image-2.1", "wan-2.2", "sana"),
+)
+ROWS = [(TURNS[i % 9], ("float32", "bfloat16")[i // 9 % 2], name) for i, name in enumerate(METHODS)]
 
 
 @pytest.mark.parametrize(("family", "dtype", "method"), ROWS, ids=METHODS)
@@ -131,7 +135,7 @@ def test_train_save_reload_resume(family, dtype, method, tmp_path):
     in plain diffusers too). alpha is not the rank, so a reader that forgot the scale would draw
     another image.
     """
-    case, wan = CASES[family], family == "wan"
+    case, wan = CASES[family], family.startswith("wan")
     guidance = 3.0 if dtype == "float32" else 1.0
     changes = {"dtype": dtype, "guidance_scale": guidance, "negative_prompt": case.negative}
     if family in ("sd3", "flux", "qwen-image"):
@@ -165,7 +169,8 @@ def test_train_save_reload_resume(family, dtype, method, tmp_path):
     base = case.picture(pipe, noise, guidance)
     pipe.load_lora_weights(tmp_path / "lora")
     plain = case.picture(pipe, noise, guidance)
-    error = 1e-6 if dtype == "float32" else 2e-2
+    narrow = 1e-2 if family == "qwen-image-2.1" else 2e-2  # whose tiny decoder is weak
+    error = 1e-6 if dtype == "float32" else narrow
     assert (draw(trainer.policy) - plain).square().mean().sqrt() < error
     assert (plain - base).square().mean().sqrt() > 2 * error  # a lost adapter would show
 
@@ -398,7 +403,7 @@ def test_embeddings_on_disk_are_found_again(case, tmp_path, monkeypatch):
     """
     monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
     pipe, texts, loads, embed = case.make(), ["", *TEXTS], [], PipelinePolicy._embed
-    pipe.save_pretrained(tmp_path / "model")
+    saved(case, tmp_path / "model")
     watched = lambda self, some: loads.append(some) or embed(self, some)  # noqa: E731
     monkeypatch.setattr(PipelinePolicy, "_embed", watched)
 
@@ -424,9 +429,11 @@ def test_embeddings_on_disk_are_found_again(case, tmp_path, monkeypatch):
     next(encoder.parameters()).add_(1)
     encoder.save_pretrained(tmp_path / "model" / case.family.encoders[-1])
     loads.clear()
-    for changes in ({"max_sequence_length": 20}, {"dtype": "bfloat16"}, {"dtype": "float32"}):
-        table(**changes)
-    assert loads == [texts] * 3
+    shorter = [{"max_sequence_length": 20}] * bool(case.options.max_sequence_length)
+    changes = [*shorter, {"dtype": "bfloat16"}, {"dtype": "float32"}]
+    for some in changes:
+        table(**some)
+    assert loads == [texts] * len(changes)
 
 
 def test_encoders_wait_in_main_memory_also_after_a_failure(pair, monkeypatch):
