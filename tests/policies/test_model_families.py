@@ -29,6 +29,7 @@ from flowrl.policies import LORA_TARGETS, PipelinePolicy, has_compiled_blocks, p
 from flowrl.run.checkpoint import restore_trainer, trainer_state
 from flowrl.run.models import load
 from flowrl.run.models.embedded import EmbeddingsFolder
+from flowrl.run.models.hub import family_of
 from flowrl.run.models.load import load_policy
 from flowrl.run.models.prompt_cache import DiskStore
 from flowrl.run.plan import plan
@@ -116,6 +117,62 @@ def test_positions_of_a_long_prompt_are_exact_in_bfloat16():
     velocity(policy)
     tokens = [ids[:, 3].tolist() for ids in seen if len(ids) == 300]
     assert tokens == [[float(n) for n in range(300)]]
+
+
+def test_two_transformers_by_time(caplog):
+    """Wan 2.2: the one for more noise, and for the boundary itself, is trained; the other is frozen
+    and has no gradient.
+    """
+    policy = fill(CASES["wan-2.2"].policy())
+    noise, condition = noise_of(policy), policy.encode(PROMPTS)
+    rows, boundary = policy.prompts.rows(condition.tensors["prompt"]), policy._boundary
+    high, low = (
+        policy.family.velocity(network, noise, torch.full((2,), time), rows, policy.latent_size)
+        for network, time in ((policy.pipe.transformer, boundary), (policy.pipe.transformer_2, 540))
+    )
+    assert not any("lora" in name for name, _ in policy.pipe.transformer_2.named_parameters())
+    for times in ([boundary, 540.0], [540.0, boundary], [boundary] * 2, [540.0] * 2):
+        times = torch.tensor(times)
+        expected = torch.where((times == boundary).view(-1, 1, 1, 1, 1), high, low)
+        made = policy.velocity(noise, times, condition)
+        assert_close(made, expected, atol=1e-6, rtol=0)
+        parameters = [*policy.trainable().values()]
+        mine, theirs = (
+            torch.autograd.grad(v.square().sum(), parameters, allow_unused=True, retain_graph=True)
+            for v in (made, torch.where((times == boundary).view(-1, 1, 1, 1, 1), high, 0 * high))
+        )
+        for one, other in zip(mine, theirs, strict=True):
+            if one is None:
+                assert not other.any()
+            else:
+                assert_close(one, other, atol=1e-5, rtol=1e-4)
+    assert caplog.text.count("below 550 have no gradient") == 1
+    lonely = CASES["wan-2.2"].make()
+    lonely.transformer_2 = None
+    with pytest.raises(ConfigError, match=r"boundary_ratio of the model = 0\.55"):
+        CASES["wan-2.2"].policy(lonely)
+
+
+def test_every_prompt_of_qwen_image_21_has_its_own_position(monkeypatch):
+    """A call per length of a prompt, or per row with sharded weights; a grid of the model's own."""
+    case = CASES["qwen-image-2.1"]
+    policy = case.policy()
+    condition, noise, calls = policy.encode([*PROMPTS, PROMPTS[0]]), noise_of(policy, 3), []
+    policy.transformer.register_forward_hook(lambda *_: calls.append(1))
+    times = torch.tensor([900.0, 500.0, 100.0])
+    together = policy.velocity(noise, times, condition)
+    assert len(calls) == 2
+    monkeypatch.setattr("flowrl.policies.families.is_sharded_network", lambda network: True)
+    assert_close(policy.velocity(noise, times, condition), together, atol=1e-6, rtol=0)
+    assert len(calls) == 5
+    pipe = case.make()
+    pipe.register_to_config(sample_sigmas=[1.0, 0.6, 0.3])
+    policy = case.policy(pipe)
+    case.picture(pipe, noise_of(policy), steps=3)
+    assert torch.equal(policy.schedule(3).times, pipe.scheduler.sigmas)
+    assert policy.schedule(5).steps == 5
+    with pytest.raises(ConfigError, match="max_sequence_length = 24 .*does not cut prompts"):
+        case.policy(max_sequence_length=24).encode(PROMPTS)
 
 
 TURNS = (
@@ -510,8 +567,20 @@ def test_wrong_pipelines_and_models_are_refused(tmp_path):
     card = tmp_path / "model_index.json"
     card.write_text(card.read_text().replace("StableDiffusion3Pipeline", "PixArtAlphaPipeline"))
     supported = r"PixArtAlphaPipeline is not supported; supported pipelines: Stable.*, WanPipeline"
-    with pytest.raises(ConfigError, match=rf"{supported}.*; docs/model-families\.md shows how"):
+    add = r"docs/model-families\.md shows how to add one, a family in six functions"
+    nearest = "; the nearest is Flux, with the same AutoencoderKL, T5EncoderModel$"
+    with pytest.raises(ConfigError, match=rf"{supported}.*; {add}{nearest}"):
         load_policy(str(tmp_path), TINY)
+    for name, family in {
+        "WanVACEPipeline": "Wan",
+        "Flux2Pipeline": "Flux2Klein",
+        "QwenImageEditPipeline": "QwenImage",
+        "SanaSprintPipeline": "Sana",
+    }.items():
+        with pytest.raises(ConfigError, match=f"{name} is not .*the nearest is {family}, with"):
+            family_of(name)
+    with pytest.raises(ConfigError, match=f"{add}$"):
+        family_of("UnknownPipeline")
 
 
 @pytest.mark.parametrize(
