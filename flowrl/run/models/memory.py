@@ -49,7 +49,7 @@ class Architecture:
     """A transformer, the lengths of its prompts, and its image decoder.
 
     Settings that are left out have the defaults of diffusers' classes, which are the published ones
-    of FLUX.1, Z-Image, Qwen-Image and Wan 2.1.
+    of FLUX.1, Z-Image, Qwen-Image and Wan (14B).
 
     Args:
         family: the model family.
