@@ -281,9 +281,7 @@ class PipelinePolicy:
             velocities.append(self._of_experts(x.to(self.dtype), t, rows))
         return torch.cat(velocities)[missing:] if len(velocities) > 1 or missing else velocities[0]
 
-    def _of_experts(
-        self, latent: Tensor, timestep: Tensor, rows: Mapping[str, Tensor]
-    ) -> Tensor:
+    def _of_experts(self, latent: Tensor, timestep: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
         """Velocities of the transformer of each row's time, float32. With two of them the device is
         asked for the times.
         """

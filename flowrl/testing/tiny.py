@@ -19,7 +19,16 @@ from typing import Any
 import torch
 
 from flowrl import PolicyOptions
-from flowrl.policies.families import SD3, Flux, Flux2Klein, QwenImage, QwenImage21, Sana, Wan, ZImage
+from flowrl.policies.families import (
+    SD3,
+    Flux,
+    Flux2Klein,
+    QwenImage,
+    QwenImage21,
+    Sana,
+    Wan,
+    ZImage,
+)
 from flowrl.policies.pipeline import PipelinePolicy
 
 TINY = PolicyOptions(resolution=16, lora_rank=4, lora_alpha=8.0, max_sequence_length=24)

@@ -43,7 +43,10 @@ test_qwen_image21 = policy_contract(
     lambda: CASES["qwen-image-2.1"].policy(
         tiny_qwen_image21(channels=3), guidance_scale=4.0, negative_prompt="blurry"
     ),
-    prompts=("a red box", "a red car"),  # of one length: the pipeline puts a batch behind the longest
+    prompts=(
+        "a red box",
+        "a red car",
+    ),  # of one length: the pipeline puts a batch behind the longest
 )
 test_flux2_klein = policy_contract(lambda: CASES["flux2-klein"].policy(guidance_scale=4.0))
 test_z_image = policy_contract(
