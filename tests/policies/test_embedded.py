@@ -186,7 +186,10 @@ LINES = {
     "flux2-klein": ["text_encoder: 2 of 3 .* 48 tokens"],
     "z-image": ["text_encoder: 2 of 3 .* 48 tokens"],
     "qwen-image": ["text_encoder: 2 of 3 .* 24 tokens"],
-    **dict.fromkeys(("wan", "wan-2.2", "wan-2.2-5b", "sana"), ["text_encoder: 2 of 3 .* 24 tok"]),
+    "wan": ["text_encoder: 2 of 3 .* 24 tokens"],
+    "wan-2.2": ["text_encoder: 2 of 3 .* 24 tokens"],
+    "wan-2.2-5b": ["text_encoder: 2 of 3 .* 24 tokens"],
+    "sana": ["text_encoder: 2 of 3 .* 24 tokens"],
 }
 
 

@@ -170,7 +170,7 @@ def test_every_prompt_of_qwen_image_21_has_its_own_position(monkeypatch):
     case.picture(pipe, noise_of(policy), steps=3)
     assert torch.equal(policy.schedule(3).times, pipe.scheduler.sigmas)
     assert policy.schedule(5).steps == 5
-    with pytest.raises(ConfigError, match="max_sequence_length = 24 .*does not cut prompts"):
+    with pytest.raises(ConfigError, match=r"max_sequence_length = 24 .*does not cut prompts"):
         case.policy(max_sequence_length=24).encode(PROMPTS)
 
 

@@ -40,7 +40,8 @@ def family_of(pipeline: str) -> Family:
     known = ", ".join([*FAMILIES, *entry_points(group="flowrl.families").names])
     raise ConfigError(
         f"model: {pipeline} is not supported; supported pipelines: {known};"
-        f" docs/model-families.md shows how to add one, a family in six functions{_nearest(pipeline)}"
+        " docs/model-families.md shows how to add one, a family in six functions"
+        f"{_nearest(pipeline)}"
     )
 
 
