@@ -81,7 +81,7 @@ class Case:
         for i in range(0, 2, size):
             guided = self.family.guidance_arguments(guidance, [self.negative] * size)
             given = dict(prompt=TEXTS[i : i + size], latents=noise[i : i + size])
-            output = pipe(**given, **guided, **settings)
+            output = pipe(**given, **guided | settings)
             pictures.append(output.frames if hasattr(output, "frames") else output.images)
         made = torch.cat(pictures)
         if made.ndim == 5 or made.shape[1] == 3:
