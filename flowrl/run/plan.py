@@ -297,7 +297,8 @@ def memory_text(counts: Plan, config: RunConfig) -> str:
         "trajectories": f"{size['trajectories']} (nodes and velocities, float32)",
         "and one of": f"{size['update']} micro-batch of {counts.rows_per_micro_batch} rows,"
         f" {size['rollout']} sampling {counts.rows_per_call} rows, {size['decode']} decoding"
-        f" {config.batches.decode_batch} images at a time, {size['encoders']} text encoders",
+        f" {config.batches.decode_batch} images at a time",
+        "before": f"{size['encoders']} text encoders, alone on the device",
         "at most": f"{counted.peak / 1e9:.1f} GB, without the reward's network, CUDA's workspace"
         " and the allocator's reserve",
         "on disk": f"{prompts:,} prompts x {each / 1e6:.1f} MB = {prompts * each / 1e9:.1f} GB of"
@@ -518,7 +519,7 @@ def remedy(config: RunConfig, card: str, processes: int, launch: Launch) -> str:
     values, room, chosen = config.flat(), USABLE * card_of(card).memory, list[str]()
     counted, is_lora = need(()), config.policy.tuning == "lora" and launch == "ddp"
     for option, changes in REMEDIES.items():
-        others = max(counted.update, counted.rollout, counted.encoders)
+        others = max(counted.update, counted.rollout)
         fits = (
             counted.decode > others if "decode" in option else is_lora or "quantize" not in option
         )

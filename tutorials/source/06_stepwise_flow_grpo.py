@@ -850,20 +850,10 @@ for name, run in runs.items():
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.0, height=2.8, sharey=True)
 for name, run in runs.items():
-    offset = 4 if name == "stepwise-flow-grpo" else -9
     rewards, spent_nfe = run.curve("reward_mean"), torch.tensor(run.curve("nfe")).cumsum(0)
-    axes[0].plot(range(1, 7), rewards, "o-", color=COLOURS[name])
+    axes[0].plot(range(1, 7), rewards, "o-", color=COLOURS[name], label=name)
     axes[1].plot(spent_nfe / 1000, rewards, "o-", color=COLOURS[name])
-    for cell, end in ((axes[0], 6), (axes[1], float(spent_nfe[-1]) / 1000)):
-        cell.annotate(
-            name,
-            (end, rewards[-1]),
-            (0, offset),
-            textcoords="offset points",
-            color=COLOURS[name],
-            ha="right",
-            fontsize=8,
-        )
+axes[0].legend(frameon=False, fontsize=8, loc="lower right")
 axes[0].set(xlabel="iteration", ylabel="mean training reward (soft)", title="Per iteration")
 axes[1].set(xlabel="network evaluations while sampling (thousands)", title="Per evaluation")
 for cell in axes:
