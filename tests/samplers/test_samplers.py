@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from loading import ROOT
+from loading import ROOT, load
 from seeded import randn
 from torch.testing import assert_close
 
@@ -184,3 +184,31 @@ def test_a_spread_becomes_narrower_also_in_the_limit_of_many_steps(kernel, varia
         ):
             variance = factor**2 * variance + noise**2
         assert variance == pytest.approx(expected, abs=6e-4) and f"{expected:.3f}" in page
+
+
+def test_the_page_on_few_steps_has_the_numbers_of_the_closed_form():
+    """Goldens of the wide Gaussian and of the narrow one, derived by hand; a point is exact."""
+    script = load("benchmarks/few_steps.py")
+    stored = json.loads((ROOT / "benchmarks" / "results" / "few-steps.json").read_text())
+    page = (ROOT / "docs" / "models" / "few-steps.md").read_text()
+    golden = {
+        10: {
+            "ODE": (0.773, 0.381),
+            "Flow-SDE 0.7": (0.932, 0.621),
+            "CPS 0.7": (0.580, 0.327),
+            "exponential 0.7": (0.741, 0.365),
+            "exponential 1.41": (0.648, 0.327),
+        },
+        640: {"CPS 0.7": (0.721, 0.704), "exponential 0.7": (0.995, 0.981)},
+    }
+    for steps, rows in golden.items():
+        for name, expected in rows.items():
+            kernel = script.kernels(steps)[name]
+            for data, value, key in zip((1.0, 0.01), expected, ("wide", "narrow"), strict=True):
+                ratio = script.variance(kernel, steps, data) / data
+                assert ratio == pytest.approx(value, abs=1.1e-3)
+                assert stored[key][name][str(steps)] == pytest.approx(ratio, abs=1e-4)
+            assert script.variance(kernel, steps, 0.0) == pytest.approx(0.0, abs=1e-9)
+    shown = [stored["wide"]["ODE"]["4"], stored["wide"]["ODE"]["10"]]
+    shown += [stored["wide"]["CPS 0.7"]["640"]]
+    assert all(f"{value:.2f}" in page for value in shown) and "0.995 with 640" in page
