@@ -320,6 +320,7 @@ class Card:
 
 
 CARDS = {
+    "B200": Card(180e9, 2250e12),
     "H100": Card(80e9, 989e12),
     "H200": Card(141e9, 989e12),
     "A100": Card(80e9, 312e12),
@@ -328,14 +329,20 @@ CARDS = {
     "L40S": Card(48e9, 362e12),
     "L40": Card(48e9, 181e12),
     "L4": Card(24e9, 121e12),
+    "RTX PRO 6000": Card(96e9, 504e12),
     "RTX 6000 Ada": Card(48e9, 364e12),
     "RTX A6000": Card(48e9, 155e12),
     "RTX 5090": Card(32e9, 209e12),
+    "RTX 5080": Card(16e9, 113e12),
+    "RTX 5070 Ti": Card(16e9, 88e12),
     "RTX 4090": Card(24e9, 165e12),
     "RTX 4080": Card(16e9, 97e12),
+    "RTX 4070 Ti Super": Card(16e9, 88e12),
     "RTX 3090": Card(24e9, 71e12),
+    "RTX 3080": Card(10e9, 60e12),
+    "RTX 3060": Card(12e9, 25e12),
 }
-"""Cards that a plan can be made for; the A100 is that of 80 GB."""
+"""Cards that a plan can be made for; the A100 is that of 80 GB, the RTX 3080 that of 10."""
 
 
 def card_of(text: str) -> Card:
