@@ -764,6 +764,7 @@ lesson.check_worth(batches_worth)
 # %% [markdown] tags=["explanation"]
 # **Why.** Solving for $q$ gives cosine / (1 − cosine), and $n$ batches have $nq$. So the answer is the ratio of the two $q$, not of the cosines.
 
+
 # %%
 def worth_without(left_out):
     """How many batches of uniform credit one of gains is worth, without one batch."""
