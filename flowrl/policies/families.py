@@ -52,6 +52,8 @@ class Family:
     """The attributes of its text encoders."""
     text_tokens: int = 512
     """The default length of its prompts: tokens of its T5 encoder, or of its only encoder."""
+    reserved_tokens: int = 0
+    """How many of them are not the prompt's, beside those of its tokenizer and chat template."""
     lora_targets: tuple[str, ...] = LORA_TARGETS
     """Ends of the names of the layers that get a LoRA by default."""
     hidden_layer: str = ""
@@ -706,6 +708,7 @@ class Sana(Family):
 
     pipeline = "SanaPipeline"
     text_tokens = 300
+    reserved_tokens = 1
     lora_targets = Wan.lora_targets
 
     def latent_shape(self, pipe, height, width):

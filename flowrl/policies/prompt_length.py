@@ -29,7 +29,7 @@ def cut_prompts(pipe: Any, family: Family, texts: Sequence[str], tokens: int) ->
         if tokenizer is None or not texts:
             continue
         last = name == family.encoders[-1]
-        limit = tokens if last else tokenizer.model_max_length
+        limit = tokens - family.reserved_tokens if last else tokenizer.model_max_length
         given = [*texts]
         if family.thinking is not None:
             options = dict(tokenize=False, add_generation_prompt=True)
