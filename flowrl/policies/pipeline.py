@@ -101,7 +101,8 @@ class PipelinePolicy:
         self._second, self._boundary = family.second_transformer(pipe)
         self._warned = False
         if self._second is not None:
-            fits, allowed = options.load_to == "device", "whole, not sharded, with two transformers"
+            fits = options.load_to == "device" or options.fixed
+            allowed = "whole, not sharded, with two transformers"
             require(fits, "weights", "sharded (fsdp2, zero2)", allowed)
             _place(self._second, self.device, self.dtype)
         if name := options.attention_backend:

@@ -103,14 +103,14 @@ def _load(source: Source, options: PolicyOptions) -> PipelinePolicy:
     # the single file, or the variant of the folder's weights
     origins = {p: source.file if p in source.in_file else source.variant(p) for p in encoders}
     networks = {"vae": _complete(source, "vae", dtypes["vae"])}
-    networks["transformer"] = (
-        source.without_weights("transformer")
-        if options.load_to == "meta"
-        else _complete(source, "transformer", dtypes["transformer"], quantizing)
-    )
-    if "transformer_2" in source.parts:
-        given = dtypes["default"], quantizing
-        networks["transformer_2"] = _complete(source, "transformer_2", *given)
+    dtypes["transformer_2"] = dtypes["default"]
+    for part in ("transformer", "transformer_2"):
+        if part in source.parts:
+            networks[part] = (
+                source.without_weights(part)
+                if options.load_to == "meta"
+                else _complete(source, part, dtypes[part], quantizing)
+            )
     settings = {"use_safetensors": True, "dtype": dtypes}
     pipe = source.kind.from_pretrained(
         source.folder, **settings, **networks, **dict.fromkeys(encoders)
