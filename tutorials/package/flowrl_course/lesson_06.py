@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 from flowrl.credit import gains
-from flowrl_course.checking import answered, check, choice, close, expect, number, quiz, tensor
+from flowrl_course.checking import (
+    answered,
+    check,
+    choice,
+    close,
+    expect,
+    number,
+    quiz,
+    tensor,
+    whole,
+)
 
 Answer = Callable[..., Any]
 
@@ -31,11 +41,9 @@ def check_values(answer: Answer) -> None:
     forward = torch.cat([torch.zeros_like(values[..., :1]), gained.cumsum(-1)], dim=-1)
     later = values[..., -1:] - values
     mistakes = {
-        "the sign is wrong: V_k is what is missing to R, R minus the later gains": (
-            values[..., -1:] + later
-        ),
+        "the sign is wrong: the later gains are what is missing to R": (values[..., -1:] + later),
         "these are changes since the start, V_k - V_0: the final reward fixes the level": forward,
-        "this begins at R: the last column is R, and earlier ones are R minus later gains": (
+        "this begins at R: the last column is R, and the first is the start": (
             final[..., None] + forward
         ),
         "this is the reward-to-go R - V_k: subtract it from R": later,
@@ -237,7 +245,7 @@ def check_credit_error(answer: Answer) -> None:
             " factor of each V_j first; and R has no error": (
                 sum(2 * power**2 for power in powers) - powers[-1] ** 2
             ),
-            "the factor of V_{k+j} is the difference of two powers of lambda": (
+            "each V_{k+j} is in two neighbouring gains: subtract their weights": (
                 1 + sum(power**2 for power in powers[:-1])
             ),
             "the factors are added up before they are squared: variances of independent errors"
@@ -261,20 +269,18 @@ def check_worth(answer: Answer) -> None:
     for weak, strong in ((0.2, 0.65), (0.5, 0.3)):
         worth = strong / (1 - strong) * (1 - weak) / weak
         mistakes = {
-            "this is the ratio of the cosines; a batch's signal-to-noise is cos / (1 - cos)": (
-                strong / weak
-            ),
+            "this is the ratio of the cosines: solve cos = q / (q + 1) for q first": strong / weak,
             "this is the ratio of the squared cosines; solve cos = q / (q + 1) for q": (
                 (strong / weak) ** 2
             ),
             "this is the inverse: how many batches of `weak` are worth one of `strong`": 1 / worth,
-            "this compares the noise only; divide signal by noise, cos / (1 - cos)": (
+            "this compares the noise only: divide signal by noise for each rule": (
                 (1 - weak) / (1 - strong)
             ),
             "q is a ratio of squared lengths already: no root": worth**0.5,
         }
         got = number(answer(weak, strong), "batches_worth")
-        close(got, worth, "this is not the ratio of the two cos / (1 - cos)", mistakes)
+        close(got, worth, "this is not the ratio of the two signal-to-noise ratios q", mistakes)
 
 
 @check("Exercise 4")
@@ -288,7 +294,7 @@ def check_largest_gains(answer: str) -> None:
 @check("Exercise 6")
 def check_wrong_line(answer: int) -> None:
     """`answer` is the number of the wrong line."""
-    line = int(number(answer, "the line"))
+    line = whole(answer, "the line")
     expect(1 <= line <= 5, "give the number of a line, 1 to 5")
     expect(line != 5, "line 5 is right for a table in the order of time: is it in that order?")
     expect(line == 4, "this line does what it says: follow the order of the columns instead")
@@ -306,7 +312,7 @@ def check_choice_of_probe(answer: dict[str, Any]) -> None:
         "give a dict with nodes and probe",
     )
     nodes, probe = answer["nodes"], answered(answer["probe"], "the probe")
-    nodes = [int(number(node, "a node")) for node in nodes]
+    nodes = [whole(node, "a node") for node in nodes]
     expect(
         len(nodes) == 5 and nodes == sorted(set(nodes)) and nodes[0] >= 0 and nodes[-1] < 39,
         "give five different nodes in increasing order, from 0 to 38",

@@ -240,14 +240,17 @@ def check_consistent(answer: Answer) -> None:
 
     local = step * reward_to_go(values).sign() > 0
     mistakes = {
-        "the first decision is missing: it counts where g_0 (R - V_1) > 0": plain & agrees,
-        "the first decision follows the plain rule here, g_0 (R - V_0) > 0; the consistent one "
-        "requires g_0 (R - V_1) > 0": first(plain & agrees, step * trend > 0),
-        "R - V_k contains the decision's own gain; what comes after decision k is R - V_{k+1}": (
+        "the first decision is missing: it has no decision before it, but may count": (
+            plain & agrees
+        ),
+        "the first decision follows the plain rule here: compare it with what comes after": first(
+            plain & agrees, step * trend > 0
+        ),
+        "R - V_k contains the decision's own gain: take what comes after the decision": (
             first(plain & local, local)
         ),
-        "R - V_k contains the decision's own gain; what comes after it is R - V_{k+1} (the "
-        "first decision is right)": first(plain & local, agrees),
+        "R - V_k contains the decision's own gain: take what comes after it (the first decision "
+        "is right)": first(plain & local, agrees),
         "consistency is not required: these are the plain turning points": turning_points(
             values, consistent=False
         ),
@@ -260,8 +263,8 @@ def check_consistent(answer: Answer) -> None:
     close(
         got,
         wanted,
-        "a consistent turning point is a plain one with g_k (R - V_{k+1}) > 0; decision 0 needs"
-        " that alone",
+        "a consistent turning point is a plain one with a second condition: compare decision 0 and"
+        " a later one with the definition",
         mistakes,
     )
 

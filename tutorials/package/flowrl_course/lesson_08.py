@@ -70,13 +70,11 @@ def check_seeds(answer: Answer) -> None:
     right = [_seeds(*case) for case in CASES]
     normal = [math.ceil((1.96 * spread / half) ** 2) for spread, half in CASES]
     mistakes = {
-        "1.96 holds for a known spread; with few seeds take T_QUANTILE[n - 1]": normal,
-        "1.96 holds for a known spread; with few seeds take the quantile T_QUANTILE[n - 1]": [
+        "1.96 holds for a known spread; with few seeds take T_QUANTILE": normal,
+        "1.96 holds for a known spread; with few seeds take the quantile T_QUANTILE": [
             n if n < 18 else 0 for n in normal
         ],
-        "n seeds leave n - 1 degrees of freedom: T_QUANTILE[n - 1]": [
-            _seeds(*case, lost=0) for case in CASES
-        ],
+        "n seeds leave n - 1 degrees of freedom, not n": [_seeds(*case, lost=0) for case in CASES],
         "n seeds leave n - 1 degrees of freedom, not n - 2": [
             _seeds(*case, lost=2, first=3) for case in CASES
         ],
@@ -105,7 +103,7 @@ def check_seeds(answer: Answer) -> None:
     close(
         torch.tensor(got),
         torch.tensor([float(n) for n in right]),
-        missing or "this is not the smallest n with t spread / sqrt(n) <= half",
+        missing or "this is not the smallest n whose interval is narrow enough",
         {text: torch.tensor([float(n) for n in value]) for text, value in mistakes.items()},
     )
 
@@ -361,7 +359,7 @@ def check_claims(answer: Mapping[str, str]) -> None:
     expect(isinstance(answer, Mapping), "write a dictionary from letters to words")
     for letter, (verdict, reason) in _CLAIMS.items():
         expect(letter in answer, f"claim {letter} has no verdict")
-        choice = answered(answer[letter], f"claim {letter}")
+        choice = str(answered(answer[letter], f"claim {letter}")).strip().lower()
         expect(choice in allowed, f"claim {letter}: {choice!r} is none of {', '.join(allowed)}")
         if verdict == OPEN:
             wrong = f"claim {letter} is about something that was not measured here: {reason}"

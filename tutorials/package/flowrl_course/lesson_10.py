@@ -12,7 +12,17 @@ from torch import Tensor
 from flowrl.bench.statistics import detectable
 from flowrl.core.experience import needs_of
 from flowrl_course import rule_checks as rules
-from flowrl_course.checking import answered, check, choice, close, expect, number, quiz, tensor
+from flowrl_course.checking import (
+    answered,
+    check,
+    choice,
+    close,
+    expect,
+    number,
+    quiz,
+    tensor,
+    whole,
+)
 from flowrl_course.rule_checks import centred, centred_by_step
 
 Answer = Callable[..., Any]
@@ -252,7 +262,7 @@ def check_verdict(answer: Answer) -> None:
 @check("Exercise 5")
 def check_unfair_line(answer: int) -> None:
     """`answer` is the number of the unfair line."""
-    line = int(number(answer, "the line"))
+    line = whole(answer, "the line")
     expect(1 <= line <= 6, "give the number of a line, 1 to 6")
     expect(
         line != 1,
@@ -362,7 +372,7 @@ def check_plan(answer: dict[str, int]) -> None:
         "keep the three names: clips, search_seeds, seeds",
     )
     clips, search, seeds = (
-        int(number(answer[name], name)) for name in ("clips", "search_seeds", "seeds")
+        whole(answer[name], name) for name in ("clips", "search_seeds", "seeds")
     )
     expect(seeds > 1, "one difference has no interval: choose two seeds or more")
     expect(
