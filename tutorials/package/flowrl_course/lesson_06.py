@@ -98,8 +98,8 @@ def check_figure_1(answer: dict[str, Any]) -> None:
         "g at 0.71: find the node with t = 0.71; the step that leaves it has the same number",
     )
     dip = given["into the dip at 0.86"]
-    expect(dip != 3, "step 3 leads out of the dip; the step that leads into node 3 leaves node 2")
-    expect(dip == 2, "the step into node j is step j - 1")
+    expect(dip != 3, "step 3 leads out of the dip: which step leads into it?")
+    expect(dip == 2, "this step does not end at the node of the dip: which one does?")
 
 
 def _field(x: Tensor, t: Any) -> Tensor:
@@ -221,7 +221,7 @@ def check_mean_squares(answer: Answer) -> None:
     close(
         tensor(answer(means, stds), (4,), "the result"),
         squares / squares.mean(),
-        "this is not the mean square of (g_k - mean(g)) / std(g)",
+        "this is not the mean square of the joint z-scores of each decision",
         mistakes,
     )
 
@@ -328,13 +328,12 @@ def check_choice_of_probe(answer: dict[str, Any]) -> None:
     )
     expect(
         probe == "completion" or probe > 2,
-        f"{probe} of {CLOSE} substeps are too few: their estimates are blurred and far from the"
-        " whole ODE in the table above",
+        f"{probe} substeps are too few: their estimates are blurred and far from the whole ODE in"
+        " the table above",
     )
     expect(
         probe == "completion" or probe >= CLOSE,
-        f"the lesson has not measured {probe} substeps: {CLOSE} are close to the whole ODE, and"
-        " fit",
+        f"the lesson has not measured {probe} substeps: take a number from its table",
     )
     expect(nodes[-1] <= 27, "the last decisions come too late: they have nearly no gain")
 

@@ -296,12 +296,14 @@ def check_rate(answer: Answer) -> None:
     experiments judged "better".
     """
     drawn: list[Tensor] = []
+    counts = zip(WORDS, (5, 6, 2, 7), strict=True)
+    verdicts = [word for word, count in counts for _ in range(count)]
 
     def judge(differences: Tensor) -> str:
         drawn.append(
             tensor(differences, (7,), "the differences of an experiment of 7 seeds").clone()
         )
-        return WORDS[len(drawn) % 4]
+        return verdicts[len(drawn) % 20]
 
     got = answered(
         answer(judge, 0.5, 7, 2.0, 400, torch.Generator().manual_seed(1)), "rate_of_better"
@@ -353,7 +355,7 @@ def check_rate(answer: Answer) -> None:
     wrong = {
         "this is a number of experiments: divide it by `draws`": 100.0,
         "this is the fraction that is not better": 0.75,
-        'this counts "worse" too: count "better" alone': 0.5,
+        'this counts "worse" too: count "better" alone': 0.55,
     }
     close(
         value,
