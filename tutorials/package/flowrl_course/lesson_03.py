@@ -202,7 +202,7 @@ def check_clipped_loss(answer: Answer) -> None:
         "the range is 1 - c to 1 + c: the ratio is near 1, not near 0": (
             torch.maximum(plain, -advantage * ratio.clamp(-c, c)).mean()
         ),
-        "the ratio of probabilities is exp(new - old), not new / old": (
+        "a quotient of log-probabilities is not the ratio of the probabilities": (
             torch.maximum(
                 -advantage * new / old, -advantage * (new / old).clamp(1 - c, 1 + c)
             ).mean()

@@ -140,17 +140,18 @@ def check_substeps(answer: Answer) -> None:
     mistakes = {
         "the first velocity is used for every substep: this is the Tweedie estimate; "
         "evaluate `velocity` after each substep": (x - t * v),
-        "the velocity is always evaluated at the time t; after k substeps the time is t - k "
-        "t / count": _euler(x, t, count, still=True),
-        "substeps have the length 1 / count; only the time t remains: t / count": _euler(
+        "the velocity is always evaluated at the time t: time falls with each substep": _euler(
+            x, t, count, still=True
+        ),
+        "substeps have the length 1 / count: only the time t remains": _euler(
             x, t, count, length=1 / count
         ),
         "the sign is wrong: v points towards noise, so subtract it": _backwards(x, t, count),
-        "substeps have the length 1 / count, and the times too; only the time t remains: t / "
-        "count": _from_one(x, t, count),
+        "substeps have the length 1 / count, and the times too: only the time t remains": _from_one(
+            x, t, count
+        ),
         "the velocity is evaluated one substep ahead of its state": _euler(x, t, count, ahead=1),
-        "the velocity is evaluated one substep behind its state: after k substeps the time "
-        "is t - k t / count": _euler(x, t, count, ahead=-1),
+        "the velocity is evaluated one substep behind its state": _euler(x, t, count, ahead=-1),
         "one substep is missing: the last one ends at t = 0": _short(x, t, count),
     }
     close(

@@ -213,8 +213,9 @@ def check_shares(answer: Answer) -> None:
     mistakes = {
         "these are numbers of edges: divide by their sum": edges,
         "the denominator contains n_0: no edge leads to a root": edges / sum(counts),
-        "decision i is counted by the states it starts from, n_i: it has one edge per state "
-        "it leads to, n_{i+1}": (starts / starts.sum()),
+        "decision i is counted by the states it starts from: count its edges": (
+            starts / starts.sum()
+        ),
         "every decision has 1/D: these are the shares with leaf weights": torch.full_like(
             edges, 1 / len(edges)
         ),

@@ -239,8 +239,7 @@ def check_comb(answer: Answer) -> None:
         images = sum(branches)
         mistakes = {
             "the trunk's own evaluations are missing": teeth,
-            "siblings share the evaluation of the state they start from: a branch from step k has "
-            "steps - k - 1 of its own": trunk + teeth + images,
+            "siblings share the evaluation of the state they start from": trunk + teeth + images,
             "the trunk ends at the last step that branches": steps + teeth,
             "this is the cost of independent trajectories: siblings share the trunk": steps
             * images,
