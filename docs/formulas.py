@@ -50,6 +50,10 @@ FORMULAS = {
         rf"{PRESERVING}, \qquad \text{{std}} = \sigma = s\,\sin\frac{{\eta\pi}}{{2}}"
     ),
     "flowrl.samplers.DDIMSDE": rf"{PRESERVING}, \qquad \text{{std}} = \sigma = a\,s\sqrt{{1-t}}",
+    "flowrl.samplers.ExponentialSDE": (
+        r"\mu = (1-s)\,\hat x_0 + s\,\rho\,\hat\varepsilon, \qquad \text{std} ="
+        r" s\sqrt{1-\rho^2}, \qquad \rho = \Big(\frac{s\,(1-t)}{t\,(1-s)}\Big)^{a^2/2}"
+    ),
     "flowrl.samplers.ODE": r"\mu = x - \Delta\,v, \qquad \text{std} = 0",
     "flowrl.credit.zscore": rf"Z(y) = \frac{{y - {MEAN}(y)}}{{{STD}(y) + 10^{{-4}}}}",
     "flowrl.credit.gains": r"g_i = R_{i+1} - R_i, \qquad \sum_i g_i = R_T - R_0",

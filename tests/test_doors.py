@@ -107,13 +107,13 @@ from flowrl.core.protocols import (
     Stateful, TimeDraw, Window,
 )
 from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
-from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FixedWindow, FlowSDE, Multistep, RandomWindow, SlidingWindow, Windowed
+from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, ExponentialSDE, FixedWindow, FlowSDE, Multistep, RandomWindow, SlidingWindow, Windowed
 from flowrl.worlds.mixture import DirectionReward
 from flowrl.worlds.verifier import ShapesReward
 
 rules: list[CreditAssigner] = [Uniform(), Weighted(), StepwiseGain(), TurningPoint(), MovingAverageGain(), GDPO(), ValueTracker()]
 remembers: list[Stateful] = [MovingAverageGain(), ValueTracker()]
-kernels: list[Sampler] = [ODE(), FlowSDE(), DanceSDE(), CPS(), DDIMSDE(), Windowed(CPS(), range(1))]
+kernels: list[Sampler] = [ODE(), FlowSDE(), DanceSDE(), CPS(), DDIMSDE(), ExponentialSDE(), Windowed(CPS(), range(1))]
 windows: list[Window] = [FixedWindow(), RandomWindow(1), SlidingWindow(1)]
 solvers: list[MultistepSolver] = [Multistep(), Multistep("sa", tau=0.4)]
 losses: list[PolicyLoss] = [ClippedLoss(), GRPOGuard(), FlowDPPO(), PolicyGradientLoss(), GSPO(), KLPenalty()]

@@ -198,9 +198,9 @@ class Train:
     without training. A model is planned in the precision that it would have on a GPU.
     """
     card: str = "H100"
-    """The GPU for which `plan` estimates time and memory: H100, H200, A100, A40, A10, L40S, L40,
-    L4, RTX 6000 Ada, RTX A6000, RTX 5090, RTX 4090, RTX 4080 or RTX 3090; another by its memory, as
-    in 16GB.
+    """The GPU for which `plan` estimates time and memory: B200, H100, H200, A100, A40, A10, L40S,
+    L40, L4, RTX PRO 6000, RTX 6000 Ada, RTX A6000, RTX 5090, RTX 5080, RTX 5070 Ti, RTX 4090, RTX
+    4080, RTX 4070 Ti Super, RTX 3090, RTX 3080 or RTX 3060; another by its memory, as in 16GB.
     """
     processes: Count | None = None
     """Number of processes that `plan` assumes [default: 1]; training takes it from `accelerate

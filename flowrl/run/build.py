@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -210,11 +210,12 @@ def make_trainer(
     world: World | None = None,
     policy: FlowPolicy | None = None,
     guard: RewardGuard | None = None,
+    report: Callable[[dict[str, Any]], None] = lambda state: None,
     **given: Any,
 ) -> Trainer:
     """A trainer of `config`; `world`, `policy` and the `guard` of its reward are those of `config`
     if they are already made, and `given` further arguments of `Trainer`. Sizes that are auto have
-    their defaults (`run.sizes.find_sizes`).
+    their defaults (`run.sizes.find_sizes`). `report` is called while prompts are embedded.
 
     Raises `ConfigError` if a setting is not allowed, the policy or the prompts do not fit, or the
     trajectories do not fit into main memory.
@@ -230,7 +231,11 @@ def make_trainer(
     prompts = prompts_of(world, config.environment.task, "train")
     prompts_of(world, config.environment.task, "heldout")
     if policy is None:
-        policy = world.policy(policy_options(config, distributed))
+        options = policy_options(config, distributed)
+        if isinstance(world, ModelWorld):
+            every = prompts_to_embed(config, world, PromptStream(prompts, config.seed))
+            world.embed(options, every, distributed, report)
+        policy = world.policy(options)
         check_policy(world, policy)
     require_room(config, policy.latent_shape, distributed.world_size)
     return build_trainer(config, policy, method, reward, prompts, distributed, **given)

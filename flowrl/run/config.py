@@ -149,12 +149,13 @@ class AlgorithmConfig:
     """A credit rule that replaces the method's: NAME, NAME(option=value) or path/to/file.py:Class.
     """
     sampler: Text = None
-    """Transition kernel; empty: the method's. flow-sde, dance-sde, cps, ddim-sde or, for
-    forward-process losses, ode or multistep; a plug-in; path/to/file.py:Class.
+    """Transition kernel; empty: the method's. flow-sde, dance-sde, cps, ddim-sde,
+    exponential-sde or, for forward-process losses, ode or multistep; a plug-in;
+    path/to/file.py:Class.
     """
     noise_level: Annotated[NonNegative | None, Unset(0.0)] = None
-    """Noise level of the kernel: a in flow-sde and ddim-sde, eta in dance-sde and cps; 0 = the
-    method's, or the kernel's default.
+    """Noise level of the kernel: a in flow-sde, ddim-sde and exponential-sde, eta in dance-sde
+    and cps; 0 = the method's, or the kernel's default.
     """
     window: Text = None
     """Stochastic steps; empty: the method's. A Python slice, as in 2:7 (steps 2 to 6), : (all) or

@@ -352,6 +352,7 @@ class Run:
             self._world,
             first and first.policy,
             self._guard,
+            report=self._tell,
             recorded=self._observers.recorded,
             on_phase=lambda phase: self._tell({"phase": phase}),
             on_images=self._see,

@@ -297,7 +297,8 @@ def memory_text(counts: Plan, config: RunConfig) -> str:
         "trajectories": f"{size['trajectories']} (nodes and velocities, float32)",
         "and one of": f"{size['update']} micro-batch of {counts.rows_per_micro_batch} rows,"
         f" {size['rollout']} sampling {counts.rows_per_call} rows, {size['decode']} decoding"
-        f" {config.batches.decode_batch} images at a time, {size['encoders']} text encoders",
+        f" {config.batches.decode_batch} images at a time",
+        "before": f"{size['encoders']} text encoders, alone on the device",
         "at most": f"{counted.peak / 1e9:.1f} GB, without the reward's network, CUDA's workspace"
         " and the allocator's reserve",
         "on disk": f"{prompts:,} prompts x {each / 1e6:.1f} MB = {prompts * each / 1e9:.1f} GB of"
@@ -319,6 +320,7 @@ class Card:
 
 
 CARDS = {
+    "B200": Card(180e9, 2250e12),
     "H100": Card(80e9, 989e12),
     "H200": Card(141e9, 989e12),
     "A100": Card(80e9, 312e12),
@@ -327,14 +329,20 @@ CARDS = {
     "L40S": Card(48e9, 362e12),
     "L40": Card(48e9, 181e12),
     "L4": Card(24e9, 121e12),
+    "RTX PRO 6000": Card(96e9, 504e12),
     "RTX 6000 Ada": Card(48e9, 364e12),
     "RTX A6000": Card(48e9, 155e12),
     "RTX 5090": Card(32e9, 209e12),
+    "RTX 5080": Card(16e9, 113e12),
+    "RTX 5070 Ti": Card(16e9, 88e12),
     "RTX 4090": Card(24e9, 165e12),
     "RTX 4080": Card(16e9, 97e12),
+    "RTX 4070 Ti Super": Card(16e9, 88e12),
     "RTX 3090": Card(24e9, 71e12),
+    "RTX 3080": Card(10e9, 60e12),
+    "RTX 3060": Card(12e9, 25e12),
 }
-"""Cards that a plan can be made for; the A100 is that of 80 GB."""
+"""Cards that a plan can be made for; the A100 is that of 80 GB, the RTX 3080 that of 10."""
 
 
 def card_of(text: str) -> Card:
@@ -518,7 +526,7 @@ def remedy(config: RunConfig, card: str, processes: int, launch: Launch) -> str:
     values, room, chosen = config.flat(), USABLE * card_of(card).memory, list[str]()
     counted, is_lora = need(()), config.policy.tuning == "lora" and launch == "ddp"
     for option, changes in REMEDIES.items():
-        others = max(counted.update, counted.rollout, counted.encoders)
+        others = max(counted.update, counted.rollout)
         fits = (
             counted.decode > others if "decode" in option else is_lora or "quantize" not in option
         )

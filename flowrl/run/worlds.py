@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,11 +13,12 @@ from pydantic import BaseModel, ConfigDict
 from flowrl.core.errors import CheckpointError, require
 from flowrl.core.options import Whole
 from flowrl.core.policy_options import PolicyOptions
+from flowrl.core.processes import Processes
 from flowrl.core.protocols import FlowPolicy, RewardModel, World
 from flowrl.core.types import Prompt
 from flowrl.rewards import evaluation_reward
 from flowrl.run.distributed import Distributed
-from flowrl.run.models.load import load_policy
+from flowrl.run.models.load import embed_prompts, load_policy
 from flowrl.run.parts.prompts import read_prompts
 from flowrl.run.parts.registry import build, check_part
 from flowrl.run.parts.specs import parse_spec
@@ -104,6 +105,16 @@ class ModelWorld:
     def policy(self, options: PolicyOptions) -> FlowPolicy:
         """The pipeline's transformer, as a policy."""
         return load_policy(self._model, options)
+
+    def embed(
+        self,
+        options: PolicyOptions,
+        prompts: Sequence[Prompt],
+        processes: Processes,
+        report: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Embed `prompts` before the policy is loaded (`embed_prompts`)."""
+        embed_prompts(self._model, options, prompts, processes, report)
 
 
 def world(named: str | World) -> World:

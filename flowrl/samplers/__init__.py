@@ -1,6 +1,14 @@
 """Samplers: transition kernels, multistep solvers, and the windows of stochastic steps."""
 
-from flowrl.samplers.kernels import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE, transition_stds
+from flowrl.samplers.kernels import (
+    CPS,
+    DDIMSDE,
+    ODE,
+    DanceSDE,
+    ExponentialSDE,
+    FlowSDE,
+    transition_stds,
+)
 from flowrl.samplers.multistep import Multistep
 from flowrl.samplers.windows import (
     FixedWindow,
@@ -17,6 +25,7 @@ __all__ = [
     "DDIMSDE",
     "ODE",
     "DanceSDE",
+    "ExponentialSDE",
     "FixedWindow",
     "FlowSDE",
     "Multistep",

@@ -29,7 +29,7 @@ from flowrl.probes import Branch, Comb, NoProbe, Shape
 from flowrl.rollout import Usage
 from flowrl.run.build import make_trainer, make_world
 from flowrl.run.config import preset
-from flowrl.samplers import CPS, DDIMSDE, DanceSDE, FlowSDE, Windowed
+from flowrl.samplers import CPS, DDIMSDE, DanceSDE, ExponentialSDE, FlowSDE, Windowed
 from flowrl.worlds.mixture import DirectionReward
 
 SAMPLERS = {
@@ -39,6 +39,7 @@ SAMPLERS = {
     "cps": CPS(0.5),
     "dance": DanceSDE(0.3),
     "ddim": DDIMSDE(0.7),
+    "exponential": ExponentialSDE(0.7),
 }
 
 

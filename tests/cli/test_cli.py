@@ -37,7 +37,7 @@ def shown(line, capsys):
         ("train --resume '' --iterations 9", "resume: . is no run"),
         ("train --processes 2", "only with --plan"),
         ("train --card L4", "card = 'L4' is not allowed; allowed: only with --plan"),
-        ("train --plan --card RTX", "card = 'RTX' is not allowed; allowed: one of H100"),
+        ("train --plan --card RTX", "card = 'RTX' is not allowed; allowed: one of B200"),
         ("train --device cuda:99", "device = 'cuda:99' is not allowed"),
         ("train --learning-rate inf", "learning_rate = inf is not allowed; allowed: a number"),
         ("sample --prompts 'a green dog'", "allowed: 1 to 5 words"),

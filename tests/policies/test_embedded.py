@@ -12,8 +12,9 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
 from flowrl.policies import SD3
 from flowrl.policies.families import Flux
-from flowrl.run.models import embedded
-from flowrl.run.models.load import load_policy
+from flowrl.policies.pipeline import PipelinePolicy
+from flowrl.run.models import embedded, load
+from flowrl.run.models.load import embed_prompts, load_policy
 from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3
 
 
@@ -223,3 +224,32 @@ def test_a_prompt_that_just_fits_is_not_cut(name, caplog):
     assert caplog.records == []
     policy.warm([Prompt("x" * (size + 1))])
     assert len(caplog.records) == 1
+
+
+def test_prompts_are_embedded_before_the_transformer_is_loaded(model, cache, monkeypatch):
+    order, complete, encoders = [], load._complete, PipelinePolicy.text_encoders
+
+    def noted_network(source, part, *given):
+        order.append(part)
+        return complete(source, part, *given)
+
+    def noted_encoders(policy):
+        order.append("encoders")
+        return encoders(policy)
+
+    monkeypatch.setattr(load, "_complete", noted_network)
+    monkeypatch.setattr(PipelinePolicy, "text_encoders", noted_encoders)
+    prompts = [Prompt("a fox"), Prompt("an owl")]
+    embed_prompts(str(model), TINY, prompts)
+    first = load_policy(str(model), TINY)
+    first.warm(prompts)
+    assert order == ["vae", "encoders", "vae", "transformer"]
+    embed_prompts(str(model), TINY, prompts)  # nothing is missing
+    assert order == ["vae", "encoders", "vae", "transformer"]
+    monkeypatch.setenv("FLOWRL_CACHE", str(cache.parent.parent / "other"))
+    second = load_policy(str(model), TINY)
+    second.warm(prompts)
+    for policy in (first, second):
+        policy.encode(prompts)
+    rows, others = (policy.prompts.rows(torch.tensor([1, 2])) for policy in (first, second))
+    assert all(torch.equal(rows[name], others[name]) for name in rows)

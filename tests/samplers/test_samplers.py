@@ -1,10 +1,11 @@
 """Transition kernels against golden values, each other, their contract, and the marginals."""
 
 import json
+import math
 
 import pytest
 import torch
-from loading import ROOT
+from loading import ROOT, load
 from seeded import randn
 from torch.testing import assert_close
 
@@ -16,10 +17,22 @@ from flowrl.flow import (
     tweedie,
     uniform_schedule,
 )
-from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE, Windowed, transition_stds
+from flowrl.samplers import (
+    CPS,
+    DDIMSDE,
+    ODE,
+    DanceSDE,
+    ExponentialSDE,
+    FlowSDE,
+    Windowed,
+    transition_stds,
+)
 
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "kernels.json").read_text())
-KERNELS = [ODE(), FlowSDE(), DanceSDE(), CPS(), DDIMSDE(), Windowed(CPS(), range(2, 5))]
+KERNELS = [
+    *(ODE(), FlowSDE(), DanceSDE(), CPS(), DDIMSDE(), ExponentialSDE()),
+    Windowed(CPS(), range(2, 5)),
+]
 STEPS = 10
 SCHEDULE = shifted_schedule(STEPS)
 
@@ -36,6 +49,10 @@ def name(part):
         (CPS(), 0.530859, 0.445503),
         (CPS(0.273555), 0.571818, 0.208299),  # FDFO's churn of 0.1
         (DDIMSDE(), 0.570699, 0.221359),
+        (ExponentialSDE(), 0.571489, 0.212242),
+        (ExponentialSDE(0.3), 0.578373, 0.094649),
+        (ExponentialSDE(1.0), 0.563485, 0.288675),
+        (ExponentialSDE(0.0), 0.58, 0.0),
         (ODE(), 0.58, 0.0),
     ],
     ids=name,
@@ -47,6 +64,24 @@ def test_worked_example(kernel, mean, std):
     gaussian = kernel.transition(x, v, schedule, torch.tensor([1]))
     assert gaussian.mean == pytest.approx(mean, abs=1e-6)
     assert gaussian.std == pytest.approx(std, abs=1e-6)
+
+
+def test_the_exponential_step_is_the_posterior_at_sqrt_2_and_forgets_the_noise_at_time_1():
+    """a = sqrt(2): q(x_s | x_t, x_0) of the interpolant, from its two Gaussians."""
+    schedule, step = Schedule(torch.tensor([1.0, 0.6, 0.5, 0.0])), torch.tensor([0, 1, 2])
+    x, v = torch.tensor([[0.5]]).expand(3, 1), torch.tensor([[-0.8]]).expand(3, 1)
+    gaussian = ExponentialSDE(math.sqrt(2)).transition(x, v, schedule, step)
+    t, s, clean = 0.6, 0.5, 0.5 + 0.6 * 0.8
+    scale = (1 - t) / (1 - s)  # x_t = scale x_s + spread noise
+    spread = t**2 - (scale * s) ** 2
+    precision = scale**2 / spread + 1 / s**2
+    mean = (scale * 0.5 / spread + (1 - s) * clean / s**2) / precision
+    assert gaussian.mean[1].item() == pytest.approx(mean, abs=1e-6)
+    assert gaussian.std[1].item() == pytest.approx(precision**-0.5, abs=1e-6)
+    assert gaussian.std[0].item() == pytest.approx(0.6) and gaussian.std[2] == 0
+    later = Schedule(torch.tensor([1.0, 0.5, 0.0]))
+    first = ExponentialSDE(0.7).transition(x[:1], v[:1], later, step[:1])
+    assert (first.mean.item(), first.std.item()) == (pytest.approx(0.65), pytest.approx(0.5))
 
 
 @pytest.mark.parametrize("kind", ["sde", "cps"])
@@ -90,6 +125,7 @@ def test_which_steps_are_decisions():
         "DanceSDE": list(range(10)),
         "CPS": list(range(9)),
         "DDIMSDE": list(range(1, 9)),
+        "ExponentialSDE": list(range(9)),
         "Windowed": [2, 3, 4],
     }
     schedule = Schedule(torch.tensor([1.0, 0.2, 0.1, 0.0]))  # at most as much noise as there is
@@ -112,7 +148,7 @@ def test_a_window_is_the_kernel_inside_and_the_ode_outside():
 MEAN, NODES = 0.8, 10
 
 
-@pytest.mark.parametrize("kernel", [CPS(0.9), DDIMSDE(0.7)], ids=repr)
+@pytest.mark.parametrize("kernel", [CPS(0.9), DDIMSDE(0.7), ExponentialSDE(0.7)], ids=repr)
 def test_a_step_from_the_marginal_of_a_point_has_the_variance_of_the_next_one(kernel):
     """From x ~ N((1-t) m, t^2) to s^2."""
     schedule, step = uniform_schedule(NODES), torch.arange(1, NODES).repeat(2)
@@ -148,3 +184,31 @@ def test_a_spread_becomes_narrower_also_in_the_limit_of_many_steps(kernel, varia
         ):
             variance = factor**2 * variance + noise**2
         assert variance == pytest.approx(expected, abs=6e-4) and f"{expected:.3f}" in page
+
+
+def test_the_page_on_few_steps_has_the_numbers_of_the_closed_form():
+    """Goldens of the wide Gaussian and of the narrow one, derived by hand; a point is exact."""
+    script = load("benchmarks/few_steps.py")
+    stored = json.loads((ROOT / "benchmarks" / "results" / "few-steps.json").read_text())
+    page = (ROOT / "docs" / "models" / "few-steps.md").read_text()
+    golden = {
+        10: {
+            "ODE": (0.773, 0.381),
+            "Flow-SDE 0.7": (0.932, 0.621),
+            "CPS 0.7": (0.580, 0.327),
+            "exponential 0.7": (0.741, 0.365),
+            "exponential 1.41": (0.648, 0.327),
+        },
+        640: {"CPS 0.7": (0.721, 0.704), "exponential 0.7": (0.995, 0.981)},
+    }
+    for steps, rows in golden.items():
+        for name, expected in rows.items():
+            kernel = script.kernels(steps)[name]
+            for data, value, key in zip((1.0, 0.01), expected, ("wide", "narrow"), strict=True):
+                ratio = script.variance(kernel, steps, data) / data
+                assert ratio == pytest.approx(value, abs=1.1e-3)
+                assert stored[key][name][str(steps)] == pytest.approx(ratio, abs=1e-4)
+            assert script.variance(kernel, steps, 0.0) == pytest.approx(0.0, abs=1e-9)
+    shown = [stored["wide"]["ODE"]["4"], stored["wide"]["ODE"]["10"]]
+    shown += [stored["wide"]["CPS 0.7"]["640"]]
+    assert all(f"{value:.2f}" in page for value in shown) and "0.995 with 640" in page

@@ -22,7 +22,7 @@ from flowrl.probes import Completion, LatentReward, NoProbe, Probe, Substeps
 from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
 from flowrl.run.parts.registry import KINDS, build
 from flowrl.run.worlds import ModelWorld
-from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE, Windowed
+from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, ExponentialSDE, FlowSDE, Windowed
 from flowrl.testing import (
     TINY,
     check_credit,
@@ -112,6 +112,8 @@ SAMPLERS = [
     "cps(noise_level=1.0)",
     "ddim-sde(noise_level=0.7)",
     "ddim-sde(noise_level=3.0)",
+    "exponential-sde(noise_level=0.7)",
+    "exponential-sde(noise_level=2.0)",
 ]
 SOLVERS = [
     "multistep",
@@ -293,7 +295,9 @@ def test_a_part_keeps_its_promises(check, part, options):
 
 
 @pytest.mark.parametrize(
-    "part", [ODE(), FlowSDE(0.0), CPS(0.0), DanceSDE(0.0), DDIMSDE(0.0)], ids=name
+    "part",
+    [ODE(), FlowSDE(0.0), CPS(0.0), DanceSDE(0.0), DDIMSDE(0.0), ExponentialSDE(0.0)],
+    ids=name,
 )
 def test_samplers_without_noise_keep_all_promises_but_that_of_decisions(part):
     """ODE steps are for evaluation; noise 0 is the ODE."""

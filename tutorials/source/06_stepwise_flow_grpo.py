@@ -18,8 +18,10 @@
 #
 # **Time** 105 minutes, of which the computer needs one to two. **You need** the lesson on Flow-GRPO, and the Tweedie estimate of the lesson on flow matching.
 #
+# The lesson goes from the estimate of a finished image to the credit of a decision, and from there to its price: decisions and gains (exercise 1), estimates (2), the paper's first figure (3), where reward is gained and how gains are normalised (4 to 7), what better credit is worth (8 and 9), and training.
+#
 # Flow-GRPO gives every step of a trajectory the same credit. The animation shows two trajectories of one group, from the same noise. Before every random step it shows an estimate of the finished image (computed as in
-# exercise 3) and the reward of the estimate. Which of the two has the better *first two steps*?
+# exercise 2) and the reward of the estimate. Which of the two has the better *first two steps*?
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
@@ -257,87 +259,12 @@ plt.show()
 # %% [markdown]
 # All curves begin at the same point: in Stepwise-Flow-GRPO the members of a group start from the *same* noise $z_0$, so that differences come from the decisions alone.
 #
-# ## Figure 1 of the paper
-#
-# The animation at the top is this world's version of the paper's Figure 1, with other estimates (five substeps instead of Tweedie). Read such a figure in this order:
-#
-# 1. **Axis.** The paper labels states by their time $t$, from 1 (noise) to 0. It writes $r_t$ for the reward at $t$ and $g_t = r_{t-1} - r_t$ for the gain, in which $t-1$ is the *next*, less noisy state of the grid. So $g_t$ belongs to the step that *leaves* the state at $t$.
-# 2. **Quantity.** Each curve shows the PickScore of the Tweedie estimate $\hat x_0(t)$ of a single trajectory. An estimate at an early state is not an image that the sampler would produce.
-# 3. **Claim.** Trajectory 0 dips at $t = 0.86$ and recovers, trajectory 1 drops at $t = 0.71$, and both end near 0.90. Uniform credit is nearly equal for both. Gains differ at the marked steps.
-# 4. **Evidence.** Two trajectories illustrate the idea. The evidence for faster learning is in the right panel and in Figures 4 and 5. Figure 4 has training steps on the horizontal axis, so it omits the extra cost of the estimates; Figure 5 has hours. Table 2 gives the factor between the two: an iteration takes 1.8 to 2.4 times as long. For every such curve, ask also how many seeds were run.
-#
-# ### Exercise 2 · from the paper's labels to steps
-#
-# *Difficulty: easy · kind: formula · importance: useful · time: 5 minutes*
-#
-# The next cell prints the grid of SD3 with ten steps, whose nodes match the times in the caption. (In the paper every step is random, so step $i$ is decision $i$.) Give the numbers of our steps: the step whose gain the paper calls $g_{0.86}$, the step whose gain it calls $g_{0.71}$, and the step that leads *into* the dip at $t = 0.86$.
-
-# %%
-scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-scheduler.set_timesteps(10)
-print("node: " + "  ".join(f"{node:4d}" for node in range(10)))
-print("t:    " + "  ".join(f"{float(t):.2f}" for t in scheduler.sigmas[:10]))
-
-# %% tags=["exercise"]
-figure_1 = {"g at 0.86": ..., "g at 0.71": ..., "into the dip at 0.86": ...}
-
-
-# %% [markdown] tags=["hint"]
-# **Hint.** Find the two times in the row `t`, and read the node number above. Step $i$ leaves node $i$ and enters node $i + 1$.
-
-# %% tags=["solution"]
-figure_1 = {"g at 0.86": 3, "g at 0.71": 5, "into the dip at 0.86": 2}
-
-# %%
-lesson.check_figure_1(figure_1)
-
-# %% [markdown] tags=["explanation"]
-# **Why.** $t = 0.86$ is node 3 and $t = 0.71$ node 5, and step $i$ leaves node $i$. The low point of a dip at node 3 is the *result* of step 2, whose gain is negative; step 3 leads out of the dip, so $g_{0.86}$ is positive for trajectory 0. For every label in such a figure, decide whether it names a state or the step after the state.
-
-# %%
-figure, axes = panels(width=7.0, height=3.0)
-grid = batch.rollout.trajectories.schedule.times
-for member, shade, name in ((leader, ACCENT, "A"), (winner, DATA, "B")):
-    axes.plot(
-        COLUMNS,
-        batch.values[group, member],
-        "o-",
-        color=shade,
-        markersize=4,
-        label=f"trajectory {name}",
-    )
-low = int(gained[group, leader].argmin())
-start, end = (float(batch.values[group, leader, column]) for column in (low, low + 1))
-axes.annotate(
-    "",
-    (COLUMNS[low + 1], end),
-    (low, start),
-    arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 1.6},
-)
-label = f"$g_{{{float(grid[low]):.2f}}}$ = {end - start:+.2f}: decision {low}"
-axes.text(low + 1.6, (start + end) / 2 - 0.07, label, fontsize=9)
-axes.set(
-    xticks=range(11),
-    xlabel="t of the state (noise → image)",
-    ylabel="reward of the estimate",
-    ylim=(0, 1.05),
-)
-axes.set_xticklabels([*(f"{float(t):.2f}" for t in grid[:-2]), "0.001", "0"])
-axes.set_title("The two trajectories with the paper's labels", fontsize=10)
-axes.legend(frameon=False, fontsize=8, loc="center right")
-clean(axes)
-plt.show()
-print(f"largest loss of trajectory A: decision {low}, {start:.2f} to {end:.2f}")
-
-# %% [markdown]
-# Trajectory A is an extreme case of the paper's argument: a good early decision is followed by one that loses most of the reward, and uniform credit gives both the same negative number.
-#
 # ## Rewards of unfinished images
 #
 # The reward needs a clean image, so $V_k$ needs an estimate of the clean image. The Tweedie estimate $\hat x_0 = x_t - t v$ from a state $x_t$ is free. However, at early states it is the *mean* of all images that are still possible, and a judge
 # of sharp images is unreliable for blurred means. The paper uses $T' = 5$ Euler steps on an even grid over $[t, 0]$ instead (its Figure 10 has similar results with 2, 5 and 8).
 #
-# ### Exercise 3 · a substep estimate
+# ### Exercise 2 · a substep estimate
 #
 # *Difficulty: medium · kind: code · importance: essential · time: 8 minutes*
 #
@@ -382,7 +309,7 @@ from flowrl_course.figures import interactive
 interactive("estimates")
 
 # %% [markdown]
-# The next cell compares your function with the library on the image model, and then four estimators: one, two and five steps, and the whole remaining ODE on the sampler's own grid (as in TP-GRPO, the next lesson). The same seed gives the same trajectories.
+# The next cell compares your function with the library on the image model, and then four estimators: one, two and five steps, and the whole remaining ODE on the sampler's own grid (as in TP-GRPO, the next lesson). The same seed gives the same trajectories. The distance of $V_k$ from $R$ contains the noise of all later decisions, which no estimate can know, so only its difference between estimators tells how good they are.
 
 # %%
 paths, node = batch.rollout.trajectories, 3
@@ -470,7 +397,7 @@ axes[0].set(
 axes[1].set(
     xlabel="decision k (10: image)",
     ylabel="rms of V_k - R",
-    title="Distance from the final reward",
+    title="Distance from R, later noise included",
     ylim=(0, None),
 )
 axes[0].legend(frameon=False, fontsize=8)
@@ -481,6 +408,82 @@ plt.show()
 # %% [markdown]
 # The rewards of one-step estimates begin near that of a grey blur and rise for all trajectories, so their gains mostly measure the sharpness of the estimate. Five substeps are close to the whole ODE. (With a sampler of ten steps both cost about the same, since five or six steps remain on average. With forty steps the ODE would cost four times as much.) On the right no estimator comes near 0 at early states, because most of the noise
 # that determines the image has not been drawn yet.
+
+# %% [markdown]
+# ## Figure 1 of the paper
+#
+# The animation at the top is this world's version of the paper's Figure 1, with other estimates (five substeps instead of Tweedie). Read such a figure in this order:
+#
+# 1. **Axis.** The paper labels states by their time $t$, from 1 (noise) to 0. It writes $r_t$ for the reward at $t$ and $g_t = r_{t-1} - r_t$ for the gain, in which $t-1$ is the *next*, less noisy state of the grid. So $g_t$ belongs to the step that *leaves* the state at $t$.
+# 2. **Quantity.** Each curve shows the PickScore of the Tweedie estimate $\hat x_0(t)$ of a single trajectory. An estimate at an early state is not an image that the sampler would produce.
+# 3. **Claim.** Trajectory 0 dips at $t = 0.86$ and recovers, trajectory 1 drops at $t = 0.71$, and both end near 0.90. Uniform credit is nearly equal for both. Gains differ at the marked steps.
+# 4. **Evidence.** Two trajectories illustrate the idea. The evidence for faster learning is in the right panel and in Figures 4 and 5. Figure 4 has training steps on the horizontal axis, so it omits the extra cost of the estimates; Figure 5 has hours. Table 2 gives the factor between the two: an iteration takes 1.8 to 2.4 times as long. For every such curve, ask also how many seeds were run.
+#
+# ### Exercise 3 · from the paper's labels to steps
+#
+# *Difficulty: easy · kind: formula · importance: useful · time: 5 minutes*
+#
+# The next cell prints the grid of SD3 with ten steps, whose nodes match the times in the caption. (In the paper every step is random, so step $i$ is decision $i$.) Give the numbers of our steps: the step whose gain the paper calls $g_{0.86}$, the step whose gain it calls $g_{0.71}$, and the step that leads *into* the dip at $t = 0.86$.
+
+# %%
+scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+scheduler.set_timesteps(10)
+print("node: " + "  ".join(f"{node:4d}" for node in range(10)))
+print("t:    " + "  ".join(f"{float(t):.2f}" for t in scheduler.sigmas[:10]))
+
+# %% tags=["exercise"]
+figure_1 = {"g at 0.86": ..., "g at 0.71": ..., "into the dip at 0.86": ...}
+
+
+# %% [markdown] tags=["hint"]
+# **Hint.** Find the two times in the row `t`, and read the node number above. Step $i$ leaves node $i$ and enters node $i + 1$.
+
+# %% tags=["solution"]
+figure_1 = {"g at 0.86": 3, "g at 0.71": 5, "into the dip at 0.86": 2}
+
+# %%
+lesson.check_figure_1(figure_1)
+
+# %% [markdown] tags=["explanation"]
+# **Why.** $t = 0.86$ is node 3 and $t = 0.71$ node 5, and step $i$ leaves node $i$. The low point of a dip at node 3 is the *result* of step 2, whose gain is negative; step 3 leads out of the dip, so $g_{0.86}$ is positive for trajectory 0. For every label in such a figure, decide whether it names a state or the step after the state.
+
+# %%
+figure, axes = panels(width=7.0, height=3.0)
+grid = batch.rollout.trajectories.schedule.times
+for member, shade, name in ((leader, ACCENT, "A"), (winner, DATA, "B")):
+    axes.plot(
+        COLUMNS,
+        batch.values[group, member],
+        "o-",
+        color=shade,
+        markersize=4,
+        label=f"trajectory {name}",
+    )
+low = int(gained[group, leader].argmin())
+start, end = (float(batch.values[group, leader, column]) for column in (low, low + 1))
+axes.annotate(
+    "",
+    (COLUMNS[low + 1], end),
+    (low, start),
+    arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 1.6},
+)
+label = f"$g_{{{float(grid[low]):.2f}}}$ = {end - start:+.2f}: decision {low}"
+axes.text(low + 1.6, (start + end) / 2 - 0.07, label, fontsize=9)
+axes.set(
+    xticks=range(11),
+    xlabel="t of the state (noise → image)",
+    ylabel="reward of the estimate",
+    ylim=(0, 1.05),
+)
+axes.set_xticklabels([*(f"{float(t):.2f}" for t in grid[:-2]), "0.001", "0"])
+axes.set_title("The two trajectories with the paper's labels", fontsize=10)
+axes.legend(frameon=False, fontsize=8, loc="center right")
+clean(axes)
+plt.show()
+print(f"largest loss of trajectory A: decision {low}, {start:.2f} to {end:.2f}")
+
+# %% [markdown]
+# Trajectory A is an extreme case of the paper's argument: a good early decision is followed by one that loses most of the reward, and uniform credit gives both the same negative number.
 #
 # ## When is reward gained?
 #
@@ -718,9 +721,10 @@ rules = {
     "gains, step by step": StepwiseGain(normalise="step"),
     "reward-to-go, joint": StepwiseGain(lam=1.0),
 }
-cosines, by_batch = {}, [credit_gradients(batch, list(rules.values())) for batch in batches]
+cosines, by_rule = {}, {}
+by_batch = [credit_gradients(batch, list(rules.values())) for batch in batches]
 for name, gradients in zip(rules, zip(*by_batch, strict=True), strict=True):
-    pairs = pairwise_cosines(gradients)
+    by_rule[name], pairs = list(gradients), pairwise_cosines(gradients)
     cosines[name] = float(pairs.mean())
     print(
         f"{name:<22} cosine between batches {cosines[name]:.2f} (std over pairs"
@@ -761,9 +765,21 @@ lesson.check_worth(batches_worth)
 # **Why.** Solving for $q$ gives cosine / (1 − cosine), and $n$ batches have $nq$. So the answer is the ratio of the two $q$, not of the cosines.
 
 # %%
-worth = batches_worth(cosines["uniform (Flow-GRPO)"], cosines["gains, joint"])
+def worth_without(left_out):
+    """How many batches of uniform credit one of gains is worth, without one batch."""
+    kept = [
+        [gradient for index, gradient in enumerate(by_rule[name]) if index != left_out]
+        for name in ("uniform (Flow-GRPO)", "gains, joint")
+    ]
+    return batches_worth(*(float(pairwise_cosines(gradients).mean()) for gradients in kept))
+
+
+worth, parts = worth_without(None), [worth_without(index) for index in range(4)]
 spent, plain = batches[0].usage.nfe / 96, 10
-print(f"one batch of stepwise credit is worth {worth:.1f} batches of uniform credit")
+print(
+    f"one batch of stepwise credit is worth about {worth:.0f} batches of uniform credit"
+    f" ({min(parts):.0f} to {max(parts):.0f} if one of the four batches is left out)"
+)
 print(
     f"sampling: {spent:.1f} against {plain} NFE per trajectory, {spent / plain:.1f} times as"
     " many"
@@ -834,20 +850,10 @@ for name, run in runs.items():
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.0, height=2.8, sharey=True)
 for name, run in runs.items():
-    offset = 4 if name == "stepwise-flow-grpo" else -9
     rewards, spent_nfe = run.curve("reward_mean"), torch.tensor(run.curve("nfe")).cumsum(0)
-    axes[0].plot(range(1, 7), rewards, "o-", color=COLOURS[name])
+    axes[0].plot(range(1, 7), rewards, "o-", color=COLOURS[name], label=name)
     axes[1].plot(spent_nfe / 1000, rewards, "o-", color=COLOURS[name])
-    for cell, end in ((axes[0], 6), (axes[1], float(spent_nfe[-1]) / 1000)):
-        cell.annotate(
-            name,
-            (end, rewards[-1]),
-            (0, offset),
-            textcoords="offset points",
-            color=COLOURS[name],
-            ha="right",
-            fontsize=8,
-        )
+axes[0].legend(frameon=False, fontsize=8, loc="lower right")
 axes[0].set(xlabel="iteration", ylabel="mean training reward (soft)", title="Per iteration")
 axes[1].set(xlabel="network evaluations while sampling (thousands)", title="Per evaluation")
 for cell in axes:

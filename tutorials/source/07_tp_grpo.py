@@ -296,19 +296,19 @@ plt.show()
 # List the turning points of each trajectory: the numbers of the decisions, under the plain rule and under the consistent rule. An empty list means none.
 
 # %% tags=["exercise"]
-plain = {"a": ..., "b": ..., "c": ...}
-steady = {"a": ..., "b": ..., "c": ...}
+plain_by_hand = {"a": ..., "b": ..., "c": ...}
+consistent_by_hand = {"a": ..., "b": ..., "c": ...}
 
 
 # %% [markdown] tags=["hint"]
 # **Hint.** Write the four increments of a trajectory and the sign of its trend in one line. A turning point is a pair: against the trend, then with it. For the consistent rule compare the last column with the column *after* the decision.
 
 # %% tags=["solution"]
-plain = {"a": [2], "b": [2], "c": [0, 2]}
-steady = {"a": [2], "b": [2], "c": [0]}
+plain_by_hand = {"a": [2], "b": [2], "c": [0, 2]}
+consistent_by_hand = {"a": [2], "b": [2], "c": [0]}
 
 # %%
-lesson.check_by_hand(plain, steady)
+lesson.check_by_hand(plain_by_hand, consistent_by_hand)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** *a* falls, falls, rises, rises and ends higher ($R - V_0 = +0.1$): decision 2 is the first to go with the trend after one against it, and the rise continues. *b* is the mirror image of *a*. *c* has the increments +0.05, −0.03, +0.13, −0.03 with $R - V_0 = +0.12$. Decision 2 follows a

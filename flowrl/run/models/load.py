@@ -1,5 +1,7 @@
 """Loading a policy from a model's folder, a single file, or a name on the Hugging Face Hub."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +11,8 @@ import torch
 
 from flowrl.core.errors import require
 from flowrl.core.policy_options import PolicyOptions
+from flowrl.core.processes import Processes
+from flowrl.core.types import Prompt
 from flowrl.policies.families import Family
 from flowrl.policies.pipeline import DTYPES, PipelinePolicy
 from flowrl.policies.prompt_length import quiet
@@ -44,6 +48,46 @@ def load_policy(
     source = find_source(model, options.original, family)
     with reading(source.subject):
         return _load(source, options)
+
+
+def embed_prompts(
+    model: str,
+    options: PolicyOptions,
+    prompts: Sequence[Prompt],
+    processes: Processes = Processes(),
+    report: Callable[[dict[str, Any]], None] = lambda state: None,
+) -> None:
+    """Embed the `prompts` that are not stored, before a policy is loaded: text encoders and
+    transformer are never on the device together. `load_policy` finds the embeddings.
+
+    No action if other programs cannot find them (`embedded.TextFiles`), or if a frozen adapter may
+    have a part for the text encoders; the policy embeds the prompts then. All of `processes` must
+    call this.
+
+    Args:
+        model: as in `load_policy`.
+        options: those of the policy.
+        prompts: the prompts.
+        processes: they divide the prompts.
+        report: as in `PromptEmbeddings.warm`.
+
+    Raises:
+        ConfigError: as `load_policy`.
+    """
+    source = find_source(model, options.original)
+    tokens = options.max_sequence_length or source.family.text_tokens
+    place = TextFiles(source, options.dtype, tokens).place
+    if options.frozen or place is None:
+        return
+    texts = [options.negative_prompt, *(prompt.text for prompt in prompts)]
+    store = DiskStore(lambda: place, 1)
+    store.prepare()
+    if not any(processes.gather(store.missing(texts))):
+        return
+    plain = dict(adapter="", attention_backend="", quantize="none", gradient_checkpointing=False)
+    bare = replace(options, **plain, fixed=True, compile=False, load_to="meta", guidance_scale=1.0)
+    with reading(source.subject):
+        _load(source, bare).prompts.warm(texts, processes, report)
 
 
 def _load(source: Source, options: PolicyOptions) -> PipelinePolicy:

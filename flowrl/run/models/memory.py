@@ -197,8 +197,8 @@ weight.
 class Memory:
     """Memory in bytes, except for the number of parameters.
 
-    `update`, `rollout`, `decode` and `encoders` occur one after the other, so their memory does not
-    add up.
+    `update`, `rollout` and `decode` occur one after the other, so their memory does not add up, and
+    the text encoders are freed before the transformer is loaded (`models.load.embed_prompts`).
 
     Args:
         trained_parameters: number of trained parameters.
@@ -208,7 +208,8 @@ class Memory:
         update: peak added by a micro-batch of training (forward and backward).
         rollout: peak added by a call of sampling.
         decode: peak added by decoding all images that are scored together.
-        encoders: weights of the text encoders, which are on the device only for new prompts.
+        encoders: weights of the text encoders, which are on the device only for new prompts, and
+            alone but for the decoder.
         forward_flops: FLOPs of a forward pass per row, of matrix products, convolutions and
             attention; a multiplication and an addition count as two.
         gradient_flops: FLOPs of a forward pass with its backward pass per row.
@@ -235,9 +236,11 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Permanent memory and the largest phase, without the reward's network."""
-        phase = max(self.update, self.rollout, self.decode, self.encoders)
-        return self.weights + self.trained + self.gathered + self.trajectories + phase
+        """Permanent memory and the largest phase, or the text encoders; without the reward's
+        network.
+        """
+        permanent = self.weights + self.trained + self.gathered + self.trajectories
+        return max(permanent + max(self.update, self.rollout, self.decode), self.encoders)
 
 
 def count_memory(

@@ -85,6 +85,7 @@ KINDS: dict[str, Kind] = {
             "dance-sde": "flowrl.samplers.kernels:DanceSDE",
             "cps": "flowrl.samplers.kernels:CPS",
             "ddim-sde": "flowrl.samplers.kernels:DDIMSDE",
+            "exponential-sde": "flowrl.samplers.kernels:ExponentialSDE",
             "ode": "flowrl.samplers.kernels:ODE",
             "multistep": "flowrl.samplers.multistep:Multistep",
         },
