@@ -159,6 +159,7 @@ SLOPE_AND_R2 = "(together / values).clamp(max=1), together.square() / (values * 
             "return (mean - reference_mean).square().mean(dim=1) / (2 * std**2)",
             "p, q = (torch.distributions.Normal(m, std[:, None]) for m in (mean, reference_mean))\n    return torch.distributions.kl_divergence(p, q).mean(1)",
         ),
+        ("lesson_03", "check_diagnosis", '1: "B"', '1: "b) "'),
         ("lesson_03", "check_credit", "repeat(1,", "expand(-1,"),
         ("lesson_03", "check_credit", "view(-1, MEMBERS)", "unflatten(0, (PROMPTS, -1))"),
         (

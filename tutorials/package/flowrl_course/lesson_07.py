@@ -18,6 +18,7 @@ from flowrl_course.checking import (
     quiz,
     same,
     tensor,
+    whole,
 )
 
 Answer = Callable[..., Any]
@@ -97,7 +98,9 @@ def _lists(answer: Any, what: str) -> dict[str, list[int]]:
             isinstance(steps, list | tuple | set),
             f"{what}[{name!r}] must be a list of decisions, such as [2]",
         )
-    return {name: sorted(int(step) for step in steps) for name, steps in answer.items()}
+    return {
+        name: sorted(whole(step, "a decision") for step in steps) for name, steps in answer.items()
+    }
 
 
 @check("Exercise 2")
@@ -285,9 +288,7 @@ def check_paper_labels(answer: dict[int, float]) -> None:
     """`answer` maps the paper's t of the consistent turning points to their aggregated values."""
     expect(isinstance(answer, dict), "give a dict such as {4: 0.10}")
     expect(... not in answer and ... not in answer.values(), "not answered yet: replace the dots")
-    given = {
-        int(number(t, "t")): number(value, f"the reward at t = {t}") for t, value in answer.items()
-    }
+    given = {whole(t, "t"): number(value, f"the reward at t = {t}") for t, value in answer.items()}
     expect(
         set(given) != {0, 3},
         "these are our numbers of decisions; the paper's t is T - k, with T = 5",

@@ -67,6 +67,7 @@ def check_seeds(answer: Answer) -> None:
         given = answer(*case)
         expect(given is not ..., "no answer yet for seeds_needed; replace the dots")
         got.append(0 if given is None else number(given, "the number of seeds"))
+        expect(given is None or got[-1] > 0, "no number of seeds is 0: return None if over 17")
     right = [_seeds(*case) for case in CASES]
     normal = [math.ceil((1.96 * spread / half) ** 2) for spread, half in CASES]
     mistakes = {
