@@ -153,7 +153,8 @@ def check_train(answer: Answer) -> None:
     )
     expect(len(drawn) == updates, "all updates see the same data: sample inside the loop")
     expect(same(train()[1], trained), "two runs with equal generators differ: pass `generator`")
-    plain, summed, total, wanted, earlier = 0.0, 0.0, 0.0, [], None
+    plain, summed, total, wanted = 0.0, 0.0, 0.0, []
+    earlier: Tensor | None = None
     for clean, (x, t) in zip(drawn, seen, strict=True):
         expect(t.shape == (size,) == clean.shape[:1], "each of the `size` samples needs a time")
         expect(t.std() > 0.01, "the whole batch has one time: draw torch.rand(size)")

@@ -358,6 +358,7 @@ def check_claims(answer: Mapping[str, str]) -> None:
     """`answer` maps a claim's letter to supported, contradicted or open."""
     allowed = (SUPPORTED, CONTRADICTED, OPEN)
     expect(isinstance(answer, Mapping), "write a dictionary from letters to words")
+    expect(set(answer) <= set(_CLAIMS), "there are only the claims A to G")
     for letter, (verdict, reason) in _CLAIMS.items():
         expect(letter in answer, f"claim {letter} has no verdict")
         choice = str(answered(answer[letter], f"claim {letter}")).strip().lower()
