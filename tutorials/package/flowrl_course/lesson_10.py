@@ -453,6 +453,14 @@ def check_calibrated(rule: Any) -> None:
     rules.check_advantages(
         made, lambda table: _calibrated(table, calibration_slopes(table)), otherwise, mistakes
     )
+    table = rules.value_tables(1)[0]
+    table[..., 2] *= -1
+    close(
+        rules.advantages_of(made, table),
+        _calibrated(table, calibration_slopes(table)),
+        "a value that falls where the reward rises has a negative slope: keep its sign",
+        tolerance=2e-3,
+    )
 
 
 check_quiz = quiz(
