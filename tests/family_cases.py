@@ -3,14 +3,26 @@ pipelines' images.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from seeded import randn, seeded
 
 from flowrl import PolicyOptions
 from flowrl.core.types import Prompt
-from flowrl.policies import SD3, Flux, Flux2Klein, PipelinePolicy, QwenImage, Wan, ZImage
+from flowrl.policies import (
+    SD3,
+    Flux,
+    Flux2Klein,
+    PipelinePolicy,
+    QwenImage,
+    QwenImage21,
+    Sana,
+    Wan,
+    ZImage,
+)
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Usage, solve
 from flowrl.run.build import build_trainer, make_method
@@ -19,10 +31,14 @@ from flowrl.run.models.weights import given_weights
 from flowrl.testing.tiny import (
     TINY,
     TINY_CHAT,
+    TINY_LARGE,
+    TINY_UNCUT,
     TINY_VIDEO,
     tiny_flux,
     tiny_flux2_klein,
     tiny_qwen_image,
+    tiny_qwen_image21,
+    tiny_sana,
     tiny_sd3,
     tiny_wan,
     tiny_z_image,
@@ -53,14 +69,24 @@ class Case:
         return PipelinePolicy(pipe, self.family, options, **given_weights(pipe, options))
 
     def picture(self, pipe, noise, guidance=1.0, steps=STEPS, **changes):
-        """The plain pipeline's own images or videos."""
+        """The plain pipeline's own images or videos; of prompts one by one if it puts a batch
+        behind the longest, and on white if they have an opacity.
+        """
         pipe.set_progress_bar_config(disable=True)
-        tokens = self.options.max_sequence_length
-        settings = dict(height=16, width=16, max_sequence_length=tokens, output_type="pt")
-        settings |= self.family.guidance_arguments(guidance, [self.negative] * 2)
-        settings |= dict(num_inference_steps=steps) | self.plain | changes
-        output = pipe(prompt=[*TEXTS], latents=noise, **settings)
-        return output.frames if hasattr(output, "frames") else output.images
+        side, tokens = self.options.resolution, self.options.max_sequence_length
+        settings = dict(height=side, width=side, output_type="pt", num_inference_steps=steps)
+        settings |= dict(max_sequence_length=tokens) if tokens else {}
+        settings |= self.plain | changes
+        size, pictures = 1 if self.family.pipeline == "QwenImage21Pipeline" else 2, []
+        for i in range(0, 2, size):
+            guided = self.family.guidance_arguments(guidance, [self.negative] * size)
+            given = dict(prompt=TEXTS[i : i + size], latents=noise[i : i + size])
+            output = pipe(**given, **guided | settings)
+            pictures.append(output.frames if hasattr(output, "frames") else output.images)
+        made = torch.cat(pictures)
+        if made.ndim == 5 or made.shape[1] == 3:
+            return made
+        return made[:, 3:] * made[:, :3] + 1 - made[:, 3:]
 
 
 CASES = {
@@ -69,8 +95,20 @@ CASES = {
     "flux2-klein": Case(tiny_flux2_klein, Flux2Klein(), options=TINY_CHAT, negative=""),
     "z-image": Case(tiny_z_image, ZImage(), options=TINY_CHAT),
     "qwen-image": Case(tiny_qwen_image, QwenImage()),
+    "qwen-image-2.1": Case(tiny_qwen_image21, QwenImage21(), options=TINY_UNCUT),
     "wan": Case(tiny_wan, Wan(), {"num_frames": 5}, TINY_VIDEO),
+    "wan-2.2": Case(partial(tiny_wan, boundary=0.55), Wan(), {"num_frames": 5}, TINY_VIDEO),
+    "sana": Case(tiny_sana, Sana(), {"use_resolution_binning": False}, TINY_LARGE, ""),
+    "wan-2.2-5b": Case(partial(tiny_wan, patches=True), Wan(), {"num_frames": 5}, TINY_VIDEO),
 }
+
+
+def saved(case, folder):
+    """`folder`, with the tiny pipeline of `case`."""
+    if case.family.pipeline == "QwenImage21Pipeline":
+        pytest.importorskip("torchvision")  # of its processor
+    case.make().save_pretrained(folder)
+    return folder
 
 
 def noise_of(policy, count=2):

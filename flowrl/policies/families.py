@@ -1,11 +1,13 @@
 """Model families, the differences between diffusers' pipelines: Stable Diffusion 3 and 3.5, FLUX.1,
-FLUX.2 [klein], Z-Image, Qwen-Image and Wan 2.1; docs/model-families.md explains how to add another.
+FLUX.2 [klein], Z-Image, Qwen-Image and Qwen-Image 2.1, Wan 2.1 and 2.2, and SANA;
+docs/model-families.md explains how to add another.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from typing import Annotated, Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from flowrl.core.errors import require
 from flowrl.core.options import checked_options
+from flowrl.core.sharded import is_sharded_network
 from flowrl.policies.lora import LORA_TARGETS
 
 Shape = tuple[int, ...]
@@ -53,6 +56,8 @@ class Family:
     """Ends of the names of the layers that get a LoRA by default."""
     hidden_layer: str = ""
     """The transformer's layer whose input a critic reads; empty if that was never tried."""
+    decoder_channels: tuple[int, ...] = (3,)
+    """The numbers of channels of an image decoder whose images `decode` makes red, green, blue."""
     thinking: bool | None = None
     """Whether the chat template into which the pipeline puts a prompt has thinking enabled; None
     without a template.
@@ -101,6 +106,12 @@ class Family:
         [-1, 1] from latents [sample, *latent] in the decoder's precision.
         """
         raise NotImplementedError(f"{type(self).__name__} has no decode")
+
+    def second_transformer(self, pipe: Any) -> tuple[Any, float]:
+        """A frozen transformer, and the 1000 t below which it replaces the trained one; None and 0
+        without.
+        """
+        return None, 0.0
 
     def guidance_arguments(self, scale: float, negative: Any) -> dict[str, Any]:
         """The arguments of the pipeline's call for guidance with `scale` (1: off) away from the
@@ -333,7 +344,11 @@ class Flux(Family):
 def _set_even_grid(scheduler: Any, steps: int, mu: float) -> None:
     flow_sigmas = scheduler.config.get("use_flow_sigmas")
     sigmas = None if flow_sigmas else np.linspace(1.0, 1 / steps, steps)
+    terminal = scheduler.config.shift_terminal
+    # diffusers would divide by 0 to stretch a single step
+    scheduler.register_to_config(shift_terminal=terminal if steps > 1 else None)
     scheduler.set_timesteps(steps, sigmas=sigmas, mu=mu)
+    scheduler.register_to_config(shift_terminal=terminal)
 
 
 @cache
@@ -496,11 +511,7 @@ class QwenImage(Family):
         """The even grid 1, ..., 1/T, shifted by the number of image tokens and stretched to end at
         `shift_terminal`, as far as the scheduler's config requires it.
         """
-        terminal = scheduler.config.shift_terminal
-        # diffusers would divide by 0 to stretch a single step
-        scheduler.register_to_config(shift_terminal=terminal if steps > 1 else None)
         _set_even_grid(scheduler, steps, resolution_shift(scheduler, latent_shape[0], 1.15))
-        scheduler.register_to_config(shift_terminal=terminal)
 
     def encode(self, pipe, texts, tokens, device):
         """The prompt's tokens [token, dim], at most `tokens` of them, and a mask of ones; padding
@@ -542,18 +553,101 @@ class QwenImage(Family):
         return {"true_cfg_scale": scale, "negative_prompt": negative}
 
 
+class QwenImage21(Family):
+    """`Family` of diffusers' `QwenImage21Pipeline` (Qwen-Image 2.1), text to image.
+
+    Latents are [sample, token, channel], a token per 16 x 16 pixels. Text and image are one causal
+    sequence, and the number of tokens before the image is the image's position: a row gets its own
+    position, as if it were alone, so that a call has one forward pass per length of a prompt. The
+    pipeline puts a batch behind its longest prompt instead. It does not cut prompts. The decoder
+    has an opacity, and pictures are put on white.
+    """
+
+    pipeline = "QwenImage21Pipeline"
+    lora_targets = LORA_TARGETS[:4]
+    decoder_channels = (3, 4)
+
+    def latent_shape(self, pipe, height, width):
+        """(height / 16 x width / 16, channels); sizes are multiples of 32."""
+        factor = pipe.vae_scale_factor
+        require_multiples(height, width, 2 * factor)
+        return (height // factor) * (width // factor), pipe.transformer.config.in_channels
+
+    def set_timesteps(self, scheduler, steps, latent_shape, pipe):
+        """The even grid 1, ..., 1/T, or the pipeline's `sample_sigmas` if they have T steps,
+        shifted by the number of image tokens.
+        """
+        mu, own = resolution_shift(scheduler, latent_shape[0], 1.15), pipe.config.sample_sigmas
+        if own and len(own) == steps:
+            scheduler.set_timesteps(sigmas=own, mu=mu)
+        else:
+            _set_even_grid(scheduler, steps, mu)
+
+    def encode(self, pipe, texts, tokens, device):
+        """The prompt's tokens [token, dim] and a mask of ones; padding adds zeros to both.
+
+        Raises `ConfigError` if a number of tokens was set.
+        """
+        allowed = f"not set: {self.pipeline} does not cut prompts"
+        require(tokens == self.text_tokens, "max_sequence_length", tokens, allowed)
+        rows = {}
+        for text in dict.fromkeys(texts):
+            (words,), _, _ = pipe.encode_prompt([text], device=device)
+            rows[text] = {"words": words, "mask": words.new_ones(len(words)).bool()}
+        return [rows[text] for text in texts]
+
+    def velocity(self, transformer, latent, timestep, rows, size):
+        """`QwenImage21Transformer2DModel` with t, once per length of a prompt (once per row if its
+        weights are sharded: processes must make the same number of calls); the lengths are read
+        from the device.
+        """
+        alone, groups = is_sharded_network(transformer), dict[Any, list[int]]()
+        for row, length in enumerate(rows["mask"].sum(1).tolist()):
+            groups.setdefault((length, alone * row), []).append(row)
+        tokens, parts = latent.shape[1], []
+        for (length, _), some in groups.items():
+            slots = latent.new_zeros(len(some), length + tokens // 4, dtype=torch.bool)
+            slots[:, length:] = True  # a slot has 2 x 2 tokens of the image
+            predicted = transformer(
+                hidden_states=latent[some],
+                encoder_hidden_states=rows["words"][some, :length],
+                timestep=timestep[some] / 1000,
+                img_shapes=[[(1, *size)]] * len(some),
+                img_mask=slots,
+                return_dict=False,
+            )[0]
+            parts.append(predicted[:, -tokens:])
+        order = torch.tensor([row for some in groups.values() for row in some])
+        return torch.cat(parts)[order.argsort().to(latent.device)]
+
+    def decode(self, pipe, latent, size):
+        """The decoder's first frame, its colours c with opacity a as a c + (1 - a)."""
+        image = rearrange(latent, "s (f h w) k -> s k f h w", f=1, h=size[0])
+        pixels = _decode_standardised(pipe.vae, image)[:, :, 0]
+        opacity = pixels[:, 3:] / 2 + 0.5 if pixels.shape[1] > 3 else 1.0
+        return opacity * pixels[:, :3] + (1 - opacity)
+
+    def guidance_arguments(self, scale, negative):
+        """Classifier-free guidance has the name that it has in `FluxPipeline`."""
+        return {"true_cfg_scale": scale, "negative_prompt": negative}
+
+
 class Wan(Family):
-    """`Family` of diffusers' `WanPipeline` with one transformer (Wan 2.1 text to video, arXiv
-    2503.20314).
+    """`Family` of diffusers' `WanPipeline`: text to video with Wan 2.1 (arXiv 2503.20314) and 2.2.
 
     Latents are [sample, channel, frame, height, width]: one latent frame for the first frame of the
     video, then one for every four frames. A prompt is UMT5's last hidden layer with zeros after its
     tokens, up to the full length. The transformer has no mask and attends to these zeros, so the
     number of tokens matters. The default is the 512 of the pipeline's call; `encode_prompt` alone
     has 226. The grid has the scheduler's fixed shift: 3 for 480p, 5 for 720p.
+
+    Wan 2.2 A14B has two transformers. `transformer`, for 1000 t of at least 1000 `boundary_ratio`,
+    is trained; `transformer_2`, for less noise, is frozen and a part of the rollout. Wan 2.2 5B has
+    a time per token, all the same for text to video, so it gets one.
     """
 
     pipeline = "WanPipeline"
+    decoder_channels = (3, 12)  # of pixels, or of 2 x 2 patches
     lora_targets = tuple(
         f"{layer}.{name}"
         for layer in ("attn1", "attn2")
@@ -561,14 +655,14 @@ class Wan(Family):
     )
 
     def video_shape(self, pipe: Any, height: int, width: int, frames: int) -> Shape:
-        """(channels, (frames - 1) / 4 + 1, height / 8, width / 8); sizes are multiples of 16.
+        """(channels, (frames - 1) / 4 + 1, height / 8, width / 8); sizes are multiples of 16 (of
+        Wan 2.2 5B: height / 16, width / 16, multiples of 32).
 
-        Raises `ConfigError` for Wan 2.2, too, which has two transformers or a time per token.
+        Raises `ConfigError` for one of two transformers, too.
         """
-        wan21 = pipe.transformer_2 is None and not (
-            pipe.config["boundary_ratio"] or pipe.config["expand_timesteps"]
-        )
-        require(wan21, "model", "Wan 2.2", "Wan 2.1: one transformer, and one time for all tokens")
+        two, ratio = pipe.transformer_2 is not None, pipe.config["boundary_ratio"]
+        allowed = "given exactly if there is a transformer_2"
+        require(two == (ratio is not None), "boundary_ratio of the model", ratio, allowed)
         side, factor = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
         config = pipe.transformer.config
         require_multiples(height, width, side * config.patch_size[1])
@@ -590,13 +684,77 @@ class Wan(Family):
         """`WanTransformer3DModel` with 1000 t."""
         return transformer(latent, timestep, rows["words"], return_dict=False)[0]
 
+    def second_transformer(self, pipe):
+        """`transformer_2`, for less noise."""
+        steps = pipe.scheduler.config.num_train_timesteps
+        return pipe.transformer_2, (pipe.config["boundary_ratio"] or 0.0) * steps
+
     def decode(self, pipe, latent, size):
         """Frame by frame: [sample, frame, 3, height, width]."""
         return _decode_standardised(pipe.vae, latent).transpose(1, 2)
 
 
+class Sana(Family):
+    """`Family` of diffusers' `SanaPipeline`: SANA and SANA-1.5 with linear attention (arXiv
+    2410.10629).
+
+    Latents are [sample, channel, height / 32, width / 32]. A prompt is Gemma 2's last hidden layer
+    of the prompt behind the pipeline's instruction, at a fixed length, with a mask. The negative
+    prompt is the empty one, which has no instruction. The pipeline's `use_resolution_binning` is
+    off. The grid has the scheduler's fixed shift.
+    """
+
+    pipeline = "SanaPipeline"
+    text_tokens = 300
+    lora_targets = Wan.lora_targets
+
+    def latent_shape(self, pipe, height, width):
+        """(channels, height / 32, width / 32); sizes are multiples of 32 x patch size."""
+        factor, config = pipe.vae_scale_factor, pipe.transformer.config
+        require_multiples(height, width, factor * config.patch_size)
+        return config.in_channels, height // factor, width // factor
+
+    def set_timesteps(self, scheduler, steps, latent_shape, pipe):
+        """The scheduler's grid."""
+        scheduler.set_timesteps(steps)
+
+    def encode(self, pipe, texts, tokens, device):
+        """The first and the last tokens [tokens, dim], which are the prompt's, and their mask."""
+        instruction = signature(pipe.__call__).parameters["complex_human_instruction"].default
+        rows = {}
+        for text in dict.fromkeys(texts):
+            (words,), (mask,), *_ = pipe.encode_prompt(
+                [text],
+                do_classifier_free_guidance=False,
+                device=device,
+                max_sequence_length=tokens,
+                complex_human_instruction=instruction if text else None,
+            )
+            rows[text] = {"words": words, "mask": mask.bool()}
+        return [rows[text] for text in texts]
+
+    def velocity(self, transformer, latent, timestep, rows, size):
+        """`SanaTransformer2DModel` with 1000 t times its `timestep_scale`, and the mask."""
+        return transformer(
+            latent,
+            encoder_hidden_states=rows["words"],
+            encoder_attention_mask=rows["mask"],
+            timestep=timestep * transformer.config.timestep_scale,
+            return_dict=False,
+        )[0]
+
+    def decode(self, pipe, latent, size):
+        """Scaled as in the pipeline."""
+        return pipe.vae.decode(latent / pipe.vae.config.scaling_factor, return_dict=False)[0]
+
+    def guidance_arguments(self, scale, negative):
+        """The negative prompt is always empty."""
+        return {"guidance_scale": scale}
+
+
 FAMILIES: dict[str, type[Family]] = {
-    kind.pipeline: kind for kind in (SD3, Flux, Flux2Klein, ZImage, QwenImage, Wan)
+    kind.pipeline: kind
+    for kind in (SD3, Flux, Flux2Klein, ZImage, QwenImage, QwenImage21, Wan, Sana)
 }
 """Built-in families by the class of their pipeline; a package adds one by an entry point of that
 name in `flowrl.families`.

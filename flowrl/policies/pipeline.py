@@ -61,7 +61,8 @@ class PipelinePolicy:
     deleted. The reference is the network with its adapter disabled, or a frozen copy. `adapters`
     are the transformer's LoRAs. `latent_shape` is [channel, height, width] (SD3), [token, channel]
     of 2 x 2 patches (FLUX, Qwen-Image) or [channel, frame, height, width] (Wan), `latent_size` the
-    height and width of the latent image, an eighth of the image's for the built-in families.
+    height and width of the latent image. A second transformer (Wan 2.2) is frozen: `velocity` has
+    no gradient where it is used.
 
     Args:
         pipe: the pipeline. The policy trains its transformer or adds an adapter to it, so it has
@@ -97,8 +98,15 @@ class PipelinePolicy:
         trained = torch.float32 if options.trained == "full" else self.dtype
         first = self.device if options.load_to == "device" else torch.device("cpu")
         _place(self.transformer, first, trained)
+        self._second, self._boundary = family.second_transformer(pipe)
+        self._warned = False
+        if self._second is not None:
+            fits, allowed = options.load_to == "device", "whole, not sharded, with two transformers"
+            require(fits, "weights", "sharded (fsdp2, zero2)", allowed)
+            _place(self._second, self.device, self.dtype)
         if name := options.attention_backend:
-            set_attention_backend(self.transformer, name, self.device, self.dtype)
+            for network in filter(None, (self.transformer, self._second)):
+                set_attention_backend(network, name, self.device, self.dtype)
         _place(pipe.vae, self.device, DTYPES[options.decode_dtype])
         if options.decode_tiling:
             tiled = hasattr(pipe.vae, "enable_tiling")
@@ -108,7 +116,8 @@ class PipelinePolicy:
         self.latent_shape = shape_of(pipe, family, *options.size, options.num_frames)
         # Qwen-Image's decoder has no such entry
         channels = getattr(getattr(pipe.vae, "config", None), "out_channels", 3)
-        require(channels == 3, "channels of the image decoder", channels, "3, red, green and blue")
+        fits, allowed = channels in family.decoder_channels, "3, red, green and blue"
+        require(fits, "channels of the image decoder", channels, allowed)
         self._scheduler = _euler_scheduler(pipe)
         self._load_encoders = load_encoders
         self._tokens = options.max_sequence_length or family.text_tokens
@@ -168,7 +177,7 @@ class PipelinePolicy:
             self.transformer.enable_gradient_checkpointing()
         else:
             self.transformer.disable_gradient_checkpointing()
-        for network in {self.transformer, self.reference_network}:
+        for network in {self.transformer, self.reference_network, self._second} - {None}:
             if bool(options.compile) != has_compiled_blocks(network):
                 compile_blocks(network, COMPILER if options.compile else "")
 
@@ -269,10 +278,38 @@ class PipelinePolicy:
         parts = (rows.split(size) for rows in (latent, timestep, numbers))
         for x, t, prompts in zip(*parts, strict=True):
             rows = self.prompts.rows(prompts, keys)
-            with computing_in(self.dtype, self.device):
-                given = x.to(self.dtype), t, rows, self.latent_size
-                velocities.append(self.family.velocity(self._active, *given).float())
+            velocities.append(self._of_experts(x.to(self.dtype), t, rows))
         return torch.cat(velocities)[missing:] if len(velocities) > 1 or missing else velocities[0]
+
+    def _of_experts(self, latent: Tensor, timestep: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
+        """Velocities of the transformer of each row's time, float32. With two of them the device is
+        asked for the times.
+        """
+
+        def of(network: Any, some: Any) -> Tensor:
+            given = {name: tensor[some] for name, tensor in rows.items()}
+            with computing_in(self.dtype, self.device):
+                made = self.family.velocity(
+                    network, latent[some], timestep[some], given, self.latent_size
+                )
+                return made.float()
+
+        low = (timestep < self._boundary).nonzero().flatten() if self._second is not None else ()
+        if not len(low):
+            return of(self._active, slice(None))
+        with torch.no_grad():
+            velocity = torch.zeros_like(latent, dtype=torch.float32)
+            velocity[low] = of(self._second, low)
+        high = (timestep >= self._boundary).nonzero().flatten()
+        if len(high):
+            velocity = velocity.index_copy(0, high, of(self._active, high))
+        elif torch.is_grad_enabled() and (trained := [*self.trainable().values()]):
+            velocity = velocity + 0 * trained[0].sum()  # open to a gradient, which is 0
+        if torch.is_grad_enabled() and not self._warned:
+            self._warned = True
+            text = "Warning: steps with 1000 t below %g have no gradient, because their transformer"
+            _LOG.warning(f"{text} is frozen; leave them out (window)", self._boundary)
+        return velocity
 
     def _allowed(self, guidance: float) -> float:
         """`guidance`, unless the pipeline ignores it because it is distilled."""

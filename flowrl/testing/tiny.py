@@ -13,18 +13,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from flowrl import PolicyOptions
-from flowrl.policies.families import SD3, Flux, Flux2Klein, QwenImage, Wan, ZImage
+from flowrl.policies.families import (
+    SD3,
+    Flux,
+    Flux2Klein,
+    QwenImage,
+    QwenImage21,
+    Sana,
+    Wan,
+    ZImage,
+)
 from flowrl.policies.pipeline import PipelinePolicy
 
 TINY = PolicyOptions(resolution=16, lora_rank=4, lora_alpha=8.0, max_sequence_length=24)
 """Options that fit the tiny pipelines."""
 TINY_CHAT = replace(TINY, max_sequence_length=48)
 """Options that fit `tiny_flux2_klein` and `tiny_z_image`, whose prompts are in a chat template."""
+TINY_LARGE = replace(TINY, resolution=32)
+"""Options that fit `tiny_sana`, whose sizes are multiples of 32."""
+TINY_UNCUT = replace(TINY_LARGE, max_sequence_length=None)
+"""Options that fit `tiny_qwen_image21`, whose pipeline does not cut prompts."""
 TINY_VIDEO = replace(TINY, num_frames=5)
 """Options that fit `tiny_wan`."""
 CLIP_TOKENS = 40
@@ -248,14 +262,62 @@ def tiny_qwen_image(seed: int = 0) -> Any:
         )
 
 
-def tiny_wan(seed: int = 0) -> Any:
-    """A `WanPipeline` with two blocks, shift 3, a video decoder that halves each side twice, and
-    four frames per latent frame.
+def tiny_qwen_image21(seed: int = 0, channels: int = 4) -> Any:
+    """A `QwenImage21Pipeline` with two blocks. It can be saved where torchvision is installed,
+    which its processor needs for pictures.
+
+    Args:
+        seed: seed of the random weights.
+        channels: channels of its images; the fourth is the opacity.
+
+    Returns:
+        The pipeline.
     """
     diffusers: Any = import_module("diffusers")
 
     with seeded(seed):
-        transformer = diffusers.WanTransformer3DModel(
+        transformer = diffusers.QwenImage21Transformer2DModel(
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            context_in_dim=WIDTH,
+            axes_dims_rope=(4, 6, 6),
+            **ATTENTION,
+        )
+        decoder = diffusers.AutoencoderKLQwenImage21(
+            **VIDEO_DECODER | {"base_dim": 4},
+            decoder_base_dim=4,
+            dim_mult=[1, 1, 1, 1, 1],
+            in_channels=channels,
+            out_channels=channels,
+        )
+        names = "vision_start", "vision_end", "image_pad", "video_pad"
+        tokenizer = _qwen_tokenizer(*(f"<|{name}|>" for name in names))
+        processor = _qwen_processor(tokenizer)
+        encoder = _qwen_vl(len(tokenizer), "Qwen3VL")
+        scheduler = make_scheduler(use_dynamic_shifting=True)
+        return diffusers.QwenImage21Pipeline(
+            scheduler, decoder.eval(), encoder, processor, transformer
+        )
+
+
+def tiny_wan(seed: int = 0, boundary: float | None = None, patches: bool = False) -> Any:
+    """A `WanPipeline` with transformers of two blocks, shift 3, a video decoder that halves each
+    side twice, and four frames per latent frame.
+
+    Args:
+        seed: seed of the random weights.
+        boundary: the time below which there is a second transformer, as in Wan 2.2 A14B.
+        patches: a time per token, and a decoder of 2 x 2 patches that halves each side once, as in
+            Wan 2.2 5B.
+
+    Returns:
+        The pipeline.
+    """
+    diffusers: Any = import_module("diffusers")
+
+    def transformer() -> Any:
+        return diffusers.WanTransformer3DModel(
             patch_size=(1, 2, 2),
             in_channels=4,
             out_channels=4,
@@ -266,17 +328,75 @@ def tiny_wan(seed: int = 0) -> Any:
             freq_dim=32,
             ffn_dim=32,
         )
+
+    with seeded(seed):
+        first = transformer()
+        channels = 12 if patches else 3
         decoder = diffusers.AutoencoderKLWan(
-            dim_mult=[1, 1, 2],
+            dim_mult=[1, 2, 2] if patches else [1, 1, 2],
             temperal_downsample=[True, True],
             scale_factor_temporal=4,
-            scale_factor_spatial=4,
+            scale_factor_spatial=8 if patches else 4,
+            patch_size=2 if patches else None,
+            is_residual=patches,
+            in_channels=channels,
+            out_channels=channels,
             **VIDEO_DECODER,
         )
         encoder, scheduler = make_t5(WIDTH, "UMT5"), make_scheduler(shift=3.0)
         return diffusers.WanPipeline(
-            make_tokenizer(clip=False), encoder, decoder.eval(), scheduler, transformer
+            make_tokenizer(clip=False),
+            encoder,
+            decoder.eval(),
+            scheduler,
+            first,
+            transformer() if boundary is not None else None,
+            boundary_ratio=boundary,
+            expand_timesteps=patches,
         )
+
+
+def tiny_sana(seed: int = 0) -> Any:
+    """A `SanaPipeline` with two blocks, shift 3, and a decoder that doubles each side twice."""
+    diffusers: Any = import_module("diffusers")
+    transformers: Any = import_module("transformers")
+
+    with seeded(seed):
+        transformer = diffusers.SanaTransformer2DModel(
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=16,
+            cross_attention_dim=WIDTH,
+            caption_channels=WIDTH,
+            sample_size=8,
+            **ATTENTION,
+        )
+        channels = (8, 8, 8)
+        decoder = diffusers.AutoencoderDC(
+            latent_channels=4,
+            encoder_block_out_channels=channels,
+            decoder_block_out_channels=channels,
+            encoder_layers_per_block=(1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1),
+            encoder_qkv_multiscales=((), (), ()),
+            decoder_qkv_multiscales=((), (), ()),
+            scaling_factor=0.41407,
+        )
+        tokenizer = make_tokenizer(clip=False)
+        config = transformers.Gemma2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=WIDTH,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+        )
+        encoder = transformers.Gemma2Model(config).eval()
+        scheduler = make_scheduler(shift=3.0)
+        return diffusers.SanaPipeline(tokenizer, encoder, decoder.eval(), transformer, scheduler)
 
 
 def _policy(make: Callable[[int], Any], family: Any, default: PolicyOptions) -> Any:
@@ -298,6 +418,10 @@ tiny_z_image_policy = _policy(tiny_z_image, ZImage, TINY_CHAT)
 """Likewise over `tiny_z_image`."""
 tiny_qwen_image_policy = _policy(tiny_qwen_image, QwenImage, TINY)
 """Likewise over `tiny_qwen_image`."""
+tiny_qwen_image21_policy = _policy(tiny_qwen_image21, QwenImage21, TINY_UNCUT)
+"""Likewise over `tiny_qwen_image21`."""
+tiny_sana_policy = _policy(tiny_sana, Sana, TINY_LARGE)
+"""Likewise over `tiny_sana`."""
 tiny_wan_policy = _policy(tiny_wan, Wan, TINY_VIDEO)
 """Likewise over `tiny_wan`."""
 
@@ -394,8 +518,8 @@ def make_tokenizer(clip: bool) -> Any:
     )
 
 
-def _qwen_vl(vocabulary: int) -> Any:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+def _qwen_vl(vocabulary: int, name: str = "Qwen2_5_VL") -> Any:
+    transformers: Any = import_module("transformers")
 
     text = {
         "vocab_size": vocabulary,
@@ -415,8 +539,25 @@ def _qwen_vl(vocabulary: int) -> Any:
         "num_heads": 2,
         "out_hidden_size": WIDTH,
     }
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
-    return Qwen2_5_VLForConditionalGeneration(config).eval()
+    if name == "Qwen3VL":
+        text |= {"head_dim": 16}
+        vision |= {"deepstack_visual_indexes": (0,), "num_position_embeddings": 16}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision)
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+
+
+def _qwen_processor(tokenizer: Any) -> Any:
+    """A `Qwen3VLProcessor`; without torchvision one for text only."""
+    transformers: Any = import_module("transformers")
+
+    class TextOnly(transformers.Qwen3VLProcessor):
+        def check_argument_for_proper_class(self, *given: Any) -> None: ...
+
+    template = {"chat_template": tokenizer.chat_template}
+    if find_spec("torchvision") is None:
+        return TextOnly(None, tokenizer, None, **template)
+    pictures = transformers.Qwen2VLImageProcessor(), transformers.Qwen3VLVideoProcessor()
+    return transformers.Qwen3VLProcessor(pictures[0], tokenizer, pictures[1], **template)
 
 
 def _qwen3(name: str, vocabulary: int, layers: int) -> Any:
@@ -435,22 +576,23 @@ def _qwen3(name: str, vocabulary: int, layers: int) -> Any:
 
 
 CHAT = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message.content if message.content is string else message.content[0].text }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 """What Qwen3's chat template makes of a prompt."""
 
 
-def _qwen_tokenizer() -> Any:
-    """A token per byte, and one per word of the pipeline's template.
+def _qwen_tokenizer(*more: str) -> Any:
+    """A token per byte, one per word of the pipeline's template, and the special tokens `more`.
 
     The template then has 34 tokens before the prompt, as with the published vocabulary; the
     pipeline drops this number of tokens.
     """
     from tokenizers import pre_tokenizers
 
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *more]
     prefixes = {word[:end]: None for word in TEMPLATE_WORDS for end in range(2, len(word) + 1)}
     tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *prefixes]
     return import_module("transformers").Qwen2Tokenizer(

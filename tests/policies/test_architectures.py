@@ -42,6 +42,7 @@ from flowrl.testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_polic
         ("flux.1-dev", 11.9, 266, 512),
         ("qwen-image", 20.4, 480, 512),
         ("wan2.1-t2v-1.3b", 1.42, 240, 512),
+        ("wan2.2-t2v-a14b", 14.3, 320, 512),
     ],
 )
 def test_sizes_are_the_published_ones(name, billion, layers, tokens):

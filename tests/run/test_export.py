@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from family_cases import CASES, fill, noise_of
+from family_cases import CASES, fill, noise_of, saved
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_run import MIXTURE, error_of, flowrl_, model_files, words
@@ -245,7 +245,7 @@ def test_merged_weights_give_the_image_of_the_adapter(name, tmp_path):
     case = CASES[name]
     policy = fill(case.policy())
     base = case.make()
-    base.save_pretrained(tmp_path / "base")
+    saved(case, tmp_path / "base")
     lora = lora_of_run(policy.trainable(), policy.adapters.scale)
     kind = type(base)
     form = "kohya" if kind.__name__ in LAYERS else "diffusers"
@@ -469,7 +469,7 @@ def executed(out, model, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["flux", "flux2-klein", "z-image", "qwen-image", "wan"])
+@pytest.mark.parametrize("name", ["flux", "flux2-klein", "z-image", "qwen-image", "wan", "wan-2.2"])
 def test_the_snippet_of_other_families_draws_the_first_sample(name, tmp_path, capsys):
     case = CASES[name]
     settings = {"preset": "tiny", "lora_rank": 2, "learning_rate": 0.3, "groups": 1}
@@ -485,7 +485,7 @@ def test_the_snippet_of_other_families_draws_the_first_sample(name, tmp_path, ca
         found = executed(out, tmp_path / "model", "model")
         assert_close(found, draws(tmp_path / "run", "000001"), atol=2e-5, rtol=0)
     hows = dict.fromkeys(("comfyui", "kohya") if named else (), "loaded by diffusers")
-    if name == "wan":
+    if name.startswith("wan"):
         hows["kohya"] = "read by flowrl; diffusers"
     if name == "flux":  # diffusers' converter has the width of the real model built in
         del hows["kohya"]

@@ -167,6 +167,7 @@ def _tokenizers(pipe: Any) -> list[str]:
     """The state of the tokenizers, without padding and truncation, which every call sets."""
     states = []
     for part in pipe.components.values():
+        part = getattr(part, "tokenizer", part)  # of a processor
         if (backend := getattr(part, "backend_tokenizer", None)) is not None:
             parts = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
             states += [repr(part), hashlib.sha256(repr(parts).encode()).hexdigest()]

@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from difflib import SequenceMatcher
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,32 @@ def family_of(pipeline: str) -> Family:
     known = ", ".join([*FAMILIES, *entry_points(group="flowrl.families").names])
     raise ConfigError(
         f"model: {pipeline} is not supported; supported pipelines: {known};"
-        " docs/model-families.md shows how to add one"
+        " docs/model-families.md shows how to add one, a family in six functions"
+        f"{_nearest(pipeline)}"
     )
+
+
+def _nearest(pipeline: str) -> str:
+    """The family to copy from: most classes in common with an unsupported pipeline, then the name
+    most like it; "" if no class is in common.
+    """
+    own = _classes(pipeline)
+    common = {name: sorted(own & _classes(name)) for name in FAMILIES}
+    alike = {name: SequenceMatcher(None, pipeline, name).ratio() for name in FAMILIES}
+    name = max(FAMILIES, key=lambda name: (len(common[name]), alike[name]))
+    same = f"; the nearest is {FAMILIES[name].__name__}, with the same {', '.join(common[name])}"
+    return same if common[name] else ""
+
+
+def _classes(pipeline: str) -> set[str]:
+    """The classes of text encoders, transformer and image decoder that a pipeline of diffusers
+    takes; none if diffusers does not have it.
+    """
+    kind = getattr(import_module("diffusers"), pipeline, None)
+    hints = signature(kind.__init__).parameters.values() if kind else ()
+    found = {name for hint in hints for name in re.findall(r"\w+", str(hint.annotation))}
+    parts = "Transformer", "Autoencoder", "Model"
+    return {n for n in found if any(part in n for part in parts) and "Vision" not in n}
 
 
 def find_source(

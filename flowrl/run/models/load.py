@@ -108,6 +108,9 @@ def _load(source: Source, options: PolicyOptions) -> PipelinePolicy:
         if options.load_to == "meta"
         else _complete(source, "transformer", dtypes["transformer"], quantizing)
     )
+    if "transformer_2" in source.parts:
+        given = dtypes["default"], quantizing
+        networks["transformer_2"] = _complete(source, "transformer_2", *given)
     settings = {"use_safetensors": True, "dtype": dtypes}
     pipe = source.kind.from_pretrained(
         source.folder, **settings, **networks, **dict.fromkeys(encoders)

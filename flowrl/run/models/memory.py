@@ -12,6 +12,7 @@ allocator's unused reserve. `benchmarks/full_size.py` compares them with real ru
 import hashlib
 import json
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -48,7 +49,7 @@ class Architecture:
     """A transformer, the lengths of its prompts, and its image decoder.
 
     Settings that are left out have the defaults of diffusers' classes, which are the published ones
-    of FLUX.1, Z-Image, Qwen-Image and Wan 2.1.
+    of FLUX.1, Z-Image, Qwen-Image and Wan (14B).
 
     Args:
         family: the model family.
@@ -59,6 +60,7 @@ class Architecture:
         clip_tokens: length of a prompt for CLIP; 0 if its tokens are not part of the embedding.
         decoder_class: class of the image decoder in diffusers.
         decoder: settings of the image decoder.
+        second: whether there is a second, frozen transformer of this kind.
     """
 
     family: Family
@@ -69,6 +71,7 @@ class Architecture:
     clip_tokens: int = 0
     decoder_class: str = "AutoencoderKL"
     decoder: Mapping[str, Any] = field(default_factory=dict)
+    second: bool = False
 
     @property
     def text_tokens(self) -> int:
@@ -157,6 +160,7 @@ class Architecture:
             config={name: value for name, value in transformer.items() if name[0] != "_"},
             decoder={name: value for name, value in decoder.items() if name[0] != "_"},
             text_width=transformer[next(filter(transformer.get, TEXT_WIDTHS), TEXT_WIDTHS[0])],
+            second=(folder / "transformer_2").is_dir(),
         )
 
 
@@ -180,7 +184,8 @@ def architecture_of(model: str) -> Architecture | None:
     with suppress(OSError, KeyError, ValueError):
         return Architecture.of_folder(Path(model))
     for name, known in ARCHITECTURES.items():
-        if name.removeprefix("sd") in model.lower():  # as in stable-diffusion-3.5-medium
+        # as in stable-diffusion-3.5-medium; Qwen-Image-2.1 is another network than Qwen-Image
+        if re.search(re.escape(name.removeprefix("sd")) + r"(?!-2\.)", model.lower()):
             return known
     return None
 
@@ -276,7 +281,8 @@ def count_memory(
     dtype, decoding = DTYPES[options.dtype], DTYPES[options.decode_dtype]
     counts = counts_of(known, options)
     # full tuning stores float32 weights (in `trained`) and buffers; its reference is in `dtype`
-    frozen = counts.frozen if not full or options.keep_reference else 0
+    held = (not full or options.keep_reference) + known.second
+    narrower = dtype.itemsize - QUANTIZED.get(options.quantize, dtype.itemsize)
     copies = 0 if dtype == torch.float32 else counts.trained * dtype.itemsize
     gathered = 0
     if shards > 1:
@@ -289,8 +295,8 @@ def count_memory(
     decode = counts.decode.bytes(min(options.decode_batch or 2**30, images or 2**30))
     return Memory(
         trained_parameters=counts.trained,
-        weights=frozen * dtype.itemsize // shards
-        - round(counts.linear * (dtype.itemsize - QUANTIZED.get(options.quantize, dtype.itemsize)))
+        weights=held * counts.frozen * dtype.itemsize // shards
+        - round(held * counts.linear * narrower)
         + 4 * counts.buffers * full
         + counts.decoder * decoding.itemsize,
         trained=counts.trained * OPTIMIZER_BYTES // shards,

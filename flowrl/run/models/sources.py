@@ -61,7 +61,7 @@ class Source:
     @cached_property
     def parts(self) -> list[str]:
         """The networks of the pipeline; a text encoder may be absent."""
-        named = ("transformer", "vae", *self.family.encoders)
+        named = ("transformer", "transformer_2", "vae", *self.family.encoders)
         return [part for part in named if (self.index.get(part) or [None])[0]]
 
     @cached_property
@@ -138,7 +138,8 @@ class Source:
 
     def on_meta(self) -> Any:
         """The pipeline with transformer and image decoder on meta, without text encoders."""
-        networks = {part: self.without_weights(part) for part in ("transformer", "vae")}
+        made = [part for part in self.parts if part not in self.family.encoders]
+        networks = {part: self.without_weights(part) for part in made}
         absent = dict.fromkeys(part for part in self.parts if part not in networks)
         logging: Any = import_module("diffusers.utils.logging")
         shown = logging.is_progress_bar_enabled()

@@ -230,6 +230,9 @@ NOISE = {
     "Flux2KleinPipeline": "channels, {h} // side, {w} // side",
     "ZImagePipeline": "channels, {h} // pipe.vae_scale_factor, {w} // pipe.vae_scale_factor",
     "QwenImagePipeline": "{h} // side * ({w} // side), channels",
+    "QwenImage21Pipeline": "{h} // pipe.vae_scale_factor * ({w} // pipe.vae_scale_factor),"
+    " channels",
+    "SanaPipeline": "channels, {h} // pipe.vae_scale_factor, {w} // pipe.vae_scale_factor",
     "WanPipeline": "channels, ({f} - 1) // pipe.vae_scale_factor_temporal + 1,"
     " {h} // pipe.vae_scale_factor_spatial, {w} // pipe.vae_scale_factor_spatial",
 }
