@@ -101,8 +101,9 @@ class PipelinePolicy:
         self._second, self._boundary = family.second_transformer(pipe)
         self._warned = False
         if self._second is not None:
-            fits = options.load_to == "device" or options.trained is None
-            require(fits, "weights", "sharded (fsdp2, zero2)", "whole: there are two transformers")
+            fits = options.load_to == "device" or options.fixed
+            allowed = "whole, not sharded, with two transformers"
+            require(fits, "weights", "sharded (fsdp2, zero2)", allowed)
             _place(self._second, self.device, self.dtype)
         if name := options.attention_backend:
             for network in filter(None, (self.transformer, self._second)):

@@ -229,7 +229,8 @@ def test_a_prompt_that_just_fits_is_not_cut(name, caplog):
     assert len(caplog.records) == 1
 
 
-def test_prompts_are_embedded_before_the_transformer_is_loaded(model, cache, monkeypatch):
+@pytest.mark.parametrize("name", LINES)
+def test_prompts_are_embedded_before_the_transformer_is_loaded(name, tmp_path, monkeypatch):
     order, complete, encoders = [], load._complete, PipelinePolicy.text_encoders
 
     def noted_network(source, part, *given):
@@ -242,17 +243,18 @@ def test_prompts_are_embedded_before_the_transformer_is_loaded(model, cache, mon
 
     monkeypatch.setattr(load, "_complete", noted_network)
     monkeypatch.setattr(PipelinePolicy, "text_encoders", noted_encoders)
-    prompts = [Prompt("a fox"), Prompt("an owl")]
-    embed_prompts(str(model), TINY, prompts)
-    first = load_policy(str(model), TINY)
-    first.warm(prompts)
-    assert order == ["vae", "encoders", "vae", "transformer"]
-    embed_prompts(str(model), TINY, prompts)  # nothing is missing
-    assert order == ["vae", "encoders", "vae", "transformer"]
-    monkeypatch.setenv("FLOWRL_CACHE", str(cache.parent.parent / "other"))
-    second = load_policy(str(model), TINY)
-    second.warm(prompts)
-    for policy in (first, second):
-        policy.encode(prompts)
-    rows, others = (policy.prompts.rows(torch.tensor([1, 2])) for policy in (first, second))
-    assert all(torch.equal(rows[name], others[name]) for name in rows)
+    folder, options = str(tmp_path / "model"), CASES[name].options
+    CASES[name].make().save_pretrained(folder)
+    prompts, policies = [Prompt("a fox"), Prompt("an owl")], []
+    for cache in ("first", "other"):
+        monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / cache))
+        if cache == "first":
+            embed_prompts(folder, options, prompts)
+            assert order == ["vae", "encoders"]
+            embed_prompts(folder, options, prompts)  # nothing is missing
+        policies.append(load_policy(folder, options))
+        policies[-1].encode(prompts)
+        encoded = order.count("encoders"), order.index("transformer") > order.index("encoders")
+        assert encoded == ((1, True) if cache == "first" else (2, True))
+    one, other = (policy.prompts.rows(torch.tensor([0, 1])) for policy in policies)
+    assert all(torch.equal(one[part], other[part]) for part in one)

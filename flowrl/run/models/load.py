@@ -103,12 +103,14 @@ def _load(source: Source, options: PolicyOptions) -> PipelinePolicy:
     # the single file, or the variant of the folder's weights
     origins = {p: source.file if p in source.in_file else source.variant(p) for p in encoders}
     networks = {"vae": _complete(source, "vae", dtypes["vae"])}
-    for part in [name for name in ("transformer", "transformer_2") if name in source.parts]:
-        networks[part] = (
-            source.without_weights(part)
-            if options.load_to == "meta"
-            else _complete(source, part, dtypes.get(part, dtypes["default"]), quantizing)
-        )
+    dtypes["transformer_2"] = dtypes["default"]
+    for part in ("transformer", "transformer_2"):
+        if part in source.parts:
+            networks[part] = (
+                source.without_weights(part)
+                if options.load_to == "meta"
+                else _complete(source, part, dtypes[part], quantizing)
+            )
     settings = {"use_safetensors": True, "dtype": dtypes}
     pipe = source.kind.from_pretrained(
         source.folder, **settings, **networks, **dict.fromkeys(encoders)

@@ -264,10 +264,18 @@ def tensor(value: Any, shape: tuple[int, ...], what: str = "the result") -> Tens
 def number(value: Any, what: str = "the answer") -> float:
     """`value` as a float, or `Unsolved`."""
     answered(value, what)
+    expect(not isinstance(value, str), f"{what} is a text; write a number, without quotes")
     try:
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError):
         raise Unsolved(f"{what} is a {type(value).__name__}; it must be one number") from None
+
+
+def whole(value: Any, what: str = "the answer") -> int:
+    """`value` as an integer, or `Unsolved`."""
+    found = number(value, what)
+    expect(found.is_integer(), f"{what} is {found:g}; it must be a whole number")
+    return int(found)
 
 
 def numbers(value: Any, count: int, mistake: str) -> list[float]:

@@ -49,26 +49,32 @@ def check_best_decision(answer: Callable[..., Any]) -> None:
     )
     expect(
         got != 2,
-        "this is the second-largest rise, or the lowest value: compare all differences"
-        " V[k+1] - V[k]",
+        "this is the second-largest rise, or the lowest value: compare all gains",
     )
-    expect(got != 1, "this is the largest fall: gains are V[k+1] - V[k], not V[k] - V[k+1]")
+    expect(got != 1, "this is the largest fall: a gain is positive if the value rises")
     expect(
         not same(got, 0.4),
         "this is how much the value rose; return the number of the decision: argmax instead of max",
     )
-    expect(got == 4, "this is not the decision with the largest V[k+1] - V[k]")
+    expect(
+        got == 4, "this is not the decision with the largest gain: list all gains of a short table"
+    )
     late = torch.tensor([0.20, 0.68, 0.72, 0.10, 0.65, 0.60, 0.62, 0.71, 0.70, 0.74, 0.72])
     again = number(answer(late), "the decision")
     expect(
         again != 2,
-        "this is the largest change of either sign: a gain is V[k+1] - V[k] with its sign",
+        "this is the largest change of either sign: a fall is a negative gain",
     )
     expect(
         again != 0,
-        "a rise counts from the value just before it, also below an earlier value: V[k+1] - V[k]",
+        "a rise counts from the value just before it, also below an earlier value",
     )
     expect(again == 3, "the decision with the largest rise is not where the value is highest")
+    low = torch.tensor([0.05, 0.30, 0.20, 0.55, 0.45, 0.90, 0.99, 0.97, 0.98, 0.96, 0.95])
+    expect(
+        number(answer(low), "the decision") == 4,
+        "a gain is a difference, not a share of the value before it or of what is left to 1",
+    )
 
 
 @check("Exercise 3")

@@ -19,6 +19,7 @@ from flowrl_course.checking import (
     number,
     quiz,
     same,
+    same_gradient,
     tensor,
 )
 
@@ -81,13 +82,13 @@ def check_loss(answer: Answer) -> None:
     expect(same(seen[0][1], time), "the network was not given the times [sample]")
     squares = (0.7 * x - (noise - clean)).square()
     mistakes = {
-        "the sign of the target is wrong: time grows towards noise, so v = eps - x_0": (
+        "the sign of the target is wrong: time grows towards noise": (
             (0.7 * x - (clean - noise)).square().mean()
         ),
-        "the target is the noise; that is another parametrisation. The velocity is eps - x_0": (
+        "the target is the noise; that is another parametrisation: differentiate x_t by t": (
             (0.7 * x - noise).square().mean()
         ),
-        "the target is the data; that is another parametrisation. The velocity is eps - x_0": (
+        "the target is the data; that is another parametrisation: differentiate x_t by t": (
             (0.7 * x - clean).square().mean()
         ),
         "this is a sum; take the mean over samples and dimensions": squares.sum(),
@@ -103,13 +104,12 @@ def check_loss(answer: Answer) -> None:
         isinstance(got, Tensor) and got.ndim == 0,
         "the loss must be one number: take the mean over samples and dimensions",
     )
-    close(
-        got, squares.mean(), "this is not the mean of |network(x_t, t) - (eps - x_0)|^2", mistakes
-    )
+    close(got, squares.mean(), "this is not the mean square of the velocity's error", mistakes)
     expect(
         got.requires_grad,
         "the loss carries no gradient to the network: do not detach or use .item()",
     )
+    same_gradient(got, (weight * x - (noise - clean)).square().mean(), weight)
 
 
 @check("Exercise 3")
@@ -154,6 +154,7 @@ def check_train(answer: Answer) -> None:
     expect(len(drawn) == updates, "all updates see the same data: sample inside the loop")
     expect(same(train()[1], trained), "two runs with equal generators differ: pass `generator`")
     plain, summed, total, wanted = 0.0, 0.0, 0.0, []
+    earlier: Tensor | None = None
     for clean, (x, t) in zip(drawn, seen, strict=True):
         expect(t.shape == (size,) == clean.shape[:1], "each of the `size` samples needs a time")
         expect(t.std() > 0.01, "the whole batch has one time: draw torch.rand(size)")
@@ -163,6 +164,13 @@ def check_train(answer: Answer) -> None:
         late = noise[t > 0.1]
         standard = abs(late.mean()) < 0.2 and abs(late.std() - 1) < 0.2
         expect(late.std(0).min() > 0.1, "the noise is equal for all samples: torch.randn(size, 2)")
+        own = len(late[:, 0].round(decimals=4).unique()) > 0.9 * len(late)
+        expect(own, "several samples share their noise: each needs two numbers of its own")
+        shared = earlier is not None and bool(((noise - earlier).abs() < 1e-3).float().mean() > 0.5)
+        expect(
+            not shared, "all updates use the same noise: draw it inside the loop, by `generator`"
+        )
+        earlier = noise
         expect(standard, "the noise is not standard normal: use torch.randn")
         related = float(torch.corrcoef(late.T)[0, 1])
         expect(abs(related) < 0.5, "both coordinates get the same noise: torch.randn(size, 2)")
@@ -239,7 +247,7 @@ def check_euler(answer: Answer) -> None:
         f"{len(got)} nodes came back for a grid of 4 times (3 steps); node 0 is the noise itself",
     )
     mistakes = {
-        "the sign is wrong: time runs down, so x <- x - (t_i - t_{i+1}) v": _path(
+        "the sign is wrong: v points towards noise, and time runs down": _path(
             noise, times, sign=1.0
         ),
         "the velocity is taken at t_{i+1}; take it where the step starts, at t_i": _path(
@@ -263,7 +271,7 @@ def check_euler(answer: Answer) -> None:
     close(
         got,
         _path(noise, times),
-        "the nodes are not those of x <- x - (t_i - t_{i+1}) v(x, t_i)",
+        "these are not the nodes of Euler's path: follow one step by hand",
         mistakes,
     )
 
@@ -287,11 +295,17 @@ def check_tweedie(answer: Answer) -> None:
     t = time[:, None]
     mistakes = {
         "the sign is wrong: v points towards noise, so subtract it": x + t * velocity,
-        "the whole velocity is subtracted; only the time t remains: x - t v": x - velocity,
+        "the whole velocity is subtracted: for how long does a state at time t still move?": x
+        - velocity,
         "this uses 1 - t, the time already passed; t remains": x - (1 - t) * velocity,
-        "this is the estimate of the noise, x + (1 - t) v": x + (1 - t) * velocity,
+        "this is the estimate of the noise: go to time 0, not to time 1": x + (1 - t) * velocity,
     }
-    close(got, tweedie(x, velocity, time), "this is not x_t - t v", mistakes)
+    close(
+        got,
+        tweedie(x, velocity, time),
+        "this is not where a straight line from x_t along v ends at time 0",
+        mistakes,
+    )
 
 
 @check("Exercise 8")

@@ -51,9 +51,10 @@ def check_score(answer: Answer) -> None:
     mistakes = {
         "the sign is wrong: the score points away from the noise": noise / t,
         "the noise is not divided by its standard deviation t": -noise,
-        "divided by t squared; x_t - (1-t) x_0 = t eps already contains one t": -noise / t**2,
-        "this is built on the clean estimate x - t v; the score needs the noise estimate x + "
-        "(1-t) v": (-(x - t * velocity) / t),
+        "divided by t squared: the noise in x_t already has one factor t": -noise / t**2,
+        "this is built on the estimate of the clean sample; the score needs that of the noise": (
+            -(x - t * velocity) / t
+        ),
     }
     got = tensor(answer(x, velocity, time), (7, 2), "the score")
     close(
@@ -75,7 +76,11 @@ def _flow_sde(x: Tensor, v: Tensor, t: float, s: float, a: float) -> tuple[Tenso
 @check("Exercise 2")
 def check_flow_sde(answer: Answer) -> None:
     """`answer(x, velocity, t, s, noise_level)` is mean and std of a Flow-SDE step."""
-    t, s, a = 0.6, 0.45, 0.7
+    for t, s, a in ((0.6, 0.45, 0.7), (0.8, 0.5, 0.4)):
+        _check_flow_sde(answer, t, s, a)
+
+
+def _check_flow_sde(answer: Answer, t: float, s: float, a: float) -> None:
     x, v = _state(t)
     got_mean, got_std = _two(answer(x, v, t, s, a))
     mean, std = _flow_sde(x, v, t, s, a)
@@ -83,12 +88,12 @@ def check_flow_sde(answer: Answer) -> None:
     close(
         number(got_std, "the standard deviation"),
         std,
-        "the standard deviation is not sigma sqrt(Delta) with sigma = a sqrt(t / (1-t))",
+        "the standard deviation of the step is wrong: which part depends on t, which on Delta?",
         {
             "this is sigma times Delta; noise grows with the root of Delta": sigma * delta,
             "this is sigma; times the root of Delta": sigma,
             "this is the variance; take its root": std**2,
-            "the root in sigma is missing: sigma = a sqrt(t / (1-t))": (
+            "the root in sigma is missing: look at the definition of the noise level": (
                 a * t / (1 - t) * math.sqrt(delta)
             ),
             "sigma is taken at the next time s; take it where the step starts, at t": (
@@ -106,11 +111,13 @@ def check_flow_sde(answer: Answer) -> None:
             x - delta * v
         ),
         "the score correction has the wrong sign: it must undo the spreading": x - delta * v + pull,
-        "the score correction is twice too large: sigma^2 / 2": x - delta * v - 2 * pull,
+        "the score correction is twice too large: it must undo the spreading alone": (
+            x - delta * v - 2 * pull
+        ),
         "the velocity has the wrong sign: time runs down": x + delta * v - pull,
         "the score correction uses sigma instead of sigma squared": x - delta * v - pull / sigma,
         "the score correction is not multiplied by Delta": x - delta * v - pull / delta,
-        "the noise estimate is x + (1 - t) v, with the time t of the state x": (
+        "the noise is estimated with another time: take the time t of the state x": (
             x - delta * v - pull * (x + (1 - s) * v) / noise
         ),
     }
@@ -123,7 +130,7 @@ def check_flow_sde(answer: Answer) -> None:
     close(
         tensor(got_mean, (7, 2), "the mean"),
         mean,
-        "the mean is not x - Delta v - sigma^2 Delta / (2t) eps_hat",
+        "the mean is not the ODE's step plus the score correction",
         mistakes,
     )
 
@@ -215,6 +222,13 @@ def check_sde_ends(answer: Answer) -> None:
         "two calls with equal generators differ: draw the noise with torch.randn(x.shape,"
         " generator=generator)",
     )
+    reseeded = answer(
+        _linear_velocity, first.clone(), times, a, True, torch.Generator().manual_seed(8)
+    )
+    expect(
+        not same(reseeded, final[True]),
+        "another generator gives the same points: draw the noise with `generator`",
+    )
     expected = {correct: _std_after(start, times, a, float(correct)) for correct in (True, False)}
     expect(
         not math.isclose(stds[True], stds[False], rel_tol=1e-3),
@@ -274,6 +288,15 @@ def check_sde_ends(answer: Answer) -> None:
             " point does not end where its own beginning leads: keep samples, coordinates and"
             " signs as they are",
         )
+    uneven, level = [0.9, 0.5, 0.2, 0.0], 0.4
+    other = answer(
+        _linear_velocity, first.clone(), uneven, level, False, torch.Generator().manual_seed(7)
+    )
+    spread = float(tensor(other, (count, 2), "the final points").std(0).square().mean().sqrt())
+    expect(
+        math.isclose(spread, _std_after(start, uneven, level, 0.0), rel_tol=0.015),
+        "right for one grid and noise level, not for others: use `times` and `noise_level`",
+    )
 
 
 def colleague_ends(velocity: Answer, x: Tensor, times: list[float], noise_level: float) -> Tensor:
@@ -300,19 +323,25 @@ def check_cause(answer: str) -> None:
 @check("Exercise 5")
 def check_excess_variance(answer: Answer) -> None:
     """`answer(t, s, sigma)` is Delta^2 sigma^2 (1/t + sigma^2 / (4 t^2))."""
-    t, s, sigma = 0.7, 0.4, 0.9
+    for t, s, sigma in ((0.7, 0.4, 0.9), (0.9, 0.8, 1.3)):
+        _check_excess_variance(answer, t, s, sigma)
+
+
+def _check_excess_variance(answer: Answer, t: float, s: float, sigma: float) -> None:
     delta = t - s
     fresh, pull = sigma**2 * delta, sigma**2 * delta / (2 * t)
     truth = delta**2 * sigma**2 * (1 / t + sigma**2 / (4 * t**2))
     mistakes = {
         "this is the whole variance of x_s: subtract s squared": truth + s**2,
         "this is only the new noise: the old noise's coefficient shrinks too": fresh,
-        "the new noise is missing: add sigma^2 Delta": (s - pull) ** 2 - s**2,
+        "the new noise is missing: it has a variance, too": (s - pull) ** 2 - s**2,
         "standard deviations do not add: square each coefficient on its own": (
             (s - pull + math.sqrt(fresh)) ** 2 - s**2
         ),
-        "the new noise has variance sigma^2 Delta, not sigma^2": (s - pull) ** 2 + sigma**2 - s**2,
-        "a coefficient c of the noise gives variance c^2: square s - sigma^2 Delta / (2t)": (
+        "the variance of the new noise grows with the length of the step": (s - pull) ** 2
+        + sigma**2
+        - s**2,
+        "a coefficient c of the noise gives variance c^2: square that of the old noise": (
             s - pull + fresh - s**2
         ),
         "the square of the change of the old noise's coefficient is missing": truth - pull**2,
@@ -328,17 +357,21 @@ def check_excess_variance(answer: Answer) -> None:
 @check("Exercise 6")
 def check_cps(answer: Answer) -> None:
     """`answer(x, velocity, t, s, eta)` is mean and std of a CPS step."""
-    t, s, eta = 0.6, 0.45, 0.7
+    for t, s, eta in ((0.6, 0.45, 0.7), (0.8, 0.5, 0.3)):
+        _check_cps(answer, t, s, eta)
+
+
+def _check_cps(answer: Answer, t: float, s: float, eta: float) -> None:
     x, v = _state(t)
     got_mean, got_std = _two(answer(x, v, t, s, eta))
     std = s * math.sin(eta * math.pi / 2)
     close(
         number(got_std, "the standard deviation"),
         std,
-        "the standard deviation is not s sin(eta pi / 2)",
+        "the standard deviation is not the one of CPS: what are its values at eta = 0 and 1?",
         {
             "this uses the time t; the factor is the next time s": t * math.sin(eta * math.pi / 2),
-            "sin takes radians: eta pi / 2": s * math.sin(eta),
+            "sin takes radians: at eta = 1 the angle is a right angle": s * math.sin(eta),
             "CPS has no root of Delta: sigma is the step's standard deviation": (
                 std * math.sqrt(t - s)
             ),
@@ -350,20 +383,25 @@ def check_cps(answer: Answer) -> None:
     mistakes = {
         "old noise keeps its whole coefficient s: with the new noise the variance is then "
         "too large": ((1 - s) * clean + s * noise),
-        "standard deviations were subtracted: variances add, so the old noise keeps sqrt(s^2 "
-        "- sigma^2)": ((1 - s) * clean + (s - std) * noise),
+        "standard deviations were subtracted: variances add": ((1 - s) * clean + (s - std) * noise),
         "the clean part is weighted with 1 - t; at the next node it is 1 - s": (
             (1 - t) * clean + rest * noise
         ),
-        "the root is missing: the old noise keeps sqrt(s^2 - sigma^2)": (
+        "the root is missing: a coefficient is the root of a variance": (
             (1 - s) * clean + (s**2 - std**2) * noise
         ),
-        "old noise is the estimate x + (1 - t) v, not the velocity": (1 - s) * clean + rest * v,
+        "the velocity is not the old noise: use the estimate of the noise": (1 - s) * clean
+        + rest * v,
         "the two estimates are swapped": (1 - s) * noise + rest * clean,
     }
     wanted = (1 - s) * clean + rest * noise
     got = tensor(got_mean, (7, 2), "the mean")
-    close(got, wanted, "the mean is not (1-s) x0_hat + sqrt(s^2 - sigma^2) eps_hat", mistakes)
+    close(
+        got,
+        wanted,
+        "the mean is not the clean estimate and the old noise with their coefficients at s",
+        mistakes,
+    )
     final = _two(answer(x, v, t, 0.0, eta))
     expect(
         bool(torch.isfinite(torch.as_tensor(final[0])).all()),
@@ -377,6 +415,7 @@ def check_blobs(answer: dict[str, str]) -> None:
     ode, sde, cps = "ODE", "Flow-SDE, all steps random", "CPS"
     expect(isinstance(answer, dict) and set(answer) == {ode, sde, cps}, "keep the three keys")
     answered(None if ... in answer.values() else answer, "all samplers")
+    answer = {key: str(word).strip().lower() for key, word in answer.items()}
     allowed = set(answer.values()) <= {"sharper", "wider"}
     expect(allowed, 'answer "sharper" or "wider" for each sampler')
     expect(
@@ -399,6 +438,7 @@ def check_decisions(answer: dict[str, Any]) -> None:
     expect(isinstance(answer, dict), "give a dict with the keys FlowSDE, CPS and DDIMSDE")
     missing = [key for key in ("FlowSDE", "CPS", "DDIMSDE") if key not in answer]
     expect(not missing, f"no entry for {', '.join(missing)}")
+    expect(len(answer) == 3, "there are other keys than FlowSDE, CPS and DDIMSDE")
     counts = {key: number(value, key) for key, value in answer.items()}
     expect(
         counts["FlowSDE"] != 9,

@@ -22,6 +22,7 @@ from flowrl_course.checking import (
     same,
     same_gradient,
     tensor,
+    whole,
 )
 
 Answer = Callable[..., Any]
@@ -52,8 +53,9 @@ def check_log_prob(answer: Answer) -> None:
             squares.mean(1) / (2 * std**2) - constant
         ),
         "a / 2 * b is (a / 2) b: put 2 std^2 in brackets": -squares.mean(1) / 2 * std**2 - constant,
-        "the normalisation is missing: - log std - log(2 pi) / 2": -squares.mean(1) / (2 * std**2),
-        "the 2 below the fraction bar is missing: (x - mu)^2 / (2 std^2)": (
+        "the normalisation is missing: the density must integrate to 1": -squares.mean(1)
+        / (2 * std**2),
+        "a factor 2 is missing: the exponent of a Gaussian has it": (
             -squares.mean(1) / std**2 - constant
         ),
         "divided by std, not by its square": -squares.mean(1) / (2 * std) - constant,
@@ -82,20 +84,20 @@ def check_gradient_samples(answer: Answer) -> None:
         "the sign is wrong: actions above the mean with a good reward push the mean up": (
             -(rewards - baseline) * score
         ),
-        "the derivative of log pi by the mean has std squared below the fraction bar": (
+        "divided by std once: differentiate log pi by the mean again": (
             (rewards - baseline) * (x - mean) / std
         ),
-        "the variance is missing: the derivative is (x - mu) / std^2": (
+        "the variance is missing: the derivative is larger where there is less noise": (
             (rewards - baseline) * (x - mean)
         ),
-        "the 2 cancels: the derivative of (x - mu)^2 / (2 std^2) has none": (
+        "the 2 of the exponent cancels: a square's derivative has a factor 2": (
             (rewards - baseline) * score / 2
         ),
-        "the baseline is missing: R - b": rewards * score,
+        "the baseline is missing: it is subtracted from the reward": rewards * score,
         "the baseline is subtracted from the product; subtract it from the reward": (
             rewards * score - baseline
         ),
-        "the baseline is added: R - b": (rewards + baseline) * score,
+        "the baseline is added: subtract it": (rewards + baseline) * score,
         "this is the log-probability; the estimate needs its derivative by the mean": (
             (rewards - baseline) * log_prob
         ),
@@ -109,7 +111,8 @@ def check_gradient_samples(answer: Answer) -> None:
     close(
         tensor(got, (6,), "the estimates"),
         (rewards - baseline) * score,
-        "this is not (R - b) (x - mu) / std^2",
+        "this is not the weighted derivative of log pi: differentiate it by the mean, sample by"
+        " sample",
         mistakes,
     )
     each = answer(x, mean, std, rewards, rewards)
@@ -199,7 +202,7 @@ def check_clipped_loss(answer: Answer) -> None:
         "the range is 1 - c to 1 + c: the ratio is near 1, not near 0": (
             torch.maximum(plain, -advantage * ratio.clamp(-c, c)).mean()
         ),
-        "the ratio of probabilities is exp(new - old), not new / old": (
+        "a quotient of log-probabilities is not the ratio of the probabilities": (
             torch.maximum(
                 -advantage * new / old, -advantage * (new / old).clamp(1 - c, 1 + c)
             ).mean()
@@ -217,7 +220,7 @@ def check_clipped_loss(answer: Answer) -> None:
     close(
         got,
         torch.maximum(plain, held).mean(),
-        "this is not mean max(-A rho, -A clip(rho))",
+        "this is not the mean of the pessimistic loss: compare the terms of one pair by hand",
         mistakes,
         1e-5,
     )
@@ -234,7 +237,7 @@ def check_kl(answer: Answer) -> None:
     truth = torch.distributions.kl_divergence(p, q).mean(1)
     mistakes = {
         "this is the sum over elements; take the mean": truth * 3,
-        "the 2 is missing: ||mu - mu_ref||^2 / (2 std^2)": truth * 2,
+        "a factor 2 is missing: take the difference of two Gaussian log-densities": truth * 2,
         "divided by std, not by its square": truth * std,
         "not divided by the variance: the same distance matters more where there is less noise": (
             truth * std**2
@@ -247,7 +250,8 @@ def check_kl(answer: Answer) -> None:
     close(
         tensor(got, (5,), "the KL"),
         truth,
-        "this is not ||mu - mu_ref||^2 / (2 std^2), averaged over elements",
+        "this is not the KL of the two Gaussians, averaged over elements: compare one element with"
+        " torch.distributions.kl_divergence",
         mistakes,
     )
     same_gradient(got, truth, mean)
@@ -263,11 +267,13 @@ def check_translated_clip(answer: Answer) -> None:
         mistakes = {
             "this is the inverse factor: with fewer elements the ratio moves further from 1, "
             "so the range grows": (clip / factor**0.5),
-            "the spread is delta / sqrt(d), not delta / d: take the root": clip * factor,
-            "the range is unchanged; the spread delta / sqrt(d) depends on the number of "
-            "elements": (clip),
-            "this is the change delta per element; divide it by the root of your own number "
-            "of elements": (clip * elements**0.5),
+            "the spread of a mean of d numbers falls more slowly than 1 / d: take the root": (
+                clip * factor
+            ),
+            "the range is unchanged, but the spread of the ratio depends on the elements": clip,
+            "this is the change per element; convert it back for your own number of elements": (
+                clip * elements**0.5
+            ),
             "the root is applied to the clip range too": (clip * factor) ** 0.5,
             "this is the factor between the two; multiply it by the clip range": factor**0.5,
         }
@@ -278,7 +284,7 @@ def check_translated_clip(answer: Answer) -> None:
         )
         expect(
             math.isclose(got, right, rel_tol=1e-4),
-            message or "this does not keep delta = clip_range x sqrt(elements) constant",
+            message or "this does not keep the change per element constant",
         )
 
 
@@ -290,7 +296,7 @@ def check_diagnosis(answer: dict[int, str]) -> None:
         "give a dict with the keys 1, 2 and 3",
     )
     answered(None if ... in answer.values() else answer, "the diagnosis")
-    given = {log: str(letter).strip().upper() for log, letter in answer.items()}
+    given = {log: choice(letter, "abc").upper() for log, letter in answer.items()}
     expect(set(given.values()) == {"A", "B", "C"}, "use each of the letters A, B and C once")
     expect(given[1] != "A", "the reward of log 1 moves a lot: its advantages cannot all be 0")
     expect(
@@ -415,10 +421,10 @@ def _check_steps(notebook: dict[str, Any], nodes: Tensor, direction: Tensor, cou
         close(
             nodes[i + 1],
             ode,
-            f"{where} is not an ODE step: x - (t - s) v, with v at the time and the node where the"
-            " step starts",
+            f"{where} is not an ODE step: take v at the time and the node where the step starts",
             {
-                f"{where} moves away from the data: t falls, so subtract (t - s) v": x + delta * v,
+                f"{where} moves away from the data: v points towards noise, and t falls": x
+                + delta * v,
                 f"{where} uses the mean of the random step: an ODE step has no score correction": (
                     mean
                 ),
@@ -697,7 +703,7 @@ def check_one_minibatch(answer: str) -> None:
 @check("Exercise 12")
 def check_wrong_line(answer: int) -> None:
     """`answer` is the number of the wrong line."""
-    line = int(number(answer, "the line"))
+    line = whole(answer, "the line")
     expect(1 <= line <= 5, "give the number of a line, 1 to 5")
     expect(line not in (1, 4), "lines 1 and 4 fit together: the members of a prompt are adjacent")
     expect(line == 3, "this line does what it says: which node is the image, and which the noise?")

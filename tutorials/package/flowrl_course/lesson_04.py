@@ -14,7 +14,7 @@ from flowrl_course.checking import (
     close,
     decide,
     expect,
-    number,
+    numbers,
     quiz,
     same,
     tensor,
@@ -46,17 +46,23 @@ def check_score(answer: Answer) -> None:
     )
     mistakes = {
         "the sign is wrong: a sample beyond the mean makes a stronger wind more likely": -right,
-        "push is missing: by the chain rule, the mean moves by push times the wind": right / push,
-        "the derivative of -(z - mean)^2 / (2 std^2) by the mean has std squared below the "
-        "fraction bar": right * std,
-        "divide by the variance: (z - mean) / std^2": right * std**2,
-        "the 2 cancels: the derivative of (z - mean)^2 / (2 std^2) has none": right / 2,
+        "push is missing: use the chain rule, since the wind moves the mean by way of it": right
+        / push,
+        "divided by std once: differentiate the log-density by the mean again": right * std,
+        "not divided by the variance: where there is less noise, the derivative is larger": right
+        * std**2,
+        "the 2 of the exponent cancels: a square's derivative has a factor 2": right / 2,
         "this is the log-density (without its constant); take its derivative by the wind": (
             -(z - mean).square() / (2 * std**2)
         ),
         "push moves the mean; multiply by it, do not divide": (z - mean) / std**2 / push,
     }
-    close(tensor(got, (5, 2), "the score"), right, "this is not push (z - mean) / std^2", mistakes)
+    close(
+        tensor(got, (5, 2), "the score"),
+        right,
+        "this is not the derivative of log pi by the wind",
+        mistakes,
+    )
 
 
 TERMS = {
@@ -243,11 +249,7 @@ def check_noise(answer: Answer) -> None:
     sizes = torch.tensor([0.3, 0.5, 0.8, 1.7])
     shares = torch.tensor([0.9, 0.2, 0.5, 0.4, 0.1])
     got = answered(answer(sizes.clone(), shares.clone()), "the noise")
-    expect(
-        isinstance(got, tuple | list | Tensor) and len(got) == 3,
-        "return three numbers: uniform, reward to go, gain",
-    )
-    result = torch.tensor([number(part) for part in got])
+    result = torch.tensor(numbers(got, 3, "return three numbers: uniform, reward to go, gain"))
     gain = (sizes * shares[1:]).sum()
     rest = shares[1:].flip(0).cumsum(0).flip(0)
     to_go, uniform = (sizes * rest).sum(), sizes.sum() * shares.sum()
@@ -292,11 +294,8 @@ def check_improvement(answer: Answer) -> None:
     generator = torch.Generator().manual_seed(7)
     logs, credit = torch.randn(2, 5, 4, generator=generator) * 0.4
     got = answered(answer(logs.clone(), credit.clone()), "the improvement")
-    expect(
-        isinstance(got, tuple | list) and len(got) == 2,
-        "return two numbers: the surrogate, and the estimate with the whole path's weight",
-    )
-    result = torch.tensor([number(part) for part in got])
+    order = "return two numbers: the surrogate, and the estimate with the whole path's weight"
+    result = torch.tensor(numbers(got, 2, order))
     ratios, products = logs.exp(), logs.cumsum(1).exp()
 
     def two(first: Tensor, second: Tensor) -> Tensor:
@@ -318,7 +317,12 @@ def check_improvement(answer: Answer) -> None:
         "the ratios are inverted: new over old": two((-logs).exp(), (-logs).cumsum(1).exp()),
         "both numbers use one ratio per decision": two(ratios, ratios),
     }
-    close(result, right, "these are not the means of sums of ratio times A*", mistakes)
+    close(
+        result,
+        right,
+        "these are not the two estimates of the improvement: compute one trajectory by hand",
+        mistakes,
+    )
 
 
 CHOICES = {

@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 from flowrl.credit import gains
-from flowrl_course.checking import answered, check, choice, close, expect, number, quiz, tensor
+from flowrl_course.checking import (
+    answered,
+    check,
+    choice,
+    close,
+    expect,
+    number,
+    quiz,
+    tensor,
+    whole,
+)
 
 Answer = Callable[..., Any]
 
@@ -31,11 +41,9 @@ def check_values(answer: Answer) -> None:
     forward = torch.cat([torch.zeros_like(values[..., :1]), gained.cumsum(-1)], dim=-1)
     later = values[..., -1:] - values
     mistakes = {
-        "the sign is wrong: V_k is what is missing to R, R minus the later gains": (
-            values[..., -1:] + later
-        ),
+        "the sign is wrong: the later gains are what is missing to R": (values[..., -1:] + later),
         "these are changes since the start, V_k - V_0: the final reward fixes the level": forward,
-        "this begins at R: the last column is R, and earlier ones are R minus later gains": (
+        "this begins at R: the last column is R, and the first is the start": (
             final[..., None] + forward
         ),
         "this is the reward-to-go R - V_k: subtract it from R": later,
@@ -90,8 +98,8 @@ def check_figure_1(answer: dict[str, Any]) -> None:
         "g at 0.71: find the node with t = 0.71; the step that leaves it has the same number",
     )
     dip = given["into the dip at 0.86"]
-    expect(dip != 3, "step 3 leads out of the dip; the step that leads into node 3 leaves node 2")
-    expect(dip == 2, "the step into node j is step j - 1")
+    expect(dip != 3, "step 3 leads out of the dip: which step leads into it?")
+    expect(dip == 2, "this step does not end at the node of the dip: which one does?")
 
 
 def _field(x: Tensor, t: Any) -> Tensor:
@@ -132,17 +140,18 @@ def check_substeps(answer: Answer) -> None:
     mistakes = {
         "the first velocity is used for every substep: this is the Tweedie estimate; "
         "evaluate `velocity` after each substep": (x - t * v),
-        "the velocity is always evaluated at the time t; after k substeps the time is t - k "
-        "t / count": _euler(x, t, count, still=True),
-        "substeps have the length 1 / count; only the time t remains: t / count": _euler(
+        "the velocity is always evaluated at the time t: time falls with each substep": _euler(
+            x, t, count, still=True
+        ),
+        "substeps have the length 1 / count: only the time t remains": _euler(
             x, t, count, length=1 / count
         ),
         "the sign is wrong: v points towards noise, so subtract it": _backwards(x, t, count),
-        "substeps have the length 1 / count, and the times too; only the time t remains: t / "
-        "count": _from_one(x, t, count),
+        "substeps have the length 1 / count, and the times too: only the time t remains": _from_one(
+            x, t, count
+        ),
         "the velocity is evaluated one substep ahead of its state": _euler(x, t, count, ahead=1),
-        "the velocity is evaluated one substep behind its state: after k substeps the time "
-        "is t - k t / count": _euler(x, t, count, ahead=-1),
+        "the velocity is evaluated one substep behind its state": _euler(x, t, count, ahead=-1),
         "one substep is missing: the last one ends at t = 0": _short(x, t, count),
     }
     close(
@@ -213,7 +222,7 @@ def check_mean_squares(answer: Answer) -> None:
     close(
         tensor(answer(means, stds), (4,), "the result"),
         squares / squares.mean(),
-        "this is not the mean square of (g_k - mean(g)) / std(g)",
+        "this is not the mean square of the joint z-scores of each decision",
         mistakes,
     )
 
@@ -237,7 +246,7 @@ def check_credit_error(answer: Answer) -> None:
             " factor of each V_j first; and R has no error": (
                 sum(2 * power**2 for power in powers) - powers[-1] ** 2
             ),
-            "the factor of V_{k+j} is the difference of two powers of lambda": (
+            "each V_{k+j} is in two neighbouring gains: subtract their weights": (
                 1 + sum(power**2 for power in powers[:-1])
             ),
             "the factors are added up before they are squared: variances of independent errors"
@@ -261,20 +270,18 @@ def check_worth(answer: Answer) -> None:
     for weak, strong in ((0.2, 0.65), (0.5, 0.3)):
         worth = strong / (1 - strong) * (1 - weak) / weak
         mistakes = {
-            "this is the ratio of the cosines; a batch's signal-to-noise is cos / (1 - cos)": (
-                strong / weak
-            ),
+            "this is the ratio of the cosines: solve cos = q / (q + 1) for q first": strong / weak,
             "this is the ratio of the squared cosines; solve cos = q / (q + 1) for q": (
                 (strong / weak) ** 2
             ),
             "this is the inverse: how many batches of `weak` are worth one of `strong`": 1 / worth,
-            "this compares the noise only; divide signal by noise, cos / (1 - cos)": (
+            "this compares the noise only: divide signal by noise for each rule": (
                 (1 - weak) / (1 - strong)
             ),
             "q is a ratio of squared lengths already: no root": worth**0.5,
         }
         got = number(answer(weak, strong), "batches_worth")
-        close(got, worth, "this is not the ratio of the two cos / (1 - cos)", mistakes)
+        close(got, worth, "this is not the ratio of the two signal-to-noise ratios q", mistakes)
 
 
 @check("Exercise 4")
@@ -288,7 +295,7 @@ def check_largest_gains(answer: str) -> None:
 @check("Exercise 6")
 def check_wrong_line(answer: int) -> None:
     """`answer` is the number of the wrong line."""
-    line = int(number(answer, "the line"))
+    line = whole(answer, "the line")
     expect(1 <= line <= 5, "give the number of a line, 1 to 5")
     expect(line != 5, "line 5 is right for a table in the order of time: is it in that order?")
     expect(line == 4, "this line does what it says: follow the order of the columns instead")
@@ -306,7 +313,7 @@ def check_choice_of_probe(answer: dict[str, Any]) -> None:
         "give a dict with nodes and probe",
     )
     nodes, probe = answer["nodes"], answered(answer["probe"], "the probe")
-    nodes = [int(number(node, "a node")) for node in nodes]
+    nodes = [whole(node, "a node") for node in nodes]
     expect(
         len(nodes) == 5 and nodes == sorted(set(nodes)) and nodes[0] >= 0 and nodes[-1] < 39,
         "give five different nodes in increasing order, from 0 to 38",
@@ -322,13 +329,12 @@ def check_choice_of_probe(answer: dict[str, Any]) -> None:
     )
     expect(
         probe == "completion" or probe > 2,
-        f"{probe} of {CLOSE} substeps are too few: their estimates are blurred and far from the"
-        " whole ODE in the table above",
+        f"{probe} substeps are too few: their estimates are blurred and far from the whole ODE in"
+        " the table above",
     )
     expect(
         probe == "completion" or probe >= CLOSE,
-        f"the lesson has not measured {probe} substeps: {CLOSE} are close to the whole ODE, and"
-        " fit",
+        f"the lesson has not measured {probe} substeps: take a number from its table",
     )
     expect(nodes[-1] <= 27, "the last decisions come too late: they have nearly no gain")
 

@@ -18,6 +18,7 @@ from flowrl_course.checking import (
     quiz,
     same,
     tensor,
+    whole,
 )
 
 Answer = Callable[..., Any]
@@ -97,7 +98,9 @@ def _lists(answer: Any, what: str) -> dict[str, list[int]]:
             isinstance(steps, list | tuple | set),
             f"{what}[{name!r}] must be a list of decisions, such as [2]",
         )
-    return {name: sorted(int(step) for step in steps) for name, steps in answer.items()}
+    return {
+        name: sorted(whole(step, "a decision") for step in steps) for name, steps in answer.items()
+    }
 
 
 @check("Exercise 2")
@@ -115,8 +118,8 @@ def check_by_hand(plain: Any, consistent: Any) -> None:
     )
     expect(
         not (1 in first["a"] and 1 in first["b"] and 2 not in first["a"]),
-        "a and b turn at column 2, and the decision that turned them is the one that starts there:"
-        " decision 2, not 1",
+        "a and b turn at column 2: the decision that turned them starts there, and does not lead"
+        " to it",
     )
     expect(
         not (3 in first["a"] or 3 in first["b"]),
@@ -130,8 +133,7 @@ def check_by_hand(plain: Any, consistent: Any) -> None:
     )
     expect(
         0 in first["c"],
-        "decision 0 of c is missing: the first decision counts when it has the sign of the trend,"
-        " g_0 (R - V_0) > 0",
+        "a decision of c is missing: the first decision counts when it has the sign of the trend",
     )
     expect(
         0 not in first["a"] and 0 not in first["b"],
@@ -139,8 +141,8 @@ def check_by_hand(plain: Any, consistent: Any) -> None:
     )
     expect(
         2 in first["c"],
-        "decision 2 of c is missing under the plain rule: decision 1 went down, decision 2 goes up,"
-        " as the trend does",
+        "a decision of c is missing under the plain rule: which one goes with the trend after one"
+        " against it?",
     )
     wrong = ", ".join(name for name in PLAIN if first[name] != PLAIN[name])
     expect(first == PLAIN, f"plain: look again at g_{{k-1}}, g_k and R - V_0 of {wrong}")
@@ -151,7 +153,7 @@ def check_by_hand(plain: Any, consistent: Any) -> None:
     )
     expect(
         0 in second["c"],
-        "decision 0 of c is consistent: it rises, and from 0.55 to 0.62 so does the rest",
+        "c has a consistent turning point: compare each plain one with the change after it",
     )
     expect(
         second == CONSISTENT,
@@ -240,14 +242,17 @@ def check_consistent(answer: Answer) -> None:
 
     local = step * reward_to_go(values).sign() > 0
     mistakes = {
-        "the first decision is missing: it counts where g_0 (R - V_1) > 0": plain & agrees,
-        "the first decision follows the plain rule here, g_0 (R - V_0) > 0; the consistent one "
-        "requires g_0 (R - V_1) > 0": first(plain & agrees, step * trend > 0),
-        "R - V_k contains the decision's own gain; what comes after decision k is R - V_{k+1}": (
+        "the first decision is missing: it has no decision before it, but may count": (
+            plain & agrees
+        ),
+        "the first decision follows the plain rule here: compare it with what comes after": first(
+            plain & agrees, step * trend > 0
+        ),
+        "R - V_k contains the decision's own gain: take what comes after the decision": (
             first(plain & local, local)
         ),
-        "R - V_k contains the decision's own gain; what comes after it is R - V_{k+1} (the "
-        "first decision is right)": first(plain & local, agrees),
+        "R - V_k contains the decision's own gain: take what comes after it (the first decision "
+        "is right)": first(plain & local, agrees),
         "consistency is not required: these are the plain turning points": turning_points(
             values, consistent=False
         ),
@@ -260,8 +265,8 @@ def check_consistent(answer: Answer) -> None:
     close(
         got,
         wanted,
-        "a consistent turning point is a plain one with g_k (R - V_{k+1}) > 0; decision 0 needs"
-        " that alone",
+        "a consistent turning point is a plain one with a second condition: compare decision 0 and"
+        " a later one with the definition",
         mistakes,
     )
 
@@ -283,9 +288,7 @@ def check_paper_labels(answer: dict[int, float]) -> None:
     """`answer` maps the paper's t of the consistent turning points to their aggregated values."""
     expect(isinstance(answer, dict), "give a dict such as {4: 0.10}")
     expect(... not in answer and ... not in answer.values(), "not answered yet: replace the dots")
-    given = {
-        int(number(t, "t")): number(value, f"the reward at t = {t}") for t, value in answer.items()
-    }
+    given = {whole(t, "t"): number(value, f"the reward at t = {t}") for t, value in answer.items()}
     expect(
         set(given) != {0, 3},
         "these are our numbers of decisions; the paper's t is T - k, with T = 5",
@@ -301,13 +304,11 @@ def check_paper_labels(answer: dict[int, float]) -> None:
     expect(
         4 not in given, "t = 4 goes down, against the trend; a turning point goes with the trend"
     )
-    expect(
-        5 in given, "the first decision is missing: by Remark 5.2 it counts if g_0 (R - V_1) > 0"
-    )
+    expect(5 in given, "the first decision is missing: look at Remark 5.2")
     expect(2 in given, "a decision that goes up after one down is missing")
     expect(
         set(given) == set(PAPER_LABELS),
-        f"t runs from 5 to 1; there is no t among {sorted(given)} beyond 5 and 2 that qualifies",
+        f"t runs from 5 to 1, and only two qualify: not all of {sorted(given)} are among them",
     )
     for amounts, mistake in (
         (

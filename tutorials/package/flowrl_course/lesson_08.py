@@ -67,16 +67,15 @@ def check_seeds(answer: Answer) -> None:
         given = answer(*case)
         expect(given is not ..., "no answer yet for seeds_needed; replace the dots")
         got.append(0 if given is None else number(given, "the number of seeds"))
+        expect(given is None or got[-1] > 0, "no number of seeds is 0: return None if over 17")
     right = [_seeds(*case) for case in CASES]
     normal = [math.ceil((1.96 * spread / half) ** 2) for spread, half in CASES]
     mistakes = {
-        "1.96 holds for a known spread; with few seeds take T_QUANTILE[n - 1]": normal,
-        "1.96 holds for a known spread; with few seeds take the quantile T_QUANTILE[n - 1]": [
+        "1.96 holds for a known spread; with few seeds take T_QUANTILE": normal,
+        "1.96 holds for a known spread; with few seeds take the quantile T_QUANTILE": [
             n if n < 18 else 0 for n in normal
         ],
-        "n seeds leave n - 1 degrees of freedom: T_QUANTILE[n - 1]": [
-            _seeds(*case, lost=0) for case in CASES
-        ],
+        "n seeds leave n - 1 degrees of freedom, not n": [_seeds(*case, lost=0) for case in CASES],
         "n seeds leave n - 1 degrees of freedom, not n - 2": [
             _seeds(*case, lost=2, first=3) for case in CASES
         ],
@@ -105,7 +104,7 @@ def check_seeds(answer: Answer) -> None:
     close(
         torch.tensor(got),
         torch.tensor([float(n) for n in right]),
-        missing or "this is not the smallest n with t spread / sqrt(n) <= half",
+        missing or "this is not the smallest n whose interval is narrow enough",
         {text: torch.tensor([float(n) for n in value]) for text, value in mistakes.items()},
     )
 
@@ -359,9 +358,10 @@ def check_claims(answer: Mapping[str, str]) -> None:
     """`answer` maps a claim's letter to supported, contradicted or open."""
     allowed = (SUPPORTED, CONTRADICTED, OPEN)
     expect(isinstance(answer, Mapping), "write a dictionary from letters to words")
+    expect(set(answer) <= set(_CLAIMS), "there are only the claims A to G")
     for letter, (verdict, reason) in _CLAIMS.items():
         expect(letter in answer, f"claim {letter} has no verdict")
-        choice = answered(answer[letter], f"claim {letter}")
+        choice = str(answered(answer[letter], f"claim {letter}")).strip().lower()
         expect(choice in allowed, f"claim {letter}: {choice!r} is none of {', '.join(allowed)}")
         if verdict == OPEN:
             wrong = f"claim {letter} is about something that was not measured here: {reason}"

@@ -279,7 +279,7 @@ def check_remembers(rule: Any) -> None:
         "this is one std for each group (exercise 2), without memory": centred_to_go(tables[-1]),
     }
     otherwise = (
-        "the third table's advantages are not (R - V_k - mean) / (running root mean square + 1e-4)"
+        "the third table's advantages are not the centred R - V_k in units of the running scale"
     )
     close(got, _one_ruler(tables, 0.9), otherwise, mistakes, 2e-3)
     for size, where in ((100.0, "above"), (-100.0, "below")):

@@ -13,10 +13,12 @@ from flowrl_course.checking import (
     close,
     expect,
     number,
+    numbers,
     quiz,
     same,
     same_gradient,
     tensor,
+    whole,
 )
 
 Answer = Callable[..., Any]
@@ -38,11 +40,14 @@ def check_shifted(answer: Answer) -> None:
             u / (3 - 2 * u)
         ),
         "the denominator is missing: t = 1 must stay 1": 3 * u,
-        "the denominator has the shift instead of shift - 1: t = 1 must stay 1": 3
-        * u
-        / (1 + 3 * u),
+        "the denominator is too large: t = 1 must stay 1": 3 * u / (1 + 3 * u),
     }
-    close(got, wanted, "this is not shift * u / (1 + (shift - 1) * u)", mistakes)
+    close(
+        got,
+        wanted,
+        "this is not the time whose ratio of noise to data is shift times that of u",
+        mistakes,
+    )
     expect(
         same(answer(u, 1.0), u),
         "a shift of 1 must change nothing: is the 3 written into the function?",
@@ -126,7 +131,7 @@ def check_guided(answer: Answer) -> None:
         ),
         "this is the difference alone: it starts at the negative velocity": 4.5 * (towards - away),
         "the negative velocity is not subtracted": away + 4.5 * towards,
-        "this is a mean of the two, and guidance goes beyond: v_neg + scale * (v - v_neg)": (
+        "this is a mean of the two: guidance goes beyond the prompt's velocity": (
             (towards + 4.5 * away) / 5.5
         ),
     }
@@ -134,7 +139,7 @@ def check_guided(answer: Answer) -> None:
     close(
         tensor(velocity, (3, 4), "the velocity"),
         wanted,
-        "this is not v_neg + scale * (v - v_neg)",
+        "this is not the guided velocity: what must scale 0 and scale 1 give?",
         mistakes,
     )
     same_gradient(velocity, wanted, towards)
@@ -188,11 +193,8 @@ def check_arithmetic(answer: Answer) -> None:
     """
     settings = (10, 6, 9, 7, 16, 4)
     found = answered(answer(*settings), "arithmetic")
-    expect(
-        isinstance(found, tuple | list) and len(found) == 3,
-        "return three numbers: trajectories, pairs, backward passes",
-    )
-    trajectories, pairs, passes = (number(value, "each of the three") for value in found)
+    names = "return three numbers: trajectories, pairs, backward passes"
+    trajectories, pairs, passes = numbers(found, 3, names)
     case = "10 groups of 6 on 4 processes"
     mistakes: dict[str, Any] = {
         f"trajectories: {case}: this is the number over all processes": 60,
@@ -229,10 +231,10 @@ def check_arithmetic(answer: Answer) -> None:
     }
     close(passes, 2, f"backward passes: {passes:g} instead of 2 for {case}", mistakes, 1e-6)
     for other in ((48, 24, 9, 2, 8, 8), (5, 4, 3, 1, 7, 1), (3, 4, 2, 5, 3, 2)):
-        names = "groups, group_size, steps, minibatches, micro_batch, processes"
+        settings_of = "groups, group_size, steps, minibatches, micro_batch, processes"
         expect(
-            tuple(answer(*other)) == _arithmetic(*other),
-            f"wrong for ({names}) = {other}; expected {_arithmetic(*other)}",
+            tuple(numbers(answer(*other), 3, names)) == _arithmetic(*other),
+            f"wrong for ({settings_of}) = {other}; expected {_arithmetic(*other)}",
         )
 
 
@@ -241,7 +243,7 @@ def check_settings(answer: dict[str, int]) -> None:
     """`answer` has groups, group_size, minibatches and micro_batch within the limits."""
     names = ("groups", "group_size", "minibatches", "micro_batch")
     expect(isinstance(answer, dict) and set(answer) == set(names), "keep the names of the settings")
-    groups, size, minibatches, micro = (int(number(answer[name], name)) for name in names)
+    groups, size, minibatches, micro = (whole(answer[name], name) for name in names)
     expect(min(groups, minibatches, micro) >= 1, "all settings are at least 1")
     expect(size >= 16, "a group has fewer than 16 members: use larger groups")
     expect(groups * size >= 512, f"{groups * size} trajectories of 512: use more groups")
@@ -275,6 +277,8 @@ def check_memory(answer: Answer) -> None:
         "these are gibibytes (2**30): take 1e9": wanted * 1e9 / 2**30,
     }
     close(got, wanted, f"{got:.4g} instead of {wanted:.4g} GB", mistakes, 1e-4)
+    other = number(answer(1000, 20, 10**6), "the answer")
+    close(other, 164.0, f"{other:.4g} instead of 164 GB for 1000 samples of 20 steps", {}, 1e-4)
 
 
 @check("Exercise 10")
@@ -283,11 +287,7 @@ def check_iteration(answer: Answer) -> None:
     sampling and of the update.
     """
     found = answered(answer(100, 70, 30, 2, 1, 1.5), "iteration_passes")
-    expect(
-        isinstance(found, tuple | list) and len(found) == 2,
-        "return two numbers: sampling and update",
-    )
-    sampling, update = number(found[0], "sampling"), number(found[1], "update")
+    sampling, update = numbers(found, 2, "return two numbers: sampling and update")
     mistakes = {"guidance is missing: each evaluation is `passes` forward passes": 100.0}
     close(
         sampling,
@@ -309,7 +309,7 @@ def check_iteration(answer: Answer) -> None:
         (1, (10.0, 20.0), "without guidance"),
         (2, (20.0, 40.0), "if both branches are differentiated"),
     ):
-        other = tuple(answer(10, 8, 4, branches, branches, 2.0))
+        other = tuple(numbers(answer(10, 8, 4, branches, branches, 2.0), 2, "return two numbers"))
         expect(
             same(torch.tensor(other), torch.tensor(wanted)), f"{other} instead of {wanted} {case}"
         )

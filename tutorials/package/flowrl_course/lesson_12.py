@@ -9,7 +9,17 @@ from torch import Tensor
 from flowrl.core.tree import Tree, tree_of
 from flowrl.credit import group_zscore
 from flowrl.probes import Branch
-from flowrl_course.checking import answered, check, choice, close, expect, number, quiz, tensor
+from flowrl_course.checking import (
+    answered,
+    check,
+    choice,
+    close,
+    expect,
+    number,
+    quiz,
+    tensor,
+    whole,
+)
 
 Answer = Callable[..., Any]
 
@@ -112,7 +122,7 @@ def check_siblings(answer: Answer) -> None:
     close(
         got,
         wanted,
-        "this is not (V - mean) / (std + 1e-4) over the states with the same parent",
+        "this is not the z-score over the states with the same parent (1e-4 is added to the std)",
         mistakes,
     )
 
@@ -203,8 +213,9 @@ def check_shares(answer: Answer) -> None:
     mistakes = {
         "these are numbers of edges: divide by their sum": edges,
         "the denominator contains n_0: no edge leads to a root": edges / sum(counts),
-        "decision i is counted by the states it starts from, n_i: it has one edge per state "
-        "it leads to, n_{i+1}": (starts / starts.sum()),
+        "decision i is counted by the states it starts from: count its edges": (
+            starts / starts.sum()
+        ),
         "every decision has 1/D: these are the shares with leaf weights": torch.full_like(
             edges, 1 / len(edges)
         ),
@@ -214,7 +225,7 @@ def check_shares(answer: Answer) -> None:
     close(
         got,
         edges / edges.sum(),
-        "the share of decision i is n_{i+1} divided by the number of all edges",
+        "these are not the shares: how many distinct edges does a decision have?",
         mistakes,
     )
 
@@ -264,8 +275,9 @@ def check_evaluations(answer: Answer) -> None:
 @check("Exercise 7")
 def check_shape(roots: int, children: dict[int, int]) -> None:
     """`roots` and `children` {step: count} are a shape within the limits of the exercise."""
-    roots = int(number(roots, "roots"))
+    roots = whole(roots, "roots")
     expect(isinstance(answered(children, "children"), dict), "children is a dict {step: count}")
+    children = {step: whole(count, "a number of children") for step, count in children.items()}
     splits = [step for step, count in children.items() if count > 1]
     expect(
         set(splits) <= set(range(5)),
@@ -293,7 +305,7 @@ def check_scale(answer: float) -> None:
     close(
         number(answer, "the scale"),
         0.2,
-        "this is not the product of two factors: the credited fraction and the shrinkage",
+        "this is not the scale: which two effects make the gradient smaller?",
         mistakes,
         1e-3,
     )

@@ -19,6 +19,7 @@ from flowrl_course.checking import (
     number,
     quiz,
     tensor,
+    whole,
 )
 
 Answer = Callable[..., Any]
@@ -52,12 +53,14 @@ def check_target(answer: Answer) -> None:
         k = delta * (1 + level**2 / 2)
         wanted = ((1 - drift) * x - x_next) / k
         mistakes = {
-            "the sign is wrong: mu falls with v, so v is (... z - z_next) / kappa": -wanted,
+            "the sign is wrong: the mean falls if v grows": -wanted,
             "this is the slope of the step: the noise term changes the mean, too": (
                 (x - x_next) / delta
             ),
-            "z has the factor 1: in the mean it has 1 - a^2 Delta / (2 (1 - t))": (x - x_next) / k,
-            "kappa lacks a factor: it is Delta (1 + a^2 / 2)": ((1 - drift) * x - x_next) / delta,
+            "z has the factor 1: the score correction contains z, too": (x - x_next) / k,
+            "kappa lacks a factor: the score correction contains v, too": (
+                ((1 - drift) * x - x_next) / delta
+            ),
             "the drift of z has t in place of 1 - t": (
                 ((1 - level**2 * delta / (2 * t)) * x - x_next) / k
             ),
@@ -83,7 +86,9 @@ def check_minimum(answer: Answer) -> None:
     pull, share = target - old, (2 * r - 1)[:, None]
     mistakes = {
         "this is the step d alone: v is v_old + d": share / beta * pull,
-        "the minimum is further away for a small beta: divide by beta": old + share * beta * pull,
+        "multiplied by beta: the minimum is further away for a small beta": (
+            old + share * beta * pull
+        ),
         "beta is missing: v+ and v- are v_old plus and minus beta d": old + share * pull,
         "the sign is wrong: a good sample attracts": old - share / beta * pull,
         "the bad branch is missing: with r = 1/2 both terms balance at v_old": (
@@ -124,9 +129,9 @@ def check_gradient(answer: Answer) -> None:
         "the factor 1/dim of the mean over elements is missing": wanted * 3,
         "the factor 2 of the square is missing": wanted / 2,
         "the division by eta is missing": wanted * t * mean,
-        "eta has no factor t here: eta = t mean|v_old - v*|": wanted * t,
+        "eta has no factor t here: it is a distance of clean estimates": wanted * t,
         "t^2 is missing: the errors are those of clean estimates": wanted / t.square(),
-        "the factor 1/A_max of 2r - 1 is still there: it cancels against A_max / beta_NFT": wanted
+        "the factor 1/A_max of 2r - 1 is still there: look for A_max elsewhere in the loss": wanted
         / 5,
         "the advantage has no effect on the sign: use A, not its absolute value": (
             wanted * advantages.sign()[:, None]
@@ -139,7 +144,7 @@ def check_gradient(answer: Answer) -> None:
     close(
         got,
         wanted,
-        "this is not 2 A t^2 (v_old - v*) / eta, divided by the number of elements",
+        "this is not the gradient of the loss at v_old: compare with autograd",
         mistakes,
     )
 
@@ -227,9 +232,16 @@ def check_weights(answer: Answer) -> None:
         "beta_DGPO is also a factor of the weights: it cancels": beta
         * torch.sigmoid(s)
         * advantages,
-        "the advantages are missing: the weight is sigmoid(S) A": torch.sigmoid(s).expand(-1, 4),
+        "the advantages are missing: good and bad members have opposite signs": (
+            torch.sigmoid(s).expand(-1, 4)
+        ),
     }
-    close(got, torch.sigmoid(s) * advantages, "the weight of member i is sigmoid(S) A_i", mistakes)
+    close(
+        got,
+        torch.sigmoid(s) * advantages,
+        "these are not the weights: differentiate the loss by one error",
+        mistakes,
+    )
     for row in range(2):  # the library agrees with the formula of the lesson
         velocity = errors[row][:, None].sqrt().requires_grad_()
         old, zero = reference[row][:, None].sqrt(), torch.zeros(4, 1)
@@ -245,7 +257,7 @@ def check_weights(answer: Answer) -> None:
 @check("Exercise 7")
 def check_wrong_line(answer: int) -> None:
     """`answer` is the line after which the advantages of a group do not sum to 0."""
-    line = int(number(answer, "the line"))
+    line = whole(answer, "the line")
     expect(1 <= line <= 5, "give the number of a line, 1 to 5")
     expect(line != 1, "line 1 is right: after it the advantages of a group sum to 0")
     expect(line == 2, "this line is that of the formula: look at the advantages that it uses")

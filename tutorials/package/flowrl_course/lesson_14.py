@@ -17,6 +17,7 @@ from flowrl_course.checking import (
     quiz,
     same_gradient,
     tensor,
+    whole,
 )
 
 Answer = Callable[..., Any]
@@ -41,12 +42,13 @@ def check_chunks(answer: Answer) -> None:
     got = tensor(ratios, (4, 7), "the result")
     ends = torch.bucketize(torch.arange(7), torch.tensor(chunks).sort().values, right=True)
     mistakes = {
-        "these are logarithms: the ratio is exp of the mean": mean,
-        "this is the arithmetic mean of the ratios: average logarithms, then exp": pooled(
+        "these are logarithms: ratios are wanted": mean,
+        "this is the arithmetic mean of the ratios: the geometric mean is wanted": pooled(
             logs.exp(), chunk_of
         ),
-        "this is the product of a chunk's ratios: divide the sum of the logarithms by the number "
-        "of its steps": (mean * sizes).exp(),
+        "this is the product of a chunk's ratios: it still grows with the number of steps": (
+            mean * sizes
+        ).exp(),
         "every step has its own ratio": logs.exp(),
         "all steps have one ratio, that of the whole trajectory": (
             logs.mean(1, keepdim=True).expand_as(logs).exp()
@@ -58,7 +60,12 @@ def check_chunks(answer: Answer) -> None:
             pooled(logs, ends).exp()
         ),
     }
-    close(got, mean.exp(), "this is not exp of the mean log-ratio of the step's chunk", mistakes)
+    close(
+        got,
+        mean.exp(),
+        "these are not the geometric means of the chunks: compute one chunk by hand",
+        mistakes,
+    )
     same_gradient(ratios, mean.exp(), logs)
 
 
@@ -119,6 +126,8 @@ def check_pairs(answer: Answer) -> None:
         float(within.std()) > 0.2 and bool((within[:, 0] != within[:, 1]).all()),
         "each interval needs a uniform number of its own",
     )
+    uniform = abs(float(within.mean()) - 0.5) < 0.05 and abs(float(within.std()) - 12**-0.5) < 0.02
+    expect(uniform, "the times are not uniform within their intervals: use torch.rand")
     expect(
         not bool((noise[:, :, 0] == noise[:, :, 1]).any()),
         "the pairs of a group have the same noise: it is independent for each pair",
@@ -193,7 +202,7 @@ def check_pull(answer: Answer) -> None:
     square = d.square().mean(-1, keepdim=True)
     right = -change * d / square
     mistakes = {
-        "the sign is wrong: v* is v_old minus delta / mean(delta^2)": -right,
+        "the sign is wrong: a velocity points from the image to the noise": -right,
         "the division by mean(delta^2) is missing": -change * d / 4,
         "the division by mean(delta^2) is missing, and so are two factors 1/2": -change * d,
         "this is the sum over both members: return their mean": 2 * right,
@@ -230,8 +239,7 @@ def check_comb(answer: Answer) -> None:
         images = sum(branches)
         mistakes = {
             "the trunk's own evaluations are missing": teeth,
-            "siblings share the evaluation of the state they start from: a branch from step k has "
-            "steps - k - 1 of its own": trunk + teeth + images,
+            "siblings share the evaluation of the state they start from": trunk + teeth + images,
             "the trunk ends at the last step that branches": steps + teeth,
             "this is the cost of independent trajectories: siblings share the trunk": steps
             * images,
@@ -253,7 +261,7 @@ _EFFECTS = (0.26, 0.28, 0.24, 0.19, 0.16, 0.12, 0.07, 0.05, 0.03)
 @check("Exercise 8")
 def check_design(answer: tuple[int, ...]) -> None:
     """`answer` are the branches of a comb within the limits of the exercise."""
-    counts = [int(number(count, "a number of branches")) for count in answered(answer, "branches")]
+    counts = [whole(count, "a number of branches") for count in answered(answer, "branches")]
     expect(len(counts) <= 9, "the last of 10 steps draws nothing: at most 9 steps branch")
     expect(sum(counts) >= 20, f"the comb has {sum(counts)} images of 20: draw more branches")
     expect(

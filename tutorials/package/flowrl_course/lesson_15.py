@@ -59,12 +59,17 @@ def check_backward(answer: Answer) -> None:
         "the draws are scaled by the variance: epsilon has the factor std": (
             _curved(means[:, None] + std**2 * draws) * weights
         ).sum(1),
-        "std is missing: the places are mean + std times the draws": (
+        "std is missing: the draws are standard normal": (
             _curved(means[:, None] + draws) * weights
         ).sum(1),
     }
     wanted = (after * weights).sum(1)
-    close(got, wanted, "this is not the weighted mean of value(mean + std * draw)", mistakes)
+    close(
+        got,
+        wanted,
+        "this is not the expected value after the step: compute one row by hand",
+        mistakes,
+    )
 
 
 @check("Exercise 2")
@@ -85,8 +90,11 @@ def check_parts(answer: Answer) -> None:
         )
         .square()
         .mean((0, 1)),
-        "R - V*_k is everything that comes after z_k: the worth of one decision is V*_{k+1} - "
-        "V*_k": torch.cat([first, values[..., -1:] - values[..., :-1]], -1).square().mean((0, 1)),
+        "R - V*_k is everything that comes after z_k: a decision is worth one change": torch.cat(
+            [first, values[..., -1:] - values[..., :-1]], -1
+        )
+        .square()
+        .mean((0, 1)),
         "these are standard deviations: take their squares, which add up": (
             parts.square().mean((0, 1)).sqrt()
         ),
@@ -249,7 +257,7 @@ def check_credit(answer: Answer) -> None:
     close(
         got,
         credit(p, w, r),
-        "this is not r2 R_hat_{k+1} + (1 - r2) R - R_hat_k, of deviations",
+        "this is not the change of the calibrated estimate: compute one decision by hand",
         mistakes,
     )
 
