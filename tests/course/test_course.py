@@ -10,6 +10,7 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from flowrl_course import checking
 from flowrl_course.checking import Unsolved
@@ -424,3 +425,18 @@ def test_an_answer_may_not_change_its_input():
         "    gained *= 1\n    later =",
     ).problem
     assert "changes a tensor that it was given" in str(problem)
+
+
+@pytest.mark.parametrize("check", ["check_rollout", "check_credit", "check_update"])
+def test_the_loop_is_checked_with_fixed_weights_of_the_network(check):
+    """A student who returns to an exercise after training has other weights."""
+    cell = exercises("lesson_03")[check]
+    variables = dict(cell.variables)
+    net = variables["net"]
+    kept = {name: value.clone() for name, value in net.state_dict().items()}
+    with torch.no_grad():
+        for value in net.parameters():
+            value.add_(5 * torch.randn(value.shape, generator=torch.Generator().manual_seed(0)))
+    exec(cell.answer, variables)
+    exec(cell.call, variables)
+    net.load_state_dict(kept)

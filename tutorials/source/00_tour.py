@@ -269,7 +269,7 @@ figure.colorbar(shown, ax=axes, label="advantage", extend="both")
 plt.show()
 
 # %% [markdown]
-# Flow-GRPO makes every decision of the worst member less likely, the good one included. The other two rules give decision 0 a positive and decision 2 a negative advantage. TP-GRPO's advantage of decision 1 is negative too: decision 1 is a turning point (marked by a circle), because the value falls from it on, by about 0.01 at first: the rule looks at the sign alone. Its credit is the whole fall. An advantage compares the credit with that of the other members, so a small gain can have a negative one. The ODE steps have no credit and no part in the update.
+# Flow-GRPO makes every decision of the worst member less likely, the good one included. The other two rules give decision 0 a positive and decision 2 a negative advantage. TP-GRPO's advantage of decision 1 is negative too: decision 1 is a turning point (marked by a circle), because the value falls from it on, at first by less than two decimals show: the rule looks at the sign alone. Its credit is the whole fall. An advantage compares the credit with that of the other members, so a small gain can have a negative one. The ODE steps have no credit and no part in the update.
 #
 # ### Exercise 4 · runs that learn nothing
 #

@@ -37,6 +37,7 @@ from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, clean, panels, p
 from flowrl_course.progress import progress
 
 ring = GaussianMixture.ring()
+torch.set_num_threads(1)  # the networks are tiny
 
 
 def opening():

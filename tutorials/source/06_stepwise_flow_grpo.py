@@ -800,7 +800,7 @@ print(
 # *Difficulty: harder · kind: design · importance: useful · time: 8 minutes*
 #
 # You train a model with 40 sampling steps. Gains are computed at 5 decisions, and one trajectory may cost at most 80 evaluations for sampling and estimates. Each member starts from its own noise. An estimate with $T'$ substeps costs $T' - 1$ new evaluations, since the rollout has computed the first velocity. The ODE completion from node $j$ costs $40 - j - 1$. Choose the `nodes` of the five decisions (increasing, before node 39)
-# and the `probe`: `"completion"`, or the number $T'$ of substeps. The estimates must be as close to the whole ODE as those of five substeps above. Another figure above shows after which part of the trajectory nearly nothing is gained.
+# and the `probe`: `"completion"`, or the number $T'$ of substeps. The estimates must be as close to the whole ODE as those of five substeps above. The figure after exercise 4 shows after which of ten decisions nearly nothing is gained; a node of 40 is four times as far.
 
 # %% tags=["exercise"]
 choice_of_probe = {"nodes": [...], "probe": ...}
@@ -868,7 +868,7 @@ plt.show()
 #
 # The training above is short. The next cells show recorded runs with settings from a search of equal size for every rule: 15 seeds in the 2-D world, and at least 11 seeds with images (`docs/studies.md` has their commands).
 #
-# Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded; 5% are 0.04 in the 2-D world and 0.008 with images. *Undecided* is neither, or not significant after the correction for several questions, although a single interval may exclude 0. The other items of the paper, and what is still to be run, are in `docs/papers/coverage.md`.
+# Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Better* and *worse* are differences from 0 that remain after a correction for several questions. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded; 5% are 0.04 in the 2-D world and 0.008 with images. *Undecided* is neither, or not significant after the correction for several questions, although a single interval may exclude 0. The other items of the paper, and what is still to be run, are in `docs/papers/coverage.md`; `docs/verdict.md` compares all methods in later runs with other settings, so its numbers differ.
 
 # %% tags=["hide-input"]
 recorded.table(

@@ -125,7 +125,7 @@ def opening():
         ylabel="reward of the completion",
         xlim=(-0.5, 10.5),
         ylim=(0, 1.1),
-        xticks=range(11),
+        xticks=COLUMNS,
     )
     axes.set_title(
         f'"{prompts[group].text}": the ODE completion before every decision, and its reward',
@@ -301,7 +301,7 @@ consistent_by_hand = {"a": ..., "b": ..., "c": ...}
 
 
 # %% [markdown] tags=["hint"]
-# **Hint.** Write the four increments of a trajectory and the sign of its trend in one line. A turning point is a pair: against the trend, then with it. For the consistent rule compare the last column with the column *after* the decision.
+# **Hint.** Write the four increments of a trajectory and the sign of its trend in one line. From decision 1 on, a turning point is the second of a pair: against the trend, then with it. Decision 0 has a rule of its own. For the consistent rule compare the last column with the column *after* the decision.
 
 # %% tags=["solution"]
 plain_by_hand = {"a": [2], "b": [2], "c": [0, 2]}
@@ -740,7 +740,7 @@ for cell in axes:
 plt.show()
 
 # %% [markdown]
-# The measured count is below that of independent noise and of a random walk, and within its error of the shuffle. However, the totals agree because two differences cancel: decision 0 is consistent much less often than after shuffling, and decisions 2 to 6 turn somewhat more often. **So the number of turning points says nothing about their value.** An early gain tends to be
+# The measured count is below that of independent noise and of a random walk, and within its error of the shuffle. However, the totals agree because two differences cancel: decision 0 is consistent much less often than after shuffling, and decisions 2 to 7 turn somewhat more often. **So the number of turning points says nothing about their value.** An early gain tends to be
 # followed by a loss, plausibly because a reward close to its bound of 1 can mostly fall. In the right panel, from decision 5 on, the remaining change at a turning point is tiny, but step-by-step normalisation scales it up to full size.
 #
 # This does not show that the credit $R - V_k$ is wrong. It shows that a large number of turning points is not evidence for the method, and that it may help to ignore turning points with $|R - V_k| < 0.01$: `TurningPointVariant(min_size=0.01)`.
@@ -940,7 +940,7 @@ plt.show()
 #
 # The training above is short. The next cells show recorded runs with settings from a search of equal size for every rule: 15 seeds in the 2-D world, and at least 11 seeds with images (`docs/studies.md` has their commands).
 #
-# Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded; 5% are 0.04 in the 2-D world and 0.008 with images. *Undecided* is neither, or not significant after the correction for several questions, although a single interval may exclude 0. The other items of the paper, and what is still to be run, are in `docs/papers/coverage.md`.
+# Numbers are differences of the mean held-out reward over training, unless a row says otherwise, with 95% intervals over paired seeds. Rows are from the 2-D world unless they say *images*. The published values belong to SD3.5 and other rewards, so only directions can be compared. *Better* and *worse* are differences from 0 that remain after a correction for several questions. *Slight* is an effect below what matters (5% of what can be gained), and *equal* means that larger effects are excluded; 5% are 0.04 in the 2-D world and 0.008 with images. *Undecided* is neither, or not significant after the correction for several questions, although a single interval may exclude 0. The other items of the paper, and what is still to be run, are in `docs/papers/coverage.md`; `docs/verdict.md` compares all methods in later runs with other settings, so its numbers differ.
 
 # %% tags=["hide-input"]
 recorded.table(

@@ -315,11 +315,15 @@ def check_diagnosis(answer: dict[int, str]) -> None:
 
 @contextmanager
 def _awake(net: torch.nn.Module, size: float) -> Iterator[None]:
-    """`net` with weights of `size` in its last layer, so that its output depends on the prompt;
-    its own weights are restored.
+    """`net` with fixed weights, of `size` in its last layer, so that its output depends on the
+    prompt and not on training; its own weights are restored.
     """
     start = {name: value.clone() for name, value in net.state_dict().items()}
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng([]):
+        torch.manual_seed(8)
+        for layer in net.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.reset_parameters()
         for value in list(net.parameters())[-2:]:
             noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(8))
             value.copy_(size * noise)
@@ -423,6 +427,10 @@ def _check_steps(notebook: dict[str, Any], nodes: Tensor, direction: Tensor, cou
             ode,
             f"{where} is not an ODE step: take v at the time and the node where the step starts",
             {
+                # the last step ends at time 0, where both are the same
+                f"{where} has another length: an ODE step from t to s is (t - s) long": (
+                    x - (times[i] if times[i + 1] > 0 else 2 * times[i]) * v
+                ),
                 f"{where} moves away from the data: v points towards noise, and t falls": x
                 + delta * v,
                 f"{where} uses the mean of the random step: an ODE step has no score correction": (

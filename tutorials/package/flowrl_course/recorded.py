@@ -50,7 +50,8 @@ def curves(studies: Mapping[str, tuple[str, str]], world: str = "mixture") -> No
     """
     for cell, key in _panels(studies, 2.8):
         shown = _numbers("curves")[f"{key} {world}"]
-        for shade, (arm, points) in zip(SHADES, shown["arms"].items(), strict=False):
+        for place, (arm, points) in enumerate(shown["arms"].items()):
+            shade = COLOURS["tp-grpo"] if arm == "turning points" else SHADES[place]
             budget, reward, low, high = points
             cell.plot(budget, reward, color=shade, label=arm)
             cell.fill_between(budget, low, high, color=shade, alpha=0.2, linewidth=0)
