@@ -119,7 +119,7 @@ lesson.check_log_prob(log_prob)
 #
 # The third equality is the chain rule, $\nabla\log q = \nabla q / q$. In the fourth, $q(z_0)$ drops out, because it does not depend on the weights. The result needs samples, their rewards, and the gradients of log-probabilities (Williams 1992, REINFORCE).
 #
-# The derivation assumes that $R$ depends on the weights only through the drawn path. ODE steps use the network as well, but draw nothing. If they follow the last draw, the exact gradient has one more term, $\mathbb E[\nabla_\theta R]$ at fixed draws; ODE steps before the first draw or between draws add others, because they move the state of the next draw. GRPO drops all these terms, because they contain the gradient of the reward.
+# *For later:* the derivation assumes that $R$ depends on the weights only through the drawn path. ODE steps use the network as well, but draw nothing. If they follow the last draw, the exact gradient has one more term, $\mathbb E[\nabla_\theta R]$ at fixed draws; ODE steps before the first draw or between draws add others, because they move the state of the next draw. GRPO drops all these terms, because they contain the gradient of the reward.
 # In this lesson they belong to one step, the last; with the window `2:7` of the lesson on Flow-GRPO, to five steps of ten. (The lesson Why a step may be credited measures them.) Training then improves the decisions, and changes the other steps only because all steps share the weights.
 #
 # Any number $b$ that does not depend on the action may be subtracted from $R$, because

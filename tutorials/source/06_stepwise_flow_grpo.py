@@ -170,8 +170,6 @@ print(f"value table: {tuple(batch.values.shape)} = prompts, members, D + 1")
 #
 # The gain contains everything up to the next decision: the random step, and all ODE steps between the two. The last gain, $R - V_{D-1}$, contains the ODE steps to the finished image.
 #
-# The caption of the paper's Figure 1 defines the gain as $g_t = r_{t-1} - r_t$: here the paper's $t$ counts the remaining steps, so $r_{t-1}$ is the reward after the step. (In the labels of the same figure $t$ is the time of a state; see below.)
-#
 # ### Exercise 1 · values from gains
 #
 # *Difficulty: medium · kind: formula · importance: essential · time: 5 minutes*
@@ -268,7 +266,7 @@ plt.show()
 #
 # *Difficulty: medium · kind: code · importance: essential · time: 8 minutes*
 #
-# `x` `[sample, dim]` is the state at time `t` (a number), `v` its velocity, which the rollout has already computed. `velocity(x, t)` evaluates the network at a time that is also a number. Return the estimate after `count` Euler steps of equal length from $t$ to 0,
+# `x` `[sample, dim]` is the state at time `t` (a number), `v` its velocity, which the rollout has already computed. `velocity(x, t)` evaluates the network at a time that is also a number, which is one network function evaluation (NFE). Return the estimate after `count` Euler steps of equal length from $t$ to 0,
 # with as few network evaluations as possible.
 
 
@@ -412,7 +410,7 @@ plt.show()
 # %% [markdown]
 # ## Figure 1 of the paper
 #
-# The animation at the top is this world's version of the paper's Figure 1, with other estimates (five substeps instead of Tweedie). Read such a figure in this order:
+# The animation at the top is this world's version of the paper's Figure 1, with other estimates (five substeps instead of Tweedie). You do not need the paper for this section; its times are printed below. In it, $t$ is always the time of a state. Read such a figure in this order:
 #
 # 1. **Axis.** The paper labels states by their time $t$, from 1 (noise) to 0. It writes $r_t$ for the reward at $t$ and $g_t = r_{t-1} - r_t$ for the gain, in which $t-1$ is the *next*, less noisy state of the grid. So $g_t$ belongs to the step that *leaves* the state at $t$.
 # 2. **Quantity.** Each curve shows the PickScore of the Tweedie estimate $\hat x_0(t)$ of a single trajectory. An estimate at an early state is not an image that the sampler would produce.
@@ -470,12 +468,12 @@ axes.annotate(
 label = f"$g_{{{float(grid[low]):.2f}}}$ = {end - start:+.2f}: decision {low}"
 axes.text(low + 1.6, (start + end) / 2 - 0.07, label, fontsize=9)
 axes.set(
-    xticks=range(11),
+    xticks=COLUMNS,
     xlabel="t of the state (noise → image)",
     ylabel="reward of the estimate",
     ylim=(0, 1.05),
 )
-axes.set_xticklabels([*(f"{float(t):.2f}" for t in grid[:-2]), "0.001", "0"])
+axes.set_xticklabels([*(f"{float(t):.2f}" for t in grid[:-2]), "0"])
 axes.set_title("The two trajectories with the paper's labels", fontsize=10)
 axes.legend(frameon=False, fontsize=8, loc="center right")
 clean(axes)
@@ -557,7 +555,7 @@ plt.show()
 #
 # *Difficulty: medium · kind: formula · importance: essential · time: 8 minutes*
 #
-# In one group, the gains of decision $k$ have the mean `means[k]` and the (population) standard deviation `stds[k]` over the members; both are `[decision]`. Return the mean square of $A_k$ over the members, `[decision]`, with joint normalisation (neglect the $10^{-4}$). What is it with normalisation step by step? What credit does a decision get whose gain is large, but equal for all members?
+# In one group, the gains of decision $k$ have the mean `means[k]` and the (population) standard deviation `stds[k]` over the members; both are `[decision]`. Return the mean square of $A_k$ over the members, `[decision]`, with joint normalisation (neglect the $10^{-4}$). (Think about two more questions before you open the explanation: what is it with normalisation step by step, and what credit does a decision get whose gain is large, but equal for all members?)
 
 
 # %% tags=["exercise"]

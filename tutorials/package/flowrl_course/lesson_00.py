@@ -41,7 +41,10 @@ def check_best_decision(answer: Callable[..., Any]) -> None:
     """`answer(values)` is the decision with the largest gain."""
     values = torch.tensor([0.70, 0.75, 0.40, 0.70, 0.50, 0.90, 0.95, 0.85, 0.88, 0.86, 0.80])
     got = number(answered(answer(values), "best_decision"), "the decision")
-    expect(got != 6, "column 6 has the highest value; return the decision with the largest rise")
+    expect(
+        got != 6,
+        "this is the column with the highest value, not the decision with the largest rise",
+    )
     expect(
         got != 5,
         "this is the column that the largest rise leads to; decision k leads from column k to"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import ConfigError
 from flowrl_course.checking import (
     answered,
     check,
@@ -347,7 +348,12 @@ def check_rollout(answer: Answer, net: torch.nn.Module) -> None:
 
     def run(*options: int, seed: int = 4) -> Tensor:
         with torch.no_grad():
-            got = answer(direction, torch.Generator().manual_seed(seed), *options)
+            try:
+                got = answer(direction, torch.Generator().manual_seed(seed), *options)
+            except ConfigError as error:
+                alone = "velocity: t = " in str(error)
+                expect(not alone, "velocity needs a time for every sample, not one number")
+                raise
         shape = tuple(got.shape) if isinstance(got, Tensor) else ()
         expect(
             shape != (steps, 400, 2),

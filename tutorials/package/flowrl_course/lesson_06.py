@@ -66,7 +66,7 @@ def check_values(answer: Answer) -> None:
 FIGURE_1 = {"g at 0.86": 3, "g at 0.71": 5, "into the dip at 0.86": 2}
 
 
-@check("Exercise 2")
+@check("Exercise 3")
 def check_figure_1(answer: dict[str, Any]) -> None:
     """`answer` maps the paper's labels to steps: g_t leaves the state at t; the step before leads
     into it.
@@ -124,7 +124,7 @@ def _euler(
     return x
 
 
-@check("Exercise 3")
+@check("Exercise 2")
 def check_substeps(answer: Answer) -> None:
     """`answer(velocity, x, t, v, count)` is the estimate after `count` Euler steps."""
     x, t, count = torch.randn(4, 3, generator=torch.Generator().manual_seed(6)), 0.6, 4
