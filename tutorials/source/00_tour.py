@@ -276,7 +276,7 @@ plt.show()
 #
 # *Difficulty: easy · kind: debugging · importance: useful · time: 3 minutes*
 #
-# Two colleagues train with Flow-GRPO on a single prompt each. Their reward is 1 for a correct image and 0 otherwise. Both models do not change at all:
+# Two colleagues train with Flow-GRPO on a single prompt each. Their reward is 1 for a correct image and 0 otherwise. Neither model changes:
 #
 # | run | prompt | mean reward, every iteration | mean size of the advantage |
 # |---|---|---|---|
