@@ -18,8 +18,8 @@
 #
 # **Time** 105 minutes, of which the computer needs about one. **You need** the lesson on Stepwise-Flow-GRPO (gains, notation).
 #
-# TP-GRPO (Tong et al. 2026, arXiv 2602.06422) addresses the same problem as Stepwise-Flow-GRPO, that all decisions get one reward, and adds an observation. Some decisions *turn* a trajectory: before them the reward moved against the total change, and from
-# them on it moves with it. TP-GRPO gives such a decision more credit than its own gain.
+# TP-GRPO (Tong et al. 2026, arXiv 2602.06422) addresses the same problem as Stepwise-Flow-GRPO, that all decisions get one reward, and adds an observation. Some decisions *turn* a trajectory: the decision before moved the reward against the total change, and this one
+# and the rest of the trajectory move it with the total change. TP-GRPO gives such a decision more credit than its own gain.
 
 # %% tags=["hide-input"]
 import matplotlib.pyplot as plt
@@ -75,7 +75,8 @@ def clearest(values):
     """
     fall, rise = -gains(values)[..., :-1], reward_to_go(values)[..., 1:]
     score = torch.minimum(fall, torch.minimum(rise, gains(values)[..., 1:]))
-    score = torch.where(values[..., -1:] > values[..., :1], score, -1.0)
+    rises = (values[..., -1:] > values[..., :1]) & (values[..., -1:] > values[..., 2:])
+    score = torch.where(rises, score, -1.0)
     index = int(score.argmax())
     count, members = score.shape[-1], values.shape[1]
     return index // count // members, index // count % members, index % count + 1
@@ -200,7 +201,7 @@ print(
 # 55 network evaluations per trajectory in 10 sequential calls, 10 images scored
 
 # %% [markdown]
-# Ten steps and the completions before nine decisions need $10 + 9 + \dots + 1 = 55$ evaluations, since the first velocity of every completion is the rollout's own (the released code needs 64). They need only ten *sequential* calls, because at each step one batched call evaluates the trajectories and all unfinished completions.
+# Ten steps of the rollout and the completions before nine decisions need $10 + (9 + \dots + 1) = 55$ evaluations, since the first velocity of every completion is the rollout's own (the released code needs 64). They need only ten *sequential* calls, because at each step one batched call evaluates the trajectories and all unfinished completions.
 #
 # The animation shows the states of the first figure's trajectory (left) and their completions (middle). The completion changes at decisions that determine something about the image, and is constant at the others.
 
@@ -355,7 +356,7 @@ lesson.check_plain(plain_turns)
 #
 # *Difficulty: medium · kind: code · importance: essential · time: 8 minutes*
 #
-# Keep the plain turning points that are consistent, and add the first decision if it qualifies.
+# Keep the plain turning points that are consistent, and add the first decision if it qualifies by the consistent criterion.
 
 
 # %% tags=["exercise"]
@@ -455,7 +456,7 @@ lesson.check_cause(cause)
 #
 # The main result is Figure 4, rewards over training. Its panel on PickScore supports the statement that step 700 reaches what Flow-GRPO reaches at step 2300. Ask the same questions as in the lesson on Stepwise-Flow-GRPO:
 #
-# - The axis counts optimiser steps. However, an iteration of TP-GRPO needs the rewards of ten images per trajectory instead of one. With the fewest possible evaluations it costs about 2.2 times as much, the update included. The factor of 3.3 in steps is therefore a factor of about 1.5 in computing.
+# - The axis counts optimiser steps. However, an iteration of TP-GRPO needs the rewards of ten images per trajectory instead of one. With the fewest possible evaluations it costs about 2.2 times as much, the update included: 55 evaluations and 27 for the update (nine decisions, three each) against 10 and 27. The factor of 3.3 in steps is therefore a factor of about 1.5 in computing.
 # - The curves are without the KL penalty, the numbers of Table 1 with it.
 # - No curve uses increments *without* turning points, so the figure cannot tell which of the two ideas helps. The last sections of this lesson make this comparison.
 #
@@ -600,7 +601,7 @@ print(explain(rule, name="TP-GRPO"))
 #
 # *Difficulty: medium · kind: code · importance: useful · time: 8 minutes*
 #
-# `turning` is a function such as `consistent_turns`. Return the mean number of turning points *per trajectory* when the `columns` columns of the table are independent standard normal numbers. (Our table has ten: nine decisions and the finished image.) Use enough trajectories for an error of about 0.02.
+# `turning` is a function such as `consistent_turns`. Return the mean number of turning points *per trajectory* when the `columns` columns of the table are independent standard normal numbers. (Our table has ten: nine decisions and the finished image.) Use at least 5,000 trajectories, for a standard error below 0.02.
 
 
 # %% tags=["exercise"]
@@ -741,7 +742,7 @@ plt.show()
 
 # %% [markdown]
 # The measured count is below that of independent noise and of a random walk, and within its error of the shuffle. However, the totals agree because two differences cancel: decision 0 is consistent much less often than after shuffling, and decisions 2 to 7 turn somewhat more often. **So the number of turning points says nothing about their value.** An early gain tends to be
-# followed by a loss, plausibly because a reward close to its bound of 1 can mostly fall. In the right panel, from decision 5 on, the remaining change at a turning point is tiny, but step-by-step normalisation scales it up to full size.
+# followed by a loss and an early loss by a gain: the values come back towards their mean, and a reward close to its bound of 1 can mostly fall. In the right panel, from decision 5 on, the remaining change at a turning point is tiny, but step-by-step normalisation scales it up to full size.
 #
 # This does not show that the credit $R - V_k$ is wrong. It shows that a large number of turning points is not evidence for the method, and that it may help to ignore turning points with $|R - V_k| < 0.01$: `TurningPointVariant(min_size=0.01)`.
 #
@@ -811,10 +812,11 @@ lesson.check_random_marks(random_marks)
 
 # %% [markdown] tags=["explanation"]
 # **Why.** The control keeps the number of marks of *every* trajectory. Marks with the same overall rate would also change how many a trajectory has, which depends on its rewards. A permutation of trajectories would do the same. At the last decision $R - V_k = g_k$, so a mark there changes nothing, and a consistent turning point is never there.
-#
-# Random decisions still change the credit less than turning points, which prefer decisions with much to come. `flowrl` has three controls that keep more (`flowrl.bench.rules.TurningPointVariant`): `where="shift"` gives every member the marks of another member of its prompt, so that each decision keeps its number of marks; `"dose"` exchanges marks among trajectories whose $|R - V_{k+1}|$ is of the same size; `"sign"` does so only among those whose gain and $R - V_{k+1}$ have the same sign, as at turning points.
+
 
 # %% [markdown]
+# Random decisions still change the credit less than turning points, which prefer decisions with much to come. `flowrl` has three controls that keep more (`flowrl.bench.rules.TurningPointVariant`): *another member's* (`where="shift"`) gives every member the marks of another member of its prompt, so that each decision keeps its number of marks; *same dose* (`"dose"`) exchanges marks among trajectories whose $|R - V_{k+1}|$ is of the same size; *same dose and signs* (`"sign"`) does so only among those whose gain and $R - V_{k+1}$ have the same sign, as at turning points.
+#
 # The next cell compares versions of the rule on the same trajectories: increments alone, turning points, and these controls. As in the lesson on Stepwise-Flow-GRPO, it prints the cosine between the gradients of four independent batches (task `preference`, window `2:7`: steps 2 to 6 are decisions 0 to 4). The rule for the first decision acts on step 2 here, and the last decision, step 6, never turns.
 
 # %%
@@ -878,7 +880,7 @@ for name, chosen in marks.items():
 # Increments alone, turning points, and all controls give equally clear gradients. The gain over uniform credit therefore comes from the credit of single decisions. Which decisions have the long-term reward makes no measurable difference, in part because few have it: 15%, about half of them the first decision, for which the rule has one condition only.
 #
 # The dose is the root mean square of $R - V_{k+1}$ at the marks. The three controls of `flowrl` have the turning points' numbers of marks, decision by decision, and their dose to within 10%; random decisions have other numbers and a smaller dose. "Same dose and signs" differs from turning points in the turning alone, "same dose" also in the direction: turning points
-# have a gain and an $R - V_{k+1}$ of the same sign, so on average their credit is larger than the gain, in its direction. This is a bias, because with exact values $R - V_{k+1}$ has the mean 0 when marks do not look at it.
+# have a gain and an $R - V_{k+1}$ of the same sign, so on average their credit is larger than the gain, in its direction. With exact values $R - V_{k+1}$ is luck, with mean 0 over all samples; marks that are chosen by its sign make its mean differ from 0, so the credit is biased.
 #
 # Joint instead of step-by-step normalisation, the choice of the lesson on Stepwise-Flow-GRPO, gives
 # clearer gradients, although the recorded runs below have no more reward with it. The paper reports that turning points improve SD3.5, without such controls. Four batches cannot resolve effects of the reported size.
@@ -989,7 +991,7 @@ recorded.curves(
 )
 
 # %% [markdown]
-# The lead of turning points is real per update in the 2-D world, but much smaller than the published one, and much of it is a fall of uniform credit after update 12. Per evaluation turning points trail while the reward rises, since every iteration also pays for the completions. This early part decides the mean over training, although turning points are ahead at the end. On SD3.5, with thousands of updates, the balance may differ.
+# The lead of turning points is real per update in the 2-D world, but much smaller than the published one, and much of it is a fall of uniform credit after update 12. Per evaluation turning points trail while the reward rises, since every iteration also pays for the completions. This early part decides the mean over training, although turning points are ahead at the end in the 2-D world. With images uniform credit is still ahead where its evaluations end. On SD3.5, with thousands of updates, the balance may differ.
 
 # %% tags=["hide-input"]
 area = "area"
@@ -1009,7 +1011,7 @@ recorded.dots(
 )
 
 # %% [markdown]
-# No ablation shows an effect that matters, and several are undecided, such as that of the noise level. In particular, long-term rewards at random positions do as well as turning points, here with 15 seeds, although this control, some of whose marks are at the last decision, changes the credit less. `docs/log.md` compares the controls above in the 2-D world. Increments alone differ by -0.011, but the interval does not exclude most of the lead of 0.040 over uniform credit. With and without the first step the cosines agree to within 0.01, and balancing changes the reward by less than 0.01.
+# No ablation shows an effect that matters, and several are undecided, such as that of the noise level. In particular, long-term rewards at random positions do as well as turning points, here with 15 seeds, although this control, some of whose marks are at the last decision, changes the credit less. `docs/log.md` compares the controls above in the 2-D world. "Equal" excludes only effects above 0.04, which is as large as the lead itself: increments alone differ by -0.011, and the interval does not exclude that they lose most of the lead of 0.040 over uniform credit. With and without the first step the cosines agree to within 0.01, and balancing changes the reward by less than 0.01.
 #
 # ## Quiz
 #
@@ -1017,7 +1019,7 @@ recorded.dots(
 #
 # 1. Two trajectories are in the same state before decision $k$, and draw different noise from there on. Which of their rewards must be equal? **a** $V_k$ **b** $R$ **c** $V_{k+1}$, and so the gain $g_k$
 # 2. A trajectory rises at every decision. Under the consistent rule its turning points are **a** all decisions, **b** decision 0 only, **c** none.
-# 3. At a turning point, which disadvantage has $R - V_k$ as credit? **a** It contains the luck of all later decisions. **b** It has the wrong sign if the trend is down. **c** It does not depend on decision $k$.
+# 3. At a turning point the credit is $R - V_k$. Which disadvantage does this have? **a** It contains the luck of all later decisions. **b** It has the wrong sign if the trend is down. **c** It does not depend on decision $k$.
 # 4. A method marks 1.6 decisions per trajectory, and pure noise has 1.6, too. This shows that **a** the method is useless, **b** the marks are at random positions, **c** the count is not evidence for the method.
 # 5. Which comparison tests whether turning points help? **a** TP-GRPO against Flow-GRPO **b** TP-GRPO against increments alone, and against changes of equal size at random decisions **c** TP-GRPO with and without KL
 

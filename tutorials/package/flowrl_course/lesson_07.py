@@ -245,7 +245,7 @@ def check_consistent(answer: Answer) -> None:
         "the first decision is missing: it has no decision before it, but may count": (
             plain & agrees
         ),
-        "the first decision follows the plain rule here: compare it with what comes after": first(
+        "the first decision is compared with the trend; here what comes after it decides": first(
             plain & agrees, step * trend > 0
         ),
         "R - V_k contains the decision's own gain: take what comes after the decision": (
