@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from family_cases import CASES, draw, velocity
+from family_cases import CASES, can_save, draw, velocity
 from safetensors.torch import load_file, save_file
 
 from flowrl.core.errors import ConfigError
@@ -137,7 +137,8 @@ def folders(tmp_path_factory):
     """The tiny pipelines of all families in folders."""
     root = tmp_path_factory.mktemp("folders")
     for name, case in CASES.items():
-        case.make().save_pretrained(root / name)
+        if can_save(case):
+            case.make().save_pretrained(root / name)
     return root
 
 
@@ -211,6 +212,8 @@ def test_sharded_variants_are_found_and_missing_shards_named(folders, cache, tmp
 @pytest.mark.parametrize("name", CASES)
 def test_a_file_with_diffusers_names_is_its_folder(name, folders, cache, tmp_path):
     case, file = CASES[name], tmp_path / "tuned.safetensors"
+    if not can_save(case):
+        pytest.skip("its processor needs torchvision")
     save_file(load_file(next((folders / name / "transformer").glob("*.safetensors"))), file)
     original = str(folders / name)
     for dtype in ("float32", "bfloat16"):
