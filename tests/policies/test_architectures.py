@@ -118,6 +118,7 @@ def test_a_plan_counts_what_its_settings_say(tmp_path, monkeypatch):
     assert counted().trained > base.trained
 
 
+@pytest.mark.satellite
 def test_presets_fill_a_card_and_dispatch_few_operations():
     """At most 1,000 operations per pair in 72 GB; fewer rows fit into 24 GB. Not measured."""
     for card, full, least, most in (("H100", 0.85, 700, 1000), ("RTX 4090", 0.55, 6000, 7000)):
