@@ -298,7 +298,7 @@ def memory_text(counts: Plan, config: RunConfig) -> str:
         "and one of": f"{size['update']} micro-batch of {counts.rows_per_micro_batch} rows,"
         f" {size['rollout']} sampling {counts.rows_per_call} rows, {size['decode']} decoding"
         f" {config.batches.decode_batch} images at a time",
-        "before": f"{size['encoders']} text encoders, alone on the device",
+        "before": f"{size['encoders']} with the text encoders on the device",
         "at most": f"{counted.peak / 1e9:.1f} GB, without the reward's network, CUDA's workspace"
         " and the allocator's reserve",
         "on disk": f"{prompts:,} prompts x {each / 1e6:.1f} MB = {prompts * each / 1e9:.1f} GB of"

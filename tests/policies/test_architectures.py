@@ -85,6 +85,8 @@ def test_a_plan_counts_what_its_settings_say(tmp_path, monkeypatch):
     permanent = base.weights + base.trained + base.trajectories
     assert base.peak == base.encoders > permanent + phases  # they embed alone
     assert replace(base, encoders=0).peak == permanent + phases
+    frozen = counted(frozen_adapters="style.safetensors")  # it may have a part for the encoders
+    assert frozen.peak - base.peak == base.weights + base.trained
     full = counted(tuning="full")
     assert full.trained == memory.OPTIMIZER_BYTES * full.trained_parameters
     assert full.trained > base.trained and full.weights >= base.weights

@@ -214,7 +214,7 @@ class Memory:
         rollout: peak added by a call of sampling.
         decode: peak added by decoding all images that are scored together.
         encoders: weights of the text encoders, which are on the device only for new prompts, and
-            alone but for the decoder.
+            before the transformer, unless adapters are frozen: then with all that is permanent.
         forward_flops: FLOPs of a forward pass per row, of matrix products, convolutions and
             attention; a multiplication and an addition count as two.
         gradient_flops: FLOPs of a forward pass with its backward pass per row.
@@ -293,20 +293,25 @@ def count_memory(
     scored = 4 * 3 * math.prod(options.size) * options.num_frames * images
     update, rollout = counts.update.bytes(update_rows), counts.rollout.bytes(rollout_rows)
     decode = counts.decode.bytes(min(options.decode_batch or 2**30, images or 2**30))
-    return Memory(
-        trained_parameters=counts.trained,
-        weights=held * counts.frozen * dtype.itemsize // shards
+    weights = (
+        held * counts.frozen * dtype.itemsize // shards
         - round(held * counts.linear * narrower)
         + 4 * counts.buffers * full
-        + counts.decoder * decoding.itemsize,
-        trained=counts.trained * OPTIMIZER_BYTES // shards,
+        + counts.decoder * decoding.itemsize
+    )
+    trained = counts.trained * OPTIMIZER_BYTES // shards
+    return Memory(
+        trained_parameters=counts.trained,
+        weights=weights,
+        trained=trained,
         trajectories=4 * stored * counts.latent,
         # without the gradients, which `trained` includes
         update=max(update - counts.trained * dtype.itemsize, 0) + copies,
         rollout=rollout + copies,
         # the images so far; at the end they are joined, which copies them
         decode=max(decode + scored, 2 * scored),
-        encoders=known.encoder_parameters * dtype.itemsize,
+        encoders=known.encoder_parameters * dtype.itemsize
+        + (weights + trained) * bool(options.frozen),
         forward_flops=counts.rollout.flops,
         gradient_flops=counts.update.flops,
         decode_flops=counts.decode.flops,

@@ -428,15 +428,12 @@ def _check_steps(notebook: dict[str, Any], nodes: Tensor, direction: Tensor, cou
             _check_noise(drawn, f"{where}: (next node - mean) / std")
             noises.append(drawn)
             continue
+        length = f"{where} has another length: an ODE step from t to s is (t - s) long"
         close(
             nodes[i + 1],
             ode,
             f"{where} is not an ODE step: take v at the time and the node where the step starts",
             {
-                # the last step ends at time 0, where both are the same
-                f"{where} has another length: an ODE step from t to s is (t - s) long": (
-                    x - (times[i] if times[i + 1] > 0 else 2 * times[i]) * v
-                ),
                 f"{where} moves away from the data: v points towards noise, and t falls": x
                 + delta * v,
                 f"{where} uses the mean of the random step: an ODE step has no score correction": (
@@ -445,6 +442,8 @@ def _check_steps(notebook: dict[str, Any], nodes: Tensor, direction: Tensor, cou
                 f"{where} uses the velocity at the time where it ends: take times[i]": (
                     x - delta * late
                 ),
+                # the last step ends at time 0, where both are the same
+                **({length: x - times[i] * v} if times[i + 1] > 0 else {}),
             },
         )
 
