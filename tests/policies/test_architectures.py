@@ -10,6 +10,8 @@ from dataclasses import astuple, replace
 
 import pytest
 import torch
+import yaml
+from loading import ROOT
 from small_run import TINY_MODEL
 
 from flowrl.core.errors import ConfigError
@@ -160,6 +162,15 @@ def test_images_are_decoded_in_batches_that_fit(monkeypatch):
     for card in ("RTX 9", "0GB", "GB"):
         with pytest.raises(ConfigError, match=r"allowed: one of B200, .* as in 16GB"):
             sized(config, card)
+
+
+@pytest.mark.satellite
+@pytest.mark.parametrize("file", sorted((ROOT / "flowrl/presets/models").glob("*.yaml")), ids=str)
+def test_presets_state_the_least_memory_that_the_plan_counts(file):
+    least = dict(micro_batch=1, max_batch=1, gradient_checkpointing=True, decode_batch=1)
+    config = preset(f"{file.stem},flow-grpo,pickscore").apply(planned=True, compile=False, **least)
+    stated = yaml.safe_load(file.read_text())["about"]["memory"]
+    assert f"computed {count_plan(plan(config), config).peak / 1e9:.0f} GB or more" in stated
 
 
 @pytest.mark.satellite
