@@ -419,6 +419,6 @@ class Sample:
                 result = score(reward, batch.images, batch.prompts, invalid=False)
                 scores.append(result.total.cpu())
         shape = (len(prompts), self.count)
-        cells, texts = torch.cat(images).unflatten(0, shape), [prompt.text for prompt in prompts]
+        cells = torch.cat(images).unflatten(0, shape)
         values = torch.cat(scores).view(shape) if scores else None
-        return image_grid(cells, values, texts, targets(texts))
+        return image_grid(cells, values, prompts, targets([prompt.text for prompt in prompts]))

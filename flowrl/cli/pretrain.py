@@ -1,13 +1,13 @@
-"""`flowrl pretrain`: reproduces the shipped weights of the shapes world
+"""`flowrl pretrain`: reproduces the shipped weights of the image worlds
 (`flowrl.worlds.pretraining`).
 """
 
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
@@ -20,10 +20,16 @@ from flowrl.run.reading import read_bytes
 
 @dataclass(frozen=True)
 class Pretrain:
-    """Reproduce the built-in weights of the shapes world (about 50 minutes; one core is enough)."""
+    """Reproduce the built-in weights of the image worlds (one core is enough; shapes: about 50
+    minutes, edits: about 12).
+    """
 
-    out: Path = Path("shapes.safetensors")
-    """Where to write the weights; a card with their hash is written next to them."""
+    world: Literal["shapes", "edits"] = "shapes"
+    """The world; "edits" continues from the built-in weights of "shapes"."""
+    out: Path | None = None
+    """Where to write the weights [default: WORLD.safetensors]; a card with their hash is written
+    next to them.
+    """
     updates: Count | None = None
     """Optimiser steps of the base model [default: as for the shipped weights]."""
     seed: Seed = 0
@@ -35,21 +41,23 @@ class Pretrain:
     def main(self) -> int:
         """Train the autoencoder and the base model; write weights and card."""
         from flowrl.cli.options import typed_command
-        from flowrl.worlds.pretraining import PretrainConfig, pretrain_to_file
+        from flowrl.worlds.built_in import base_network, weights_path
+        from flowrl.worlds.pretraining import EDITS, PretrainConfig, pretrain_to_file
 
-        changes = {} if self.updates is None else {"updates": self.updates}
-        config = PretrainConfig(seed=self.seed, **changes)
-        require(not self.out.is_dir(), "out", str(self.out), "a file; this is a folder")
-        card = self.out.with_suffix(".json")
+        edits = self.world == "edits"
+        config = replace(EDITS if edits else PretrainConfig(), seed=self.seed)
+        if self.updates is not None:
+            config = replace(config, updates=self.updates)
+        out = self.out or Path(f"{self.world}.safetensors")
+        require(not out.is_dir(), "out", str(out), "a file; this is a folder")
+        card = out.with_suffix(".json")
         require_new_file(
-            self.out, lambda data: hashlib.sha256(data).hexdigest().encode() in read_bytes(card)
+            out, lambda data: hashlib.sha256(data).hexdigest().encode() in read_bytes(card)
         )
         require_new_file(card, lambda data: b'"sha256"' in data)
-        pretrain_to_file(config, self.out, self.threads, _print_progress(), typed_command())
-        print(
-            f"Wrote {self.out} and {self.out.with_suffix('.json')}; use them with --base-weights"
-            f" {self.out}"
-        )
+        base = base_network(weights_path()) if edits else None
+        pretrain_to_file(config, out, self.threads, _print_progress(), typed_command(), base)
+        print(f"Wrote {out} and {card}; use them with --base-weights {out}")
         return 0
 
 

@@ -21,6 +21,7 @@ from flowrl.run.reading import read_json, read_tensors, reading
 from flowrl.run.records import RunRecord
 from flowrl.run.report.figures import (
     MOST_TOGETHER,
+    REFERENCE,
     X_LABELS,
     Panel,
     Row,
@@ -102,6 +103,9 @@ def samples(comparison: Comparison) -> Figure | None:
         with reading(path):
             if not rows:
                 before, prompts = record["reward_before"], record["prompts"]
+                if record.get("references"):
+                    shown = _read_samples(tensors, "references", len(prompts))
+                    rows.append(Row(REFERENCE, shown, [""] * len(prompts), prompts))
                 images = _read_samples(tensors, "before", len(prompts))
                 rows.append(Row("base model", images, [f"{r:.2f}" for r in before], prompts))
             if record["prompts"] != prompts:

@@ -176,7 +176,7 @@ class ValueTracker:
         keys: Sequence[Hashable] = range(len(values))
         memory: dict[Hashable, Tracked] = {}
         if record is not None:
-            keys, memory = [text_key(prompt.text) for prompt in record.prompts], self.memory
+            keys, memory = [text_key(prompt.key) for prompt in record.prompts], self.memory
         members = decisions.mask.any(-1)
         require_columns(values, decisions, self, last_column(decisions.mask))
         final = values[..., -1].double()
@@ -216,6 +216,6 @@ def tracked(values: Tensor) -> Tracked:
 
 
 def text_key(text: str) -> int:
-    """A signed 64-bit hash of a prompt's text."""
+    """A signed 64-bit hash of a prompt's text, or its key with images."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big", signed=True)

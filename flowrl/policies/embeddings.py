@@ -13,39 +13,40 @@ from torch.nn.utils.rnn import pad_sequence
 
 from flowrl.core.errors import TrainingError
 from flowrl.core.processes import Processes
+from flowrl.core.prompt import Prompt
 
 Row = Mapping[str, Tensor]
-Encode = Callable[[Sequence[str]], Iterable[Row]]
-"""From texts to one mapping of named tensors per text, without a prompt axis; an iterator that
-embeds a few texts at a time.
+Encode = Callable[[Sequence[Prompt]], Iterable[Row]]
+"""From prompts to one mapping of named tensors per prompt, without a prompt axis; an iterator that
+embeds a few prompts at a time.
 """
 REPORT_EVERY = 10.0
 """Seconds between two reports of progress."""
 
 
 class Store(Protocol):
-    """Embeddings by text. `flowrl.run.models.prompt_cache.DiskStore` is on disk."""
+    """Embeddings by `Prompt.key`. `flowrl.run.models.prompt_cache.DiskStore` is on disk."""
 
     def prepare(self) -> str:
-        """Called before the other methods whenever texts are embedded or looked up; returns the
+        """Called before the other methods whenever prompts are embedded or looked up; returns the
         store's place in words.
         """
         ...
 
-    def missing(self, texts: Sequence[str]) -> list[str]:
-        """Those of `texts` without an embedding."""
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of `keys` without an embedding."""
         ...
 
     def require_room(self, size: float) -> None:
         """Raise an error unless `size` GB can be stored."""
         ...
 
-    def get(self, text: str) -> Row | None:
-        """The embedding of `text`; None if it is missing or damaged."""
+    def get(self, key: str) -> Row | None:
+        """The embedding of `key`; None if it is missing or damaged."""
         ...
 
-    def put(self, text: str, row: Row) -> None:
-        """Store the embedding of `text`."""
+    def put(self, key: str, row: Row) -> None:
+        """Store the embedding of `key`."""
         ...
 
 
@@ -59,20 +60,20 @@ class MemoryStore:
         """No action."""
         return "main memory"
 
-    def missing(self, texts: Sequence[str]) -> list[str]:
-        """Those of `texts` without an embedding."""
-        return [text for text in texts if text not in self.rows]
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of `keys` without an embedding."""
+        return [key for key in keys if key not in self.rows]
 
     def require_room(self, size: float) -> None:
         """No action."""
 
-    def get(self, text: str) -> Row | None:
-        """The embedding of `text`, if it is known."""
-        return self.rows.get(text)
+    def get(self, key: str) -> Row | None:
+        """The embedding of `key`, if it is known."""
+        return self.rows.get(key)
 
-    def put(self, text: str, row: Row) -> None:
-        """Store the embedding of `text`."""
-        self.rows[text] = row
+    def put(self, key: str, row: Row) -> None:
+        """Store the embedding of `key`."""
+        self.rows[key] = row
 
 
 @dataclass
@@ -80,9 +81,9 @@ class PromptEmbeddings:
     """Embeddings by integer number, so that a `Condition` carries a number per sample instead of
     megabytes.
 
-    `encode` embeds new texts, which are put into `store`; one that is damaged or deleted there is
-    made again. Those of the latest call are on `device`, padded with zeros at the end of their
-    first axis to a common length. Floating-point tensors have `dtype`.
+    `encode` embeds new prompts, and the result is put into `store`; one that is damaged or deleted
+    there is made again. Those of the latest call are on `device`, padded with zeros at the end of
+    their first axis to a common length. Floating-point tensors have `dtype`.
     """
 
     encode: Encode
@@ -90,36 +91,37 @@ class PromptEmbeddings:
     dtype: torch.dtype
     store: Store = field(default_factory=MemoryStore)
     _numbers: dict[str, int] = field(default_factory=dict)
+    _prompts: list[Prompt] = field(default_factory=list)
     _on_device: frozenset[int] = frozenset()
 
-    def numbers(self, texts: Sequence[str]) -> list[int]:
-        """The numbers of `texts`; new texts are embedded."""
-        self.warm(texts)
-        numbers = [self._numbers[text] for text in texts]
+    def numbers(self, prompts: Sequence[Prompt]) -> list[int]:
+        """The numbers of `prompts`; new ones are embedded."""
+        self.warm(prompts)
+        numbers = [self._numbers[prompt.key] for prompt in prompts]
         self._bring(frozenset(numbers))
         return numbers
 
     def warm(
         self,
-        texts: Sequence[str],
+        prompts: Sequence[Prompt],
         processes: Processes = Processes(),
         report: Callable[[dict[str, Any]], None] = lambda state: None,
     ) -> None:
-        """Embed those of `texts` that are not stored. Processes that lack the same texts divide
-        them, so all of `processes` must call this with the same texts.
+        """Embed those of `prompts` that are not stored. Processes that lack the same ones divide
+        them, so all of `processes` must call this with the same prompts.
 
         `report` is called with {"phase": "prompts", "prompts": a line of progress}.
         """
         place = self.store.prepare()
-        new = [text for text in dict.fromkeys(texts) if text not in self._numbers]
-        missing = self.store.missing(new)
+        new = {p.key: p for p in prompts if p.key not in self._numbers}
+        missing = self.store.missing([*new])
         # again if processes do not see what the others have stored
         while any(lacking := processes.gather(missing)):
             peers = [rank for rank, other in enumerate(lacking) if other == missing]
             share = missing[peers.index(processes.rank) :: len(peers)]
             with processes.shared_errors():
                 reported = -REPORT_EVERY
-                for done, row in enumerate(self._embedded(share), 1):
+                for done, row in enumerate(self._embedded([new[key] for key in share]), 1):
                     size = sum(tensor.nbytes for tensor in row.values()) * len(missing) / 1e9
                     if done == 1:
                         self.store.require_room(size)
@@ -131,7 +133,8 @@ class PromptEmbeddings:
                         line += f" ({len(missing):,} new ones, {size:,.2f} GB in {place})"
                         report({"phase": "prompts", "prompts": line})
             missing = self.store.missing(missing)
-        self._numbers |= {text: n for n, text in enumerate(new, len(self._numbers))}
+        self._numbers |= {key: n for n, key in enumerate(new, len(self._numbers))}
+        self._prompts += new.values()
 
     def rows(self, numbers: Tensor, among: frozenset[int] = frozenset()) -> dict[str, Tensor]:
         """The embeddings under `numbers` [sample], a tensor on the device; every result has
@@ -148,23 +151,22 @@ class PromptEmbeddings:
 
     def _bring(self, numbers: frozenset[int]) -> None:
         """Fill the tables on the device."""
-        known = list(self._numbers)
-        texts = [known[number] for number in numbers]
-        stored = {text: self.store.get(text) for text in texts}
-        lost = [text for text, row in stored.items() if row is None]
-        stored |= dict(zip(lost, self._embedded(lost), strict=True))
-        rows: list[Any] = [stored[text] for text in texts]
+        needed = [self._prompts[number] for number in numbers]
+        stored = {prompt.key: self.store.get(prompt.key) for prompt in needed}
+        lost = [prompt for prompt in needed if stored[prompt.key] is None]
+        stored |= zip([prompt.key for prompt in lost], self._embedded(lost), strict=True)
+        rows: list[Any] = [stored[prompt.key] for prompt in needed]
         self._table = {}
         for name in rows[0]:
             table = pad_sequence([row[name] for row in rows], batch_first=True)
             self._table[name] = table.to(self.device)
-        places = torch.zeros(len(known), dtype=torch.int64)
+        places = torch.zeros(len(self._prompts), dtype=torch.int64)
         places[list(numbers)] = torch.arange(len(numbers))
         self._places, self._on_device = places.to(self.device), numbers
 
-    def _embedded(self, texts: Sequence[str]) -> Iterator[Row]:
-        """Embed and store `texts`, one after the other."""
-        for text, given in zip(texts, self.encode(texts) if texts else (), strict=True):
+    def _embedded(self, prompts: Sequence[Prompt]) -> Iterator[Row]:
+        """Embed and store `prompts`, one after the other."""
+        for prompt, given in zip(prompts, self.encode(prompts) if prompts else (), strict=True):
             # a copy, not a view of a batch
             row = {
                 name: tensor.detach()
@@ -173,9 +175,9 @@ class PromptEmbeddings:
                 for name, tensor in given.items()
             }
             if not is_finite(row):
-                what = f"the text encoder's embedding of {text!r} has values that are not finite"
-                raise TrainingError(f"{what}; use bfloat16 or float32, or check its weights")
-            self.store.put(text, row)
+                what = f"the text encoder's embedding of {prompt.text!r} has values that are not"
+                raise TrainingError(f"{what} finite; use bfloat16 or float32, or check its weights")
+            self.store.put(prompt.key, row)
             yield row
 
 

@@ -1,9 +1,9 @@
 """Model families, the differences between diffusers' pipelines: Stable Diffusion 3 and 3.5, FLUX.1,
-FLUX.2 [klein], Z-Image, Qwen-Image and Qwen-Image 2.1, Wan 2.1 and 2.2, and SANA;
-docs/model-families.md explains how to add another.
+FLUX.1 Kontext, FLUX.2 [klein], Z-Image, Qwen-Image, Qwen-Image 2.1 and Qwen-Image-Edit, Wan 2.1
+and 2.2, and SANA; docs/model-families.md explains how to add another.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flowrl.core.errors import require
 from flowrl.core.options import checked_options
+from flowrl.core.prompt import Prompt, ReferenceImage
 from flowrl.core.sharded import is_sharded_network
 from flowrl.policies.lora import LORA_TARGETS
 
@@ -38,7 +39,9 @@ class Family:
     flow-matching one), the text encoders, `vae_scale_factor` (videos: `vae_scale_factor_spatial`),
     and `save_lora_weights`.
 
-    A family of videos has `video_shape(pipe, height, width, frames)` in place of `latent_shape`.
+    A family of videos has `video_shape(pipe, height, width, frames)` in place of `latent_shape`. A
+    family that reads reference images has `encode_edits(pipe, prompts, tokens, device)` in place of
+    `encode`, whose prompts have texts and images.
     A family with another guidance than `linear_guidance` has `guide(away, towards, scale)`: the
     guided velocity from that of the negative prompt and that of the prompt, float32
     [sample, *latent].
@@ -60,6 +63,10 @@ class Family:
     """The transformer's layer whose input a critic reads; empty if that was never tried."""
     decoder_channels: tuple[int, ...] = (3,)
     """The numbers of channels of an image decoder whose images `decode` makes red, green, blue."""
+    images: tuple[int, int] = (0, 0)
+    """The least and the largest number of reference images of a prompt."""
+    cuts_prompts: bool = True
+    """Whether the pipeline cuts a prompt with more tokens than the set number."""
     thinking: bool | None = None
     """Whether the chat template into which the pipeline puts a prompt has thinking enabled; None
     without a template.
@@ -140,6 +147,44 @@ def linear_guidance(away: Tensor, towards: Tensor, scale: float) -> Tensor:
     return away + scale * (towards - away)
 
 
+def embeddings_of(
+    pipe: Any, family: Family, prompts: Sequence[Prompt], tokens: int, device: torch.device
+) -> Sequence[Embeddings]:
+    """The embeddings of `prompts`, with their images if the family reads them (`Family.encode`)."""
+    if family.images[1]:
+        return family.encode_edits(pipe, prompts, tokens, device)  # pyright: ignore
+    return family.encode(pipe, [prompt.text for prompt in prompts], tokens, device)
+
+
+def negatives(family: Family, prompts: Sequence[Prompt], text: str) -> list[Prompt]:
+    """The negative prompt `text` of every prompt, with the same images if the family reads them."""
+    return [Prompt(text, images=prompt.images if family.images[1] else ()) for prompt in prompts]
+
+
+def in_groups(
+    keys: Sequence[Hashable], call: Callable[[Any, Any], Tensor], transformer: Any
+) -> Tensor:
+    """Rows that must not share a network call, in calls of those that may.
+
+    Args:
+        keys: a key per row; rows with equal keys may share a call.
+        call: from the indices of some rows, and their key, to their results.
+        transformer: the network; if its weights are sharded, every row has its own call, because
+            processes must make the same number of calls.
+
+    Returns:
+        The results of all rows, in order.
+    """
+    alone, groups = is_sharded_network(transformer), dict[Any, list[int]]()
+    for row, key in enumerate(keys):
+        groups.setdefault((key, alone * row), []).append(row)
+    if len(groups) == 1:
+        return call(slice(None), keys[0])
+    results = torch.cat([call(some, key) for (key, _), some in groups.items()])
+    order = torch.tensor([row for some in groups.values() for row in some])
+    return results[order.argsort().to(results.device)]
+
+
 def resolution_shift(scheduler: Any, tokens: int, largest: float) -> float:
     """mu, linear in the number of image tokens between the sizes in the scheduler's config (arXiv
     2403.03206, 5.3.2).
@@ -193,6 +238,64 @@ def unpacked(latent: Tensor, size: tuple[int, int]) -> Tensor:
     return rearrange(latent, "s (h w) (k p q) -> s k (h p) (w q)", h=size[0] // 2, p=2, q=2)
 
 
+def packed(latent: Tensor) -> Tensor:
+    """Latent images [sample, channel, height, width] as tokens [sample, token, 4 x channel]; the
+    inverse of `unpacked`.
+    """
+    return rearrange(latent, "s k (h p) (w q) -> s (h w) (k p q)", p=2, q=2)
+
+
+def reference_rows(latents: Sequence[Tensor], like: Tensor, channels: int) -> dict[str, Tensor]:
+    """The latents of a prompt's reference images as rows of an embedding.
+
+    Args:
+        latents: a latent image [channel, height, width] per reference.
+        like: a tensor of the device.
+        channels: channels of a token.
+
+    Returns:
+        "reference", the tokens of all images one after the other [token, 4 x channel], and "sizes",
+        their heights and widths in tokens [image, 2].
+    """
+    tokens = [like.new_zeros(0, channels), *(packed(latent[None])[0] for latent in latents)]
+    sizes = [[side // 2 for side in latent.shape[1:]] for latent in latents]
+    shapes = torch.tensor(sizes, dtype=torch.int64, device=like.device).view(-1, 2)
+    return {"reference": torch.cat(tokens), "sizes": shapes}
+
+
+def with_references(
+    transformer: Any,
+    latent: Tensor,
+    timestep: Tensor,
+    rows: Embeddings,
+    predict: Callable[[Tensor, Tensor, Embeddings, list[tuple[int, int]]], Tensor],
+) -> Tensor:
+    """v of a transformer that reads the tokens of reference images behind those of the image; one
+    call for each number and sizes of references, which are read from the device.
+
+    Args:
+        transformer: the transformer.
+        latent: tokens [sample, token, channel].
+        timestep: 1000 t [sample].
+        rows: embeddings of the prompts, with `reference_rows`.
+        predict: from tokens of image and references, times, embeddings, and the sizes of the
+            references, to the network's output for all tokens.
+
+    Returns:
+        The output for the image [sample, token, channel].
+    """
+    keys = [tuple((h, w) for h, w in one if h) for one in rows["sizes"].tolist()]
+
+    def call(some: Any, sizes: Sequence[tuple[int, int]]) -> Tensor:
+        given = {name: None if row is None else row[some] for name, row in rows.items()}
+        count = sum(height * width for height, width in sizes)
+        tokens = [latent[some], given["reference"][:, :count].to(latent.dtype)]
+        made = predict(torch.cat(tokens, 1), timestep[some], given, [*sizes])
+        return made[:, : latent.shape[1]]
+
+    return in_groups(keys, call, transformer)
+
+
 def decode_scaled(vae: Any, latent: Tensor) -> Tensor:
     """Pixels from latents of an `AutoencoderKL`: z / scale + shift, decoded.
 
@@ -216,6 +319,12 @@ def _decode_standardised(vae: Any, latent: Tensor) -> Tensor:
         for values in (vae.config.latents_std, vae.config.latents_mean)
     )
     return vae.decode(latent * std + mean, return_dict=False)[0]
+
+
+def _require_uncut(family: Family, tokens: int) -> None:
+    """Raise `ConfigError` if a number of tokens was set."""
+    allowed = f"not set: {family.pipeline} does not cut prompts"
+    require(tokens == family.text_tokens, "max_sequence_length", tokens, allowed)
 
 
 def require_multiples(height: int, width: int, unit: int, largest: int = 2**30) -> None:
@@ -320,6 +429,16 @@ class Flux(Family):
         """`FluxTransformer2DModel` with t (it multiplies by 1000), positions, and the distilled
         guidance if it has that input.
         """
+        return self._predict(transformer, latent, timestep, rows, _positions(size, latent.device))
+
+    def _predict(
+        self,
+        transformer: Any,
+        latent: Tensor,
+        timestep: Tensor,
+        rows: Embeddings,
+        positions: Tensor,
+    ) -> Tensor:
         words = rows["words"]
         guidance = latent.new_full((len(latent),), self.distilled_guidance, dtype=torch.float32)
         return transformer(
@@ -329,7 +448,7 @@ class Flux(Family):
             timestep=timestep / 1000,
             guidance=guidance if transformer.config.guidance_embeds else None,
             txt_ids=words.new_zeros(words.shape[1], 3),
-            img_ids=_positions(size, latent.device).to(words.dtype),
+            img_ids=positions.to(words.dtype),
             return_dict=False,
         )[0]
 
@@ -351,6 +470,60 @@ def _set_even_grid(scheduler: Any, steps: int, mu: float) -> None:
     scheduler.register_to_config(shift_terminal=terminal if steps > 1 else None)
     scheduler.set_timesteps(steps, sigmas=sigmas, mu=mu)
     scheduler.register_to_config(shift_terminal=terminal)
+
+
+@checked_options
+@dataclass(frozen=True)
+class FluxKontext(Flux):
+    """`Family` of diffusers' `FluxKontextPipeline` (FLUX.1 Kontext, arXiv 2506.15742): edits of a
+    reference image, or text to image without one.
+
+    The tokens of the reference image, scaled by the pipeline to one of its 17 sizes of about one
+    megapixel, follow those of the image, with 1 as the first number of their positions.
+
+    Args:
+        distilled_guidance: as for `Flux`; 2.5 in the example of its model card.
+    """
+
+    distilled_guidance: Annotated[float, Ge(0)] = 2.5
+
+    pipeline = "FluxKontextPipeline"
+    images = (0, 1)
+
+    def encode_edits(
+        self, pipe: Any, prompts: Sequence[Prompt], tokens: int, device: torch.device
+    ) -> Sequence[Embeddings]:
+        """The embeddings of the texts, and the latent of the image, without noise."""
+        rows, channels = [], pipe.transformer.config.in_channels
+        latents = {image.sha256: self._latent(pipe, image) for p in prompts for image in p.images}
+        for prompt, row in zip(
+            prompts, self.encode(pipe, [p.text for p in prompts], tokens, device), strict=True
+        ):
+            own = [latents[image.sha256] for image in prompt.images]
+            rows.append({**row, **reference_rows(own, row["words"], channels)})
+        return rows
+
+    def _latent(self, pipe: Any, image: ReferenceImage) -> Tensor:
+        picture = image.pillow()
+        preferred = import_module(type(pipe).__module__).PREFERRED_KONTEXT_RESOLUTIONS
+        ratio, unit = picture.width / picture.height, 2 * pipe.vae_scale_factor
+        _, width, height = min((abs(ratio - w / h), w, h) for w, h in preferred)
+        size = height // unit * unit, width // unit * unit
+        pixels = pipe.image_processor.preprocess(pipe.image_processor.resize(picture, *size), *size)
+        return pipe._encode_vae_image(pixels.to(pipe.vae.device, pipe.vae.dtype), None)[0]
+
+    def velocity(self, transformer, latent, timestep, rows, size):
+        """As FLUX.1, with the tokens of the references."""
+
+        def predict(tokens, times, given, sizes):
+            places = [_positions(size, tokens.device)]
+            for height, width in sizes:
+                own = _positions((2 * height, 2 * width), tokens.device).clone()
+                own[:, 0] = 1
+                places.append(own)
+            return self._predict(transformer, tokens, times, given, torch.cat(places))
+
+        return with_references(transformer, latent, timestep, rows, predict)
 
 
 @cache
@@ -530,12 +703,22 @@ class QwenImage(Family):
         """`QwenImageTransformer2DModel` with t (it multiplies by 1000) and the mask of the prompts'
         tokens.
         """
+        return self._predict(transformer, latent, timestep, rows, [(size[0] // 2, size[1] // 2)])
+
+    def _predict(
+        self,
+        transformer: Any,
+        latent: Tensor,
+        timestep: Tensor,
+        rows: Embeddings,
+        sizes: Sequence[tuple[int, int]],
+    ) -> Tensor:
         return transformer(
             hidden_states=latent,
             encoder_hidden_states=rows["words"],
             encoder_hidden_states_mask=rows["mask"],
             timestep=timestep / 1000,
-            img_shapes=[[(1, size[0] // 2, size[1] // 2)]] * len(latent),
+            img_shapes=[[(1, *one) for one in sizes]] * len(latent),
             return_dict=False,
         )[0]
 
@@ -555,6 +738,92 @@ class QwenImage(Family):
         return {"true_cfg_scale": scale, "negative_prompt": negative}
 
 
+class QwenImageEdit(QwenImage):
+    """`Family` of diffusers' `QwenImageEditPipeline` (Qwen-Image-Edit, arXiv 2508.02324): edits of
+    a reference image.
+
+    Qwen2.5-VL reads the image with the prompt, and the tokens of its latent follow those of the
+    image. The pipeline scales it to about one megapixel for both, whatever the size of the result,
+    and does not cut prompts. The negative prompt has the same image.
+    """
+
+    pipeline = "QwenImageEditPipeline"
+    images = (1, 1)
+    cuts_prompts = False
+    text_tokens = 1400
+    """About as many as a picture of one megapixel and a short prompt have."""
+
+    def encode_edits(
+        self, pipe: Any, prompts: Sequence[Prompt], tokens: int, device: torch.device
+    ) -> Sequence[Embeddings]:
+        """The tokens of prompt and images [token, dim], a mask of ones, and the latents of the
+        images, without noise.
+
+        Raises `ConfigError` if a number of tokens was set.
+        """
+        _require_uncut(self, tokens)
+        rows, channels = dict[str, Embeddings](), pipe.transformer.config.in_channels
+        for prompt in prompts:
+            if prompt.key in rows:
+                continue
+            read, sizes = self._read(pipe, [image.pillow() for image in prompt.images])
+            (words,), _ = pipe.encode_prompt([prompt.text], image=read, device=device)
+            latents = [self._latent(pipe, image, *size) for image, size in sizes]
+            mask = words.new_ones(len(words)).bool()
+            own = reference_rows(latents, words, channels)
+            rows[prompt.key] = {"words": words, "mask": mask, **own}
+        return [rows[prompt.key] for prompt in prompts]
+
+    def _read(self, pipe: Any, images: Sequence[Any]) -> tuple[Any, list[tuple[Any, Any]]]:
+        """The pictures that the text encoder reads, and those for the decoder's encoder with their
+        heights and widths.
+        """
+        (image,) = images
+        scaled = import_module(type(pipe).__module__).calculate_dimensions
+        width, height, _ = scaled(1024 * 1024, image.width / image.height)
+        resized = pipe.image_processor.resize(image, height, width)
+        return resized, [(resized, (height, width))]
+
+    def _latent(self, pipe: Any, image: Any, height: int, width: int) -> Tensor:
+        pixels = pipe.image_processor.preprocess(image, height, width).unsqueeze(2)
+        return pipe._encode_vae_image(pixels.to(pipe.vae.device, pipe.vae.dtype), None)[0, :, 0]
+
+    def velocity(self, transformer, latent, timestep, rows, size):
+        """As Qwen-Image, with the tokens of the references; if the transformer has `zero_cond_t`
+        (2511), it gives them the time 0.
+        """
+
+        def predict(tokens, times, given, sizes):
+            both = [(size[0] // 2, size[1] // 2), *sizes]
+            return self._predict(transformer, tokens, times, given, both)
+
+        return with_references(transformer, latent, timestep, rows, predict)
+
+
+class QwenImageEditPlus(QwenImageEdit):
+    """`Family` of diffusers' `QwenImageEditPlusPipeline` (Qwen-Image-Edit 2509 and 2511): edits of
+    one to three reference images.
+
+    Qwen2.5-VL reads them at about 384 x 384 pixels, "Picture 1", "Picture 2" and so on in the
+    prompt; their latents are of about one megapixel each.
+    """
+
+    pipeline = "QwenImageEditPlusPipeline"
+    images = (1, 3)
+    text_tokens = 300
+
+    def _read(self, pipe, images):
+        own = import_module(type(pipe).__module__)
+        read, sizes = [], []
+        for image in images:
+            ratio = image.width / image.height
+            width, height = own.calculate_dimensions(own.CONDITION_IMAGE_SIZE, ratio)
+            read.append(pipe.image_processor.resize(image, height, width))
+            width, height = own.calculate_dimensions(own.VAE_IMAGE_SIZE, ratio)
+            sizes.append((image, (height, width)))
+        return read, sizes
+
+
 class QwenImage21(Family):
     """`Family` of diffusers' `QwenImage21Pipeline` (Qwen-Image 2.1), text to image.
 
@@ -566,6 +835,7 @@ class QwenImage21(Family):
     """
 
     pipeline = "QwenImage21Pipeline"
+    cuts_prompts = False
     lora_targets = LORA_TARGETS[:4]
     decoder_channels = (3, 4)
 
@@ -590,8 +860,7 @@ class QwenImage21(Family):
 
         Raises `ConfigError` if a number of tokens was set.
         """
-        allowed = f"not set: {self.pipeline} does not cut prompts"
-        require(tokens == self.text_tokens, "max_sequence_length", tokens, allowed)
+        _require_uncut(self, tokens)
         rows = {}
         for text in dict.fromkeys(texts):
             (words,), _, _ = pipe.encode_prompt([text], device=device)
@@ -603,24 +872,23 @@ class QwenImage21(Family):
         weights are sharded: processes must make the same number of calls); the lengths are read
         from the device.
         """
-        alone, groups = is_sharded_network(transformer), dict[Any, list[int]]()
-        for row, length in enumerate(rows["mask"].sum(1).tolist()):
-            groups.setdefault((length, alone * row), []).append(row)
-        tokens, parts = latent.shape[1], []
-        for (length, _), some in groups.items():
-            slots = latent.new_zeros(len(some), length + tokens // 4, dtype=torch.bool)
+        tokens = latent.shape[1]
+
+        def call(some: Any, length: int) -> Tensor:
+            image = latent[some]
+            slots = latent.new_zeros(len(image), length + tokens // 4, dtype=torch.bool)
             slots[:, length:] = True  # a slot has 2 x 2 tokens of the image
             predicted = transformer(
-                hidden_states=latent[some],
-                encoder_hidden_states=rows["words"][some, :length],
+                hidden_states=image,
+                encoder_hidden_states=rows["words"][some][:, :length],
                 timestep=timestep[some] / 1000,
-                img_shapes=[[(1, *size)]] * len(some),
+                img_shapes=[[(1, *size)]] * len(image),
                 img_mask=slots,
                 return_dict=False,
             )[0]
-            parts.append(predicted[:, -tokens:])
-        order = torch.tensor([row for some in groups.values() for row in some])
-        return torch.cat(parts)[order.argsort().to(latent.device)]
+            return predicted[:, -tokens:]
+
+        return in_groups(rows["mask"].sum(1).tolist(), call, transformer)
 
     def decode(self, pipe, latent, size):
         """The decoder's first frame, its colours c with opacity a as a c + (1 - a)."""
@@ -757,11 +1025,23 @@ class Sana(Family):
 
 FAMILIES: dict[str, type[Family]] = {
     kind.pipeline: kind
-    for kind in (SD3, Flux, Flux2Klein, ZImage, QwenImage, QwenImage21, Wan, Sana)
+    for kind in (
+        *(SD3, Flux, FluxKontext, Flux2Klein, ZImage, QwenImage, QwenImage21),
+        *(QwenImageEdit, QwenImageEditPlus, Wan, Sana),
+    )
 }
 """Built-in families by the class of their pipeline; a package adds one by an entry point of that
 name in `flowrl.families`.
 """
+
+
+def text_to_image(pipeline: str) -> str:
+    """The pipeline that has the transformer and the latents of a `pipeline` of edits; others are
+    their own.
+    """
+    kinds = FAMILIES[pipeline].__mro__ if pipeline in FAMILIES else ()
+    own = [kind.pipeline for kind in kinds if issubclass(kind, Family) and kind is not Family]
+    return own[-1] if own else pipeline
 
 
 def shape_of(pipe: Any, family: Family, height: int, width: int, frames: int) -> Shape:

@@ -19,11 +19,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flowrl.core.errors import CheckpointError, require
 from flowrl.core.policy_options import PolicyOptions, Precision
 from flowrl.core.processes import Processes
+from flowrl.core.prompt import require_images
 from flowrl.core.sharded import full_tensors, is_sharded_network
 from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.policies.device import device_of
 from flowrl.policies.embeddings import MemoryStore, PromptEmbeddings, Store
-from flowrl.policies.families import Family, linear_guidance, shape_of, size_of
+from flowrl.policies.families import (
+    Family,
+    embeddings_of,
+    linear_guidance,
+    negatives,
+    shape_of,
+    size_of,
+)
 from flowrl.policies.lora import Adapters, fold, is_lora
 from flowrl.policies.prompt_length import cut_prompts, quiet
 
@@ -189,11 +197,11 @@ class PipelinePolicy:
 
     def encode(self, prompts: Sequence[Prompt]) -> Condition:
         """One number per prompt, which `velocity` looks up in the cache of embeddings."""
-        texts = [*(prompt.text for prompt in prompts), self.options.negative_prompt]
-        known = self.prompts.numbers(texts)
-        numbers = torch.tensor(known, device=self.device)
-        negative = numbers[-1:].expand(len(prompts))
-        return Condition({"prompt": numbers[:-1], "negative": negative}, frozenset(known))
+        self._require_images(prompts)
+        negative = negatives(self.family, prompts, self.options.negative_prompt)
+        known = self.prompts.numbers([*prompts, *negative])
+        numbers = torch.tensor(known, device=self.device).split(len(prompts))
+        return Condition(dict(zip(("prompt", "negative"), numbers, strict=True)), frozenset(known))
 
     def warm(
         self,
@@ -205,24 +213,30 @@ class PipelinePolicy:
         device only once; the `processes` divide them (`PromptEmbeddings.warm`). A warning is
         logged of those that are cut at the encoders' numbers of tokens.
         """
-        texts = [self.options.negative_prompt, *(prompt.text for prompt in prompts)]
-        new = [text for text in dict.fromkeys(texts) if text and text not in self._counted]
+        self._require_images(prompts)
+        needed = [*negatives(self.family, prompts, self.options.negative_prompt), *prompts]
+        texts = dict.fromkeys(prompt.text for prompt in needed)
+        new = [text for text in texts if text and text not in self._counted]
         self._counted.update(new)
         if processes.is_main:
             for line in cut_prompts(self.pipe, self.family, new, self._tokens):
                 _LOG.warning("Warning: %s", line)
-        self.prompts.warm(texts, processes, report)
+        self.prompts.warm(needed, processes, report)
 
-    def _embed(self, texts: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
+    def _require_images(self, prompts: Sequence[Prompt]) -> None:
+        require_images(prompts, *self.family.images, self.family.pipeline)
+
+    def _embed(self, prompts: Sequence[Prompt]) -> Iterator[Mapping[str, Tensor]]:
         """Embed on the device, always the same number at a time, so that the rounding of an
-        embedding does not depend on the other texts.
+        embedding does not depend on the other prompts.
         """
         with self.text_encoders(), quiet():
-            for first in range(0, len(texts), EMBEDDED_TOGETHER):
-                some = list(texts[first : first + EMBEDDED_TOGETHER])
+            for first in range(0, len(prompts), EMBEDDED_TOGETHER):
+                some = list(prompts[first : first + EMBEDDED_TOGETHER])
                 filled = some + some[-1:] * (EMBEDDED_TOGETHER - len(some))
+                given = self._tokens, self.device
                 with torch.no_grad():
-                    rows = self.family.encode(self.pipe, filled, self._tokens, self.device)
+                    rows = embeddings_of(self.pipe, self.family, filled, *given)
                 kind = f"encode of family {type(self.family).__name__}"
                 fits = isinstance(rows, Sequence) and len(rows) == len(filled)
                 require(fits, kind, type(rows).__name__, "a list with a mapping per text")

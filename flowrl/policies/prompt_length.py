@@ -24,7 +24,7 @@ def cut_prompts(pipe: Any, family: Family, texts: Sequence[str], tokens: int) ->
         The number of prompts that are cut, and the end of what is read of the longest.
     """
     found: dict[tuple[int, str], list[str]] = {}
-    for name in family.encoders:
+    for name in family.encoders if family.cuts_prompts else ():
         tokenizer = getattr(pipe, name.replace("text_encoder", "tokenizer"), None)
         if tokenizer is None or not texts:
             continue

@@ -9,6 +9,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from flowrl.core.errors import require
+from flowrl.core.prompt import require_images
 from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.policies.device import device_of
 from flowrl.policies.lora import LORA_TARGETS, Adapters
@@ -75,6 +77,11 @@ class CellAutoencoder(nn.Module):
         """[cell, 3, size, size] -> [cell, channels]."""
         return (self.encoder(cells.flatten(1)) - self.shift) / self.scale
 
+    def encode(self, images: Tensor) -> Tensor:
+        """Images to latents."""
+        cells = rearrange(images, "s k (r h) (c w) -> (s r c) k h w", r=GRID, c=GRID)
+        return rearrange(self.encode_cells(cells), "(s r c) z -> s z r c", r=GRID, c=GRID)
+
     def decode(self, latents: Tensor) -> Tensor:
         """Latents to images."""
         rows = rearrange(latents, "s z r c -> (s r c) z") * self.scale + self.shift
@@ -89,18 +96,22 @@ class SmallSD3(nn.Module):
         vocabulary: number of words.
         words: length of a prompt in words.
         shift: time shift of the scheduler (SD3.5: 3; small images need less).
+        edits: whether the transformer also reads a reference image, whose latent is in more
+            channels of its input (as in InstructPix2Pix, arXiv 2211.09800); without one they are 0.
     """
 
-    def __init__(self, vocabulary: int, words: int, shift: float = 1.0) -> None:
+    def __init__(
+        self, vocabulary: int, words: int, shift: float = 1.0, edits: bool = False
+    ) -> None:
         super().__init__()
         from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 
-        self.shift = shift
+        self.shift, self.edits = shift, edits
         self.words = WordEncoder(vocabulary, words)
         self.transformer = SD3Transformer2DModel(
             sample_size=GRID,
             patch_size=1,
-            in_channels=CHANNELS,
+            in_channels=(1 + edits) * CHANNELS,
             out_channels=CHANNELS,
             num_layers=4,
             attention_head_dim=32,
@@ -112,10 +123,15 @@ class SmallSD3(nn.Module):
         )
         self.autoencoder = CellAutoencoder()
 
-    def velocity(self, latent: Tensor, timestep: Tensor, words: Tensor) -> Tensor:
+    def velocity(
+        self, latent: Tensor, timestep: Tensor, words: Tensor, reference: Tensor | None = None
+    ) -> Tensor:
         """v at `latent` [sample, channel, grid, grid], `timestep` = 1000 t [sample], `words`
-        [sample, word, dim].
+        [sample, word, dim], `reference` the latent of the reference image.
         """
+        if self.edits:
+            given = torch.zeros_like(latent) if reference is None else reference
+            latent = torch.cat([latent, given], 1)
         return self.transformer(
             hidden_states=latent,
             encoder_hidden_states=words,
@@ -167,17 +183,28 @@ class SmallSD3Policy:
         return schedule_of(self._scheduler, self.device)
 
     def encode(self, prompts: Sequence[Prompt]) -> Condition:
-        """Word embeddings [prompt, word, dim]."""
+        """Word embeddings [prompt, word, dim], and the latents of the reference images."""
+        count, name = int(self.network.edits), "this world's network"
+        require_images(prompts, count, count, name)
         ids = torch.tensor([self.tokenise(prompt.text) for prompt in prompts], device=self.device)
         with torch.no_grad():
-            return Condition({"words": self.network.words(ids)})
+            rows = {"words": self.network.words(ids)}
+            if self.network.edits:
+                pixels = [image.pixels() for prompt in prompts for image in prompt.images]
+                side, sizes = GRID * CELL, {tuple(one.shape[1:]) for one in pixels}
+                fits = sizes == {(side, side)}
+                require(fits, "size of a reference image", sorted(sizes), f"{side} x {side}")
+                rows["reference"] = self.network.autoencoder.encode(
+                    torch.stack(pixels).to(self.device)
+                )
+            return Condition(rows)
 
     def velocity(self, latent: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
         """v = eps - x_0 of the network, in float32; under autocast if the policy's dtype is
         narrower.
         """
         with computing_in(self.dtype, self.device):
-            return self.network.velocity(latent, timestep, condition.tensors["words"]).float()
+            return self.network.velocity(latent, timestep, **condition.tensors).float()
 
     def decode(self, latent: Tensor) -> Tensor:
         """Images [sample, 3, 64, 64] in [0, 1]."""

@@ -43,7 +43,7 @@ class PromptStream:
         """The distinct prompts among the next `count`, in order; the position does not change."""
         ahead = copy.copy(self)
         ahead.generator, ahead.order = self.generator.clone_state(), list(self.order)
-        return list({prompt.text: prompt for prompt in ahead.take(count)}.values())
+        return list({prompt.key: prompt for prompt in ahead.take(count)}.values())
 
 
 @dataclass(frozen=True)

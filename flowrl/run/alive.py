@@ -282,11 +282,10 @@ def fields_line(unread: Sequence[str]) -> Line | None:
     return Line("prompts", f"nothing in this iteration has read the fields {names} of the prompts")
 
 
-def heldout_line(trained: Collection[str], heldout: Collection[str], chosen: bool) -> Line:
+def heldout_line(trained: Sequence[Prompt], heldout: Sequence[Prompt], chosen: bool) -> Line:
     """How many held-out prompts are also trained on; a warning if `heldout_prompts` is `chosen`."""
-    known = set(trained)
-    both = [text for text in dict.fromkeys(heldout) if text in known]
-    count = len(set(heldout))
+    known, asked = ({prompt.key: prompt.text for prompt in some} for some in (trained, heldout))
+    both, count = [text for key, text in asked.items() if key in known], len(asked)
     if not both:
         return Line("held out", f"none of the {count:,} prompts is also trained on")
     example = repr(both[0][:LONGEST])
@@ -324,7 +323,7 @@ def alive_lines(
         groups_line(row),
         *token_lines(trainer.policy, dict.fromkeys([*held, *texts])),
         fields_line(unread),
-        heldout_line(texts, held, bool(config.environment.heldout_prompts)),
+        heldout_line(trainer.prompts.prompts, heldout, bool(config.environment.heldout_prompts)),
     ]
     return [line for line in found if line is not None]
 

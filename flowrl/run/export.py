@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flowrl import __version__
 from flowrl.core.errors import CheckpointError, ConfigError
+from flowrl.policies.families import text_to_image
 from flowrl.policies.lora import is_lora
 from flowrl.run.build import METHOD_FILE
 from flowrl.run.config import RunConfig
@@ -109,7 +110,8 @@ def notes(
         lines.append(f"Warning: B = 0 in all {count} layers: the LoRA changes nothing")
         idle = []
     last = max((int(found[0]) for layer in lora.ranks if (found := BLOCK.search(layer))), default=0)
-    unused = re.compile(rf"transformer_blocks\.{last}\.({UNUSED.get(pipeline, '$')})")
+    known = UNUSED.get(text_to_image(pipeline), "$")
+    unused = re.compile(rf"transformer_blocks\.{last}\.({known})")
     expected = [layer for layer in idle if unused.fullmatch(layer)]
     if expected:
         why = "as expected: the image does not depend on the output"
@@ -267,7 +269,7 @@ def _model_spec(
     lora: Lora, form: Format, pipeline: str, facts: Mapping[str, str]
 ) -> dict[str, str]:
     """The entries that other programs show: Stability AI's specification, and kohya's."""
-    architecture, module = ARCHITECTURES.get(pipeline, ("", ""))
+    architecture, module = ARCHITECTURES.get(text_to_image(pipeline), ("", ""))
     base, ranks = facts.get("flowrl.base_model", ""), set(lora.ranks.values())
     spec = {
         "modelspec.sai_model_spec": "1.0.0",

@@ -85,7 +85,7 @@ class Shown:
     """One of the best or worst images of an iteration.
 
     Args:
-        image: the image [3, height, width], in 8 bits.
+        image: the image [3, height, width], in 8 bits, with its prompt's reference to its left.
         prompt: its prompt.
         reward: its reward.
         sample: its number among the samples of the iteration, in prompt-major order.
@@ -132,8 +132,9 @@ class IterationImages:
             order = values.argsort()[: values.isfinite().sum()].tolist()  # NaN is last
             for kept, rows in ((part.worst, order[:SHOWN]), (part.best, order[::-1][:SHOWN])):
                 for row in rows:
-                    text, value = prompts[row].text, float(values[row])
-                    kept.append(Shown(_small(images[row]), text, value, part.count + row))
+                    prompt, value = prompts[row], float(values[row])
+                    shown = beside_references(stills(images[row : row + 1]), [prompt])
+                    kept.append(Shown(_small(shown), prompt.text, value, part.count + row))
             self._choose(part)
         part.count += len(images)
 
@@ -173,9 +174,40 @@ class IterationImages:
         return named, whole.best, whole.worst
 
 
+def references_of(prompts: Sequence[Prompt], size: tuple[int, int]) -> Tensor | None:
+    """The reference images of prompts, those of a prompt side by side, within `size` (height,
+    width) on white, [prompt, 3, height, width]; None if no prompt has one.
+    """
+    most = max((len(prompt.images) for prompt in prompts), default=0)
+    if not most:
+        return None
+    sheets, width = torch.ones(len(prompts), 3, *size), size[1] // most
+    for sheet, prompt in zip(sheets, prompts, strict=True):
+        for left, image in zip(range(0, size[1], width), prompt.images, strict=False):
+            pixels = image.pixels()[None]
+            scale = min(size[0] / pixels.shape[2], width / pixels.shape[3])
+            sides = [max(1, round(scale * side)) for side in pixels.shape[2:]]
+            small = functional.interpolate(pixels, sides, mode="area")[0]
+            top, start = (size[0] - sides[0]) // 2, left + (width - sides[1]) // 2
+            sheet[:, top : top + sides[0], start : start + sides[1]] = small
+    return sheets
+
+
+def beside_references(images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+    """Images [sample, 3, height, width] with the reference images of their prompts to their left,
+    behind a grey line; as they are if no prompt has one.
+    """
+    height, width = images.shape[-2:]
+    references = references_of(prompts, (height, width))
+    if references is None:
+        return images
+    references[..., -max(1, width // 32) :] = 0.6
+    return torch.cat([references.to(images), images], -1)
+
+
 def _small(image: Tensor) -> Tensor:
-    """An image, or the stills of a video, with a side of at most `LONGEST`, in 8 bits."""
-    small = stills(image[None]).float()
+    """An image [1, 3, height, width] with a side of at most `LONGEST`, in 8 bits."""
+    small = image.float()
     longest = max(small.shape[-2:])
     if longest > LONGEST:
         small = functional.interpolate(small, scale_factor=LONGEST / longest, mode="area")

@@ -57,7 +57,7 @@ from flowrl.run.evaluation import (
 )
 from flowrl.run.export import run_lora
 from flowrl.run.format import FORMAT
-from flowrl.run.images import IterationImages
+from flowrl.run.images import IterationImages, references_of
 from flowrl.run.io import (
     append_bytes,
     disk_errors,
@@ -731,9 +731,13 @@ class Run:
         read = partial(read_tensors, self.folder / "before.safetensors", shapes)
         before = self.distributed.in_main(read)
         if self.distributed.is_main:
-            images = save({"before": before["images"], "after": after.images})
-            write_bytes(self.folder / "samples.safetensors", images)
+            images = {"before": before["images"], "after": after.images}
+            size = after.images.shape[-2], after.images.shape[-1]
+            if (references := references_of(after.prompts, size)) is not None:
+                images["references"] = references
+            write_bytes(self.folder / "samples.safetensors", save(images))
             samples = {
+                "references": references is not None,
                 "prompts": [prompt.text for prompt in after.prompts],
                 "reward_before": before["scores"].tolist(),
                 "reward_after": after.image_scores.tolist(),

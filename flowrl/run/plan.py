@@ -283,8 +283,10 @@ def memory_text(counts: Plan, config: RunConfig) -> str:
     known, world = known_architecture(config), make_world(config)
     assert known is not None
     stream = PromptStream(prompts_of(world, config.environment.task, "train"), config.seed)
-    texts = {prompt.text for prompt in prompts_to_embed(config, world, stream)}
-    prompts, each = 1 + len(texts), known.embedding(policy_options(config))
+    texts = {prompt.key for prompt in prompts_to_embed(config, world, stream)}
+    # a negative prompt, or one for each image to edit
+    prompts = 2 * len(texts) if known.family.images[1] else 1 + len(texts)
+    each = known.embedding(policy_options(config))
     sharded = (
         f", of which {counts.launch} stores 1 / {counts.processes} in each process, +"
         f" {size['gathered']} gathered"

@@ -49,15 +49,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Changes to the defaults, by name, for the built-in worlds."""
 
+_SHAPES = {
+    "window": "2:7",
+    "clip_range": 2e-3,
+    "eval_every": 2,
+    "eval_samples": 384,
+    "eval_steps": 10,
+    "eval_solver": "dpm++",
+}
 WORLD_DEFAULTS: dict[str, dict[str, Any]] = {
-    "shapes": {
-        "window": "2:7",
-        "clip_range": 2e-3,
-        "eval_every": 2,
-        "eval_samples": 384,
-        "eval_steps": 10,
-        "eval_solver": "dpm++",
-    },
+    "shapes": _SHAPES,
+    "edits": {**_SHAPES, "task": "recolour", "eval_samples": 144},
     "mixture": {
         "task": "direction",
         "learning_rate": 2e-2,

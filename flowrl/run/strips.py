@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowrl.run.evaluation import Evaluation
-from flowrl.run.images import Shown
+from flowrl.run.images import Shown, beside_references
 from flowrl.run.io import write_bytes, write_json
 from flowrl.run.records import finite
 
@@ -30,11 +30,14 @@ MOST_ROWS = 16
 EXTREMES = "extremes"
 """The name of the files with the best and worst images of the last evaluated iteration."""
 
+REFERENCE = "samples/reference.png"
+"""The reference image of the first prompt."""
+
 
 class Strips:
-    """Writes the images of every evaluation: samples/iteration-000010.png, from left to right, with
-    their prompts and rewards in iteration-000010.json; prompts.txt and, of all evaluations,
-    over-time.png.
+    """Writes the images of every evaluation: samples/iteration-000010.png, from left to right, each
+    beside its prompt's reference image if there is one, with their prompts and rewards in
+    iteration-000010.json; prompts.txt, `REFERENCE` and, of all evaluations, over-time.png.
 
     Args:
         folder: the run's folder.
@@ -57,8 +60,11 @@ class Strips:
         rewards = evaluation.image_scores.tolist()
         samples = [{"prompt": p, "reward": r} for p, r in zip(prompts, rewards, strict=True)]
         path = self.folder / f"iteration-{row['iteration']:06d}"
-        write_strip(path, evaluation.images, row["iteration"], samples)
+        shown = beside_references(evaluation.images, evaluation.prompts)
+        write_strip(path, shown, row["iteration"], samples)
         write_image(self.folder / "over-time.png", over_time(self.folder))
+        if images := evaluation.prompts[0].images:
+            write_image(self.folder / Path(REFERENCE).name, images[0].pillow())
         write_bytes(self.folder / "prompts.txt", "".join(f"{p}\n" for p in prompts).encode())
 
     def finish(self) -> None:

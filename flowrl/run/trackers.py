@@ -13,6 +13,7 @@ from flowrl.core.errors import ConfigError, require
 from flowrl.run.build import method_parts
 from flowrl.run.config import RunConfig
 from flowrl.run.evaluation import Evaluation
+from flowrl.run.images import beside_references
 from flowrl.run.io import write_json
 from flowrl.run.reading import read_json
 from flowrl.run.strips import has_images, strip
@@ -150,10 +151,11 @@ class Tracker:
 def _captioned(evaluation: Evaluation) -> list[Any]:
     """The images of an evaluation for W&B, with prompts and rewards."""
     image = importlib.import_module("wandb").Image
+    shown = beside_references(evaluation.images, evaluation.prompts)
     return [
         image(strip(one[None]), caption=f"{prompt.text} (reward {reward:.4g})")
         for one, prompt, reward in zip(
-            evaluation.images, evaluation.prompts, evaluation.image_scores.tolist(), strict=True
+            shown, evaluation.prompts, evaluation.image_scores.tolist(), strict=True
         )
     ]
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from flowrl.core.errors import CheckpointError
-from flowrl.core.types import Prompt
+from flowrl.core.prompt import Prompt, ReferenceImage
 from flowrl.rollout import initial_noise, sample_images
 from flowrl.run.build import make_policy, policy_options
 from flowrl.run.config import RunConfig
@@ -94,5 +94,7 @@ def _type_of(written: Path) -> str:
 def _image(policy: Any) -> torch.Tensor:
     """An image of the current weights, in main memory."""
     noise = initial_noise(policy, 1)
-    (batch,) = sample_images(policy, [Prompt("a photo of a red cube")], noise, STEPS)
+    grey = ReferenceImage.of_pixels(torch.full((3, 64, 64), 0.5))
+    prompt = Prompt("a photo of a red cube", images=(grey,) * policy.family.images[0])
+    (batch,) = sample_images(policy, [prompt], noise, STEPS)
     return batch.images.float().cpu()

@@ -36,6 +36,12 @@ Judge it by two criteria.
 2. Quality: is the picture clear, detailed, natural in its colours, and without artefacts?
 Think briefly, then end with one line: Final Score: X, where X is a number from {low:g} (bad) \
 to {high:g} (perfect)."""
+EDIT_QUESTION = """The last picture was made from the one before by this instruction: [{prompt}]
+Judge it by two criteria.
+1. Instruction: was all that it asks for done, and nothing else changed?
+2. Quality: is the picture clear, natural in its colours, and without artefacts?
+Think briefly, then end with one line: Final Score: X, where X is a number from {low:g} (bad) \
+to {high:g} (perfect)."""
 SCORE = re.compile(
     r"final\s+score\s*\**\s*:\s*\**\s*"
     # no 3,5, no 1-5 or 1 to 5, no 4%
@@ -70,7 +76,8 @@ class Judge:
     Args:
         url: the endpoint's base, such as http://localhost:8000/v1.
         model: name of the model at the endpoint.
-        question: text of the request; {prompt}, {low:g} and {high:g} are filled in.
+        question: text of the request; {prompt}, {low:g} and {high:g} are filled in. The default
+            asks about the edit if a prompt has reference images, which are sent before the picture.
         low: smallest score.
         high: largest score.
         attempts: attempts per image.
@@ -151,15 +158,16 @@ class Judge:
         return max(self.pause * 2 ** (state.attempt_number - 1), min(requested, self.timeout))
 
     def _body(self, image: "Image", prompt: Prompt) -> bytes:
-        buffer = io.BytesIO()
-        image.save(buffer, format="PNG")
-        encoded = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
         values = {"{prompt}": prompt.text, "{low:g}": f"{self.low:g}", "{high:g}": f"{self.high:g}"}
+        edits = prompt.images and self.question == QUESTION
         question = re.sub(
-            r"\{prompt\}|\{low:g\}|\{high:g\}", lambda match: values[match[0]], self.question
+            r"\{prompt\}|\{low:g\}|\{high:g\}",
+            lambda match: values[match[0]],
+            EDIT_QUESTION if edits else self.question,
         )
+        pictures = [*(reference.pillow() for reference in prompt.images), image]
         content = [
-            {"type": "image_url", "image_url": {"url": encoded}},
+            *({"type": "image_url", "image_url": {"url": _encoded(one)}} for one in pictures),
             {"type": "text", "text": question},
         ]
         messages = [{"role": "user", "content": content}]
@@ -188,6 +196,13 @@ class Judge:
         if not isinstance(text, str):
             raise TransientError("the answer has no text")
         return text
+
+
+def _encoded(image: "Image") -> str:
+    """An image as a data URI."""
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def parse_score(answer: str, low: float, high: float) -> float:

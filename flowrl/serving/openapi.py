@@ -67,6 +67,11 @@ _FORM: dict[str, Any] = {
             "items": {"type": "string", "format": "binary"},
             "description": "One 8-bit PNG per image, all of one size; instead of safetensors",
         },
+        "reference": {
+            "type": "array",
+            "items": {"type": "string", "format": "binary"},
+            "description": "An image file for every SHA-256 in the prompts' images",
+        },
     },
 }
 

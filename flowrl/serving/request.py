@@ -20,11 +20,15 @@ from flowrl.serving.wire_format import (
     WireFormatError,
     decode_pngs,
     decode_prompts,
+    decode_references,
     decode_safetensors,
     png_size,
 )
 
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # its warnings are in the response
+
+REFERENCES = 4
+"""Largest number of different images per sample to which prompts refer."""
 
 
 class RequestError(Exception):
@@ -182,7 +186,8 @@ async def read_request(
 async def _receive_form(
     request: Request, limits: ServerLimits, memory: RequestMemory
 ) -> dict[str, list[bytes]]:
-    max_parts = {"prompts": 1, "safetensors": 1, "png": limits.samples}
+    references = REFERENCES * limits.samples
+    max_parts = {"prompts": 1, "safetensors": 1, "png": limits.samples, "reference": references}
     form = MultipartForm(
         request.headers.get("content-type", ""), max_parts, {"prompts": limits.prompts_bytes}
     )
@@ -208,7 +213,8 @@ def _decode(
     if bool(pngs) == bool(tensors):
         message = "images are missing: send parts 'png' or one part 'safetensors'"
         raise RequestError(422, "no_images", message)
-    prompts = decode_prompts(parts["prompts"][0], limits.samples)
+    references = decode_references(parts["reference"], limits.pixels)
+    prompts = decode_prompts(parts["prompts"][0], limits.samples, references)
     if pngs:
         width, height = png_size(pngs)
         _require_most(width * height, limits.pixels, "too_many_pixels", "pixels in an image")

@@ -1,17 +1,19 @@
-"""The wire format between `remote` and a reward server, API 1.1: encoding and decoding of both
+"""The wire format between `remote` and a reward server, API 1.2: encoding and decoding of both
 directions.
 
-A request is a multipart form: `prompts` (JSON), and the images as one part `safetensors` or as one
-part `png` per image. A response is JSON (`ScoreResponse` or `ErrorResponse`). Neither side
-unpickles anything.
+A request is a multipart form: `prompts` (JSON), the images as one part `safetensors` or as one part
+`png` per image, and every different image to which the prompts refer as one part `reference`. A
+response is JSON (`ScoreResponse` or `ErrorResponse`). Neither side unpickles anything.
 """
 
+import hashlib
 import io
 import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +24,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from flowrl.core.errors import FlowrlError, RewardContractError, RewardError
-from flowrl.core.types import Prompt
+from flowrl.core.prompt import Prompt, ReferenceImage
 from flowrl.rewards.contract import ComponentScores, check_scores
 from flowrl.rewards.images import to_bytes, to_pillow
 from flowrl.run.reading import parse_json
@@ -38,6 +40,7 @@ __all__ = [
     "decode_error",
     "decode_pngs",
     "decode_prompts",
+    "decode_references",
     "decode_safetensors",
     "decode_scores",
     "encode_request",
@@ -45,7 +48,7 @@ __all__ = [
     "png_size",
 ]
 
-API_VERSION = "1.1"
+API_VERSION = "1.2"
 """The version of the HTTP interface."""
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
@@ -77,12 +80,15 @@ class TransientError(Exception):
 
 
 class PromptMessage(BaseModel):
-    """A prompt: its `text`, and `metadata` as any JSON object."""
+    """A prompt: its `text`, `metadata` as any JSON object, and the SHA-256 of the `images` to which
+    it refers.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     text: str = Field(max_length=100_000)
     metadata: dict[str, Any] = Field(default_factory=dict)
+    images: list[str] = Field(default_factory=list, max_length=16)
 
 
 class ScoreResponse(BaseModel):
@@ -150,6 +156,9 @@ def encode_request(
     """
     listed = ",".join(map(_encode_prompt, prompts))
     parts = [("prompts", ("prompts.json", f"[{listed}]".encode(), "application/json"))]
+    references = {image.sha256: image for prompt in prompts for image in prompt.images}
+    for name, image in references.items():
+        parts.append(("reference", (name, image.content(), "application/octet-stream")))
     pixels = images.detach().cpu().float().contiguous()
     if not bool(torch.isfinite(pixels).all()):
         raise RewardError("remote: the images have values that are not finite; they are not sent")
@@ -176,6 +185,8 @@ def _encode_pngs(images: Tensor) -> list[bytes]:
 def _encode_prompt(prompt: Prompt) -> str:
     """A `PromptMessage` as JSON. Raises `RewardError` for metadata that JSON cannot represent."""
     message = {"text": prompt.text, "metadata": prompt.metadata}
+    if prompt.images:  # a server of API 1.1 does not know the entry
+        message["images"] = [image.sha256 for image in prompt.images]
     try:
         return json.dumps(message, allow_nan=False, default=asdict)
     except (TypeError, ValueError) as error:
@@ -185,9 +196,12 @@ def _encode_prompt(prompt: Prompt) -> str:
         ) from error
 
 
-def decode_prompts(data: bytes, most: int = 2**31) -> list[Prompt]:
-    """A JSON list of at most `most` {"text": ..., "metadata": {...}}; without NaN, and with every
-    name of an object once. Raises `WireFormatError`.
+def decode_prompts(
+    data: bytes, most: int = 2**31, references: Mapping[str, ReferenceImage] = MappingProxyType({})
+) -> list[Prompt]:
+    """A JSON list of at most `most` {"text": ..., "metadata": {...}, "images": [...]}; without NaN,
+    and with every name of an object once. `references` are the images by hash. Raises
+    `WireFormatError`.
     """
     # Counted before they cost seconds; an object takes as long as four other entries.
     if (entries := data.count(b",") + 4 * data.count(b"{")) > ENTRIES * most:
@@ -205,7 +219,32 @@ def decode_prompts(data: bytes, most: int = 2**31) -> list[Prompt]:
         raise WireFormatError("bad_prompts", f"prompts {place}: {first['msg'][:200]}") from error
     except ValueError as error:
         raise WireFormatError("bad_prompts", f"prompts: {str(error)[:200]}") from error
-    return [Prompt(item.text, item.metadata) for item in prompts]
+    if missing := {name for item in prompts for name in item.images} - references.keys():
+        message = f"no part 'reference' has the SHA-256 {sorted(missing)[0]:.64}"
+        raise WireFormatError("bad_references", message)
+    return [
+        Prompt(item.text, item.metadata, tuple(references[name] for name in item.images))
+        for item in prompts
+    ]
+
+
+def decode_references(files: Sequence[bytes], most: int) -> dict[str, ReferenceImage]:
+    """Images of at most `most` pixels by the hash of their file. Raises `WireFormatError`."""
+    images = dict[str, ReferenceImage]()
+    for number, data in enumerate(files):
+        name = hashlib.sha256(data).hexdigest()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+                width, height = Image.open(io.BytesIO(data)).size
+            if width * height > most:
+                raise ValueError(f"{width} x {height} pixels; allowed: {most}")
+            images[name] = ReferenceImage(name, data=data)
+            images[name].pillow()
+        except Exception as error:  # Pillow raises many kinds for damaged files
+            message = f"reference {number} cannot be read: {str(error)[:200]}"
+            raise WireFormatError("bad_references", message) from error
+    return images
 
 
 def decode_safetensors(data: bytes) -> Tensor:

@@ -199,10 +199,10 @@ class PolicyContract(Pure, Separate):
     def agrees_with_its_pipeline(self) -> str | None:
         """Over a diffusers pipeline: the velocities, times and images of the pipeline's own call.
 
-        The call gets the prompts, latents, the numbers of steps and images, height, width, the
-        negative prompt, the scale of guidance and the output type, each if it has such an argument;
-        `call` adds others. Is the sign of v, the unit of t (1000 t), an embedding or the scale of
-        latents another one, or `tolerance` too small for the network's precision?
+        The call gets a prompt and its images, its latent, the numbers of steps and frames, height,
+        width, the negative prompt, the scale of guidance and the output type, each if it has such
+        an argument; `call` adds others. Is the sign of v, the unit of t (1000 t), an embedding or
+        the scale of latents another one, or `tolerance` too small for the network's precision?
         """
         if not isinstance(self.part, PipelinePolicy):
             return INAPPLICABLE
@@ -233,7 +233,9 @@ Step = tuple[Tensor, Tensor, Tensor]
 def own_call(
     policy: PipelinePolicy, prompts: Sequence[Prompt], noise: Tensor, more: Mapping[str, Any]
 ) -> tuple[list[Step], Tensor | None]:
-    """The steps of the pipeline's own call, and its images if everything is in float32."""
+    """The steps of the pipeline's own calls, one per prompt, and the images if everything is in
+    float32.
+    """
     pipe, family, options, guidance = (
         policy.pipe,
         policy.family,
@@ -242,18 +244,19 @@ def own_call(
     )
     known, taken = inspect.signature(pipe.__call__).parameters, list[Step]()
     exact = {options.dtype, options.decode_dtype} == {"float32"}
-    negative = [options.negative_prompt] * len(prompts) if guidance > 1 else None
+    negative = options.negative_prompt if guidance > 1 else None
     given: dict[str, Any] = {
-        "prompt": [prompt.text for prompt in prompts],
         **family.guidance_arguments(guidance, negative),
         "num_inference_steps": STEPS,
         "height": options.size[0],
         "width": options.size[1],
         "num_frames": options.num_frames,
-        "max_sequence_length": options.max_sequence_length or family.text_tokens,
-        "latents": noise,
+        "max_area": options.size[0] * options.size[1],  # FLUX.1 Kontext scales to 1 megapixel
         "output_type": "pt" if exact else "latent",
     }
+    if family.cuts_prompts:
+        given["max_sequence_length"] = options.max_sequence_length or family.text_tokens
+    given = {name: value for name, value in given.items() if name in known} | dict(more)
     step, bars = pipe.scheduler.step, getattr(pipe, "_progress_bar_config", {})
 
     def watched(model_output: Tensor, timestep: Any, sample: Tensor, *rest: Any, **named: Any):
@@ -266,13 +269,25 @@ def own_call(
 
     pipe.set_progress_bar_config(disable=True)
     pipe.scheduler.step = watched
+    made = []
     try:
         with policy.text_encoders(), computing_in(policy.dtype, policy.device):
-            made = pipe(**{n: v for n, v in given.items() if n in known} | dict(more))[0]
+            for number, prompt in enumerate(prompts):
+                own = {"latents": noise[number : number + 1]}
+                if prompt.images:
+                    pictures = [image.pillow() for image in prompt.images]
+                    own["image"] = pictures if len(pictures) > 1 else pictures[0]
+                made.append(pipe(prompt=prompt.text, **given, **own)[0])
     finally:
         del pipe.scheduler.step
         pipe.set_progress_bar_config(**bars)
-    return taken, made if exact else None
+    count = len(taken) // len(prompts)
+    steps = [taken[number::count] for number in range(count)]
+    joined = [
+        (torch.cat([x for x, _, _ in one]), one[0][1], torch.cat([v for _, _, v in one]))
+        for one in steps
+    ]
+    return joined, torch.cat(made) if exact else None
 
 
 @contextmanager

@@ -23,8 +23,10 @@ from flowrl.policies.families import (
     SD3,
     Flux,
     Flux2Klein,
+    FluxKontext,
     QwenImage,
     QwenImage21,
+    QwenImageEdit,
     Sana,
     Wan,
     ZImage,
@@ -42,6 +44,8 @@ TINY_UNCUT = replace(TINY_LARGE, max_sequence_length=None)
 TINY_VIDEO = replace(TINY, num_frames=5)
 """Options that fit `tiny_wan`."""
 CLIP_TOKENS = 40
+PICTURE_TOKENS = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+"""Of the tokenizers of Qwen's encoders that read pictures."""
 WIDTH = 32
 ATTENTION = {"attention_head_dim": 16, "num_attention_heads": 2}
 VIDEO_DECODER = {
@@ -130,6 +134,15 @@ def tiny_flux(seed: int = 0, distilled: bool = True) -> Any:
     Returns:
         The pipeline.
     """
+    return _tiny_flux("FluxPipeline", seed, distilled)
+
+
+def tiny_flux_kontext(seed: int = 0) -> Any:
+    """A `FluxKontextPipeline` with the networks of `tiny_flux`."""
+    return _tiny_flux("FluxKontextPipeline", seed)
+
+
+def _tiny_flux(kind: str, seed: int, distilled: bool = True) -> Any:
     diffusers: Any = import_module("diffusers")
 
     with seeded(seed):
@@ -144,7 +157,7 @@ def tiny_flux(seed: int = 0, distilled: bool = True) -> Any:
             axes_dims_rope=(4, 6, 6),
             **ATTENTION,
         )
-        return diffusers.FluxPipeline(
+        return getattr(diffusers, kind)(
             transformer=transformer,
             scheduler=make_scheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15),
             vae=make_decoder(4),
@@ -233,7 +246,20 @@ def tiny_qwen_image(seed: int = 0) -> Any:
     """A `QwenImagePipeline` with two blocks and Qwen-Image's shifts: by resolution, and to .02 as
     the last time before 0.
     """
+    return _tiny_qwen("QwenImagePipeline", seed)
+
+
+def tiny_qwen_image_edit(seed: int = 0, plus: bool = False) -> Any:
+    """A `QwenImageEditPipeline`, or with `plus` a `QwenImageEditPlusPipeline`, with the networks of
+    `tiny_qwen_image`. It can be saved where torchvision is installed, which the processor of
+    pictures needs.
+    """
+    return _tiny_qwen(f"QwenImageEdit{'Plus' * plus}Pipeline", seed)
+
+
+def _tiny_qwen(kind: str, seed: int) -> Any:
     diffusers: Any = import_module("diffusers")
+    edits = "Edit" in kind
 
     with seeded(seed):
         transformer = diffusers.QwenImageTransformer2DModel(
@@ -255,10 +281,17 @@ def tiny_qwen_image(seed: int = 0) -> Any:
             max_image_seq_len=8192,
             shift_terminal=0.02,
         )
-        tokenizer = _qwen_tokenizer()
-        encoder = _qwen_vl(len(tokenizer))
-        return diffusers.QwenImagePipeline(
-            scheduler, decoder.eval(), encoder, tokenizer, transformer
+        names = PICTURE_TOKENS if edits else ()
+        tokenizer = _qwen_tokenizer(*names)
+        encoder = _qwen_vl(len(tokenizer), pictures=edits)
+        parts = {"processor": _qwen_processor(tokenizer, "Qwen2VL")} if edits else {}
+        return getattr(diffusers, kind)(
+            scheduler=scheduler,
+            vae=decoder.eval(),
+            text_encoder=encoder,
+            tokenizer=tokenizer,
+            transformer=transformer,
+            **parts,
         )
 
 
@@ -291,8 +324,7 @@ def tiny_qwen_image21(seed: int = 0, channels: int = 4) -> Any:
             in_channels=channels,
             out_channels=channels,
         )
-        names = "vision_start", "vision_end", "image_pad", "video_pad"
-        tokenizer = _qwen_tokenizer(*(f"<|{name}|>" for name in names))
+        tokenizer = _qwen_tokenizer(*PICTURE_TOKENS)
         processor = _qwen_processor(tokenizer)
         encoder = _qwen_vl(len(tokenizer), "Qwen3VL")
         scheduler = make_scheduler(use_dynamic_shifting=True)
@@ -420,6 +452,10 @@ tiny_qwen_image_policy = _policy(tiny_qwen_image, QwenImage, TINY)
 """Likewise over `tiny_qwen_image`."""
 tiny_qwen_image21_policy = _policy(tiny_qwen_image21, QwenImage21, TINY_UNCUT)
 """Likewise over `tiny_qwen_image21`."""
+tiny_flux_kontext_policy = _policy(tiny_flux_kontext, FluxKontext, TINY)
+"""Likewise over `tiny_flux_kontext`."""
+tiny_qwen_image_edit_policy = _policy(tiny_qwen_image_edit, QwenImageEdit, TINY_UNCUT)
+"""Likewise over `tiny_qwen_image_edit`."""
 tiny_sana_policy = _policy(tiny_sana, Sana, TINY_LARGE)
 """Likewise over `tiny_sana`."""
 tiny_wan_policy = _policy(tiny_wan, Wan, TINY_VIDEO)
@@ -518,7 +554,8 @@ def make_tokenizer(clip: bool) -> Any:
     )
 
 
-def _qwen_vl(vocabulary: int, name: str = "Qwen2_5_VL") -> Any:
+def _qwen_vl(vocabulary: int, name: str = "Qwen2_5_VL", pictures: bool = False) -> Any:
+    """A text encoder; with `pictures` it knows the tokens of pictures in `_qwen_tokenizer`."""
     transformers: Any = import_module("transformers")
 
     text = {
@@ -542,22 +579,30 @@ def _qwen_vl(vocabulary: int, name: str = "Qwen2_5_VL") -> Any:
     if name == "Qwen3VL":
         text |= {"head_dim": 16}
         vision |= {"deepstack_visual_indexes": (0,), "num_position_embeddings": 16}
-    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision)
+    # behind the three special tokens of every tokenizer
+    given = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    known = {token: number for number, token in enumerate(given, 3)} if pictures else {}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **known)
     return getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
 
 
-def _qwen_processor(tokenizer: Any) -> Any:
-    """A `Qwen3VLProcessor`; without torchvision one for text only."""
+def _qwen_processor(tokenizer: Any, name: str = "Qwen3VL") -> Any:
+    """The processor of texts and pictures; without torchvision one that reads no videos, which
+    cannot be saved.
+    """
     transformers: Any = import_module("transformers")
+    kind = getattr(transformers, f"{name}Processor")
 
-    class TextOnly(transformers.Qwen3VLProcessor):
+    class Unchecked(kind):
         def check_argument_for_proper_class(self, *given: Any) -> None: ...
 
-    template = {"chat_template": tokenizer.chat_template}
+    template, sizes = {"chat_template": tokenizer.chat_template}, {"min_pixels": 56 * 56}
     if find_spec("torchvision") is None:
-        return TextOnly(None, tokenizer, None, **template)
-    pictures = transformers.Qwen2VLImageProcessor(), transformers.Qwen3VLVideoProcessor()
-    return transformers.Qwen3VLProcessor(pictures[0], tokenizer, pictures[1], **template)
+        pictures = transformers.Qwen2VLImageProcessorPil(**sizes)
+        return Unchecked(pictures, tokenizer, None, **template)
+    pictures = transformers.Qwen2VLImageProcessor(**sizes)
+    videos = getattr(transformers, f"{name}VideoProcessor")()
+    return kind(pictures, tokenizer, videos, **template)
 
 
 def _qwen3(name: str, vocabulary: int, layers: int) -> Any:

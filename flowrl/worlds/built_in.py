@@ -19,12 +19,39 @@ from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.small_sd3 import CHANNELS, SmallSD3, SmallSD3Policy
 from flowrl.run.reading import read_bytes, reading
 from flowrl.run.worlds import check_hash
-from flowrl.worlds import mixture, scene, verifier
+from flowrl.worlds import edits, mixture, scene, verifier
 
 
-def weights_path() -> Path:
-    """The base weights of the shapes world that ship with the package."""
-    return Path(str(resources.files("flowrl") / "data" / "shapes.safetensors"))
+def weights_path(world: str = "shapes") -> Path:
+    """The base weights of a world that ship with the package."""
+    return Path(str(resources.files("flowrl") / "data" / f"{world}.safetensors"))
+
+
+def base_network(path: Path, edits: bool = False) -> SmallSD3:
+    """The small SD3 with base weights of a file. Raises `CheckpointError` if they are missing or
+    damaged.
+    """
+    check_hash(path)
+    network = SmallSD3(len(scene.VOCABULARY), scene.MAX_WORDS, edits=edits)
+    with reading(f"base weights: {path}", CheckpointError):
+        network.load_state_dict(load(read_bytes(path)))
+    return network
+
+
+def _small_policy(
+    world: str, tokenise: Callable[[str], list[int]], options: PolicyOptions
+) -> SmallSD3Policy:
+    """The small SD3 of a world with the shipped weights, or those of `base_weights`, and a LoRA."""
+    path = Path(options.base_weights) if options.base_weights else weights_path(world)
+    return SmallSD3Policy(
+        base_network(path, edits=world == "edits"),
+        tokenise,
+        options.lora_rank,
+        options.lora_alpha,
+        options.seed,
+        options.device,
+        getattr(torch, options.dtype),
+    )
 
 
 class ShapesWorld:
@@ -57,20 +84,37 @@ class ShapesWorld:
         """The small SD3 with the shipped weights and a LoRA. Raises `CheckpointError` for missing
         or damaged weights.
         """
-        path = Path(options.base_weights) if options.base_weights else weights_path()
-        check_hash(path)
-        network = SmallSD3(len(scene.VOCABULARY), scene.MAX_WORDS)
-        with reading(f"weights of the shapes world: {path}", CheckpointError):
-            network.load_state_dict(load(read_bytes(path)))
-        return SmallSD3Policy(
-            network,
-            scene.tokenise,
-            options.lora_rank,
-            options.lora_alpha,
-            options.seed,
-            options.device,
-            getattr(torch, options.dtype),
-        )
+        return _small_policy(self.name, scene.tokenise, options)
+
+
+class EditsWorld:
+    """Edits of pictures of the shapes world, such as "make the circle blue": a prompt has a
+    reference image, and a verifier compares the result with both.
+    """
+
+    name = "edits"
+    tasks = edits.TASKS
+    forms = get_args(verifier.Form)
+    elements = ShapesWorld.elements
+    imports = ShapesWorld.imports
+
+    def prompts(self, task: str, part: str) -> list[Prompt]:
+        """Training or held-out edits, in words, with their pictures."""
+        return list(edits.split(task)[part])
+
+    def parse(self, text: str) -> Prompt:
+        """An edit in words, with a picture. Raises `ConfigError` for other words."""
+        return edits.parse(text)
+
+    def reward(self, form: Any) -> RewardModel:
+        """The verifier's score."""
+        return edits.EditReward(form)
+
+    def policy(self, options: PolicyOptions) -> FlowPolicy:
+        """The small SD3 that reads a reference image, with the shipped weights and a LoRA. Raises
+        `CheckpointError` for missing or damaged weights.
+        """
+        return _small_policy(self.name, edits.tokenise, options)
 
 
 class MixtureWorld:

@@ -1,5 +1,5 @@
 """Training of the shipped weights of the shapes world: the autoencoder, then the flow-matching base
-model.
+model; and of the edits world, which continues from them with reference images.
 
 The captions of 35% of the training pairs are wrong (`draw_wrong_layout`), as in data from the web.
 The base model then knows every concept but often draws the wrong one, which leaves room for
@@ -8,7 +8,7 @@ reinforcement learning.
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from flowrl.core.errors import require
 from flowrl.flow import interpolate, velocity_target
 from flowrl.policies.small_sd3 import SmallSD3
 from flowrl.run.io import write_bytes, write_json
+from flowrl.worlds import edits
 from flowrl.worlds.pretrain_pairs import draw_pair, random_jitter, requests_by_kind
 from flowrl.worlds.render import CELL, render_cells
 from flowrl.worlds.scene import CELLS, CLASSES, GRID, MAX_WORDS, VOCABULARY, tokenise
@@ -123,6 +124,16 @@ def draw_pairs(config: PretrainConfig, careless: bool = False) -> tuple[Tensor, 
     return torch.tensor(words), torch.tensor(layouts)
 
 
+@dataclass(frozen=True)
+class Phase:
+    """Optimiser steps with a learning rate that is held for the first half and then falls to 0."""
+
+    name: str
+    updates: int
+    lr: float
+    warmup: int
+
+
 def pretrain(config: PretrainConfig, progress: Progress) -> SmallSD3:
     """Train a base model from scratch, deterministic per thread count."""
     torch.manual_seed(config.seed)
@@ -139,27 +150,48 @@ def pretrain(config: PretrainConfig, progress: Progress) -> SmallSD3:
     return network.eval()
 
 
-@dataclass(frozen=True)
-class Phase:
-    """Optimiser steps with a learning rate that is held for the first half and then falls to 0."""
+EDITS = PretrainConfig(updates=3000, lr=1e-3, warmup=100, wrong_captions=0.5, careless_updates=0)
+"""Settings of the shipped weights of the edits world, whose autoencoder is the shapes world's."""
 
-    name: str
-    updates: int
-    lr: float
-    warmup: int
+
+def pretrain_edits(base: SmallSD3, config: PretrainConfig, progress: Progress) -> SmallSD3:
+    """Train the base model of the edits world from that of the shapes world, whose weights for the
+    new channels start at 0; deterministic per thread count.
+    """
+    torch.manual_seed(config.seed)
+    network = SmallSD3(len(VOCABULARY), MAX_WORDS, config.shift, edits=True)
+    own, known = network.state_dict(), base.state_dict()
+    for name, tensor in own.items():
+        tensor.zero_()[tuple(map(slice, known[name].shape))] = known[name]
+    network.autoencoder.requires_grad_(False)
+    rng = random.Random(config.seed + 5)
+    drawn = [edits.draw_pair(rng, config.wrong_captions) for _ in range(config.pairs)]
+    words, layouts, sources = (
+        torch.tensor(column)
+        for column in (
+            [ids for ids, _, _ in drawn],
+            [result for _, _, result in drawn],
+            [edit.before for _, edit, _ in drawn],
+        )
+    )
+    phase = Phase("edits", config.updates, config.lr, config.warmup)
+    pairs, seed = (words, layouts, sources), config.seed + 6
+    fit(network, latent_table(network, config), pairs, phase, config, seed, progress)
+    return network.eval()
 
 
 def fit(
     network: SmallSD3,
     table: Tensor,
-    pairs: tuple[Tensor, Tensor],
+    pairs: Sequence[Tensor],
     phase: Phase,
     config: PretrainConfig,
     seed: int,
     progress: Progress,
 ) -> None:
-    """Flow matching by AdamW; the network ends with the moving average of its weights."""
-    words, layouts = pairs
+    """Flow matching by AdamW on `pairs`, of word ids, layouts and, for edits, the layouts of the
+    reference images; the network ends with the moving average of its weights.
+    """
     generator = torch.Generator().manual_seed(seed)
     parameters = [p for p in network.parameters() if p.requires_grad]
     average = [p.detach().clone() for p in parameters]
@@ -168,7 +200,7 @@ def fit(
         scale = min(1.0, (update + 1) / phase.warmup)
         decay = min(1.0, 2 * (1 - update / phase.updates))
         optimiser.param_groups[0]["lr"] = phase.lr * scale * decay
-        loss = flow_matching_loss(network, table, words, layouts, config.batch, generator)
+        loss = flow_matching_loss(network, table, pairs, config.batch, generator)
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -186,34 +218,43 @@ def fit(
 def flow_matching_loss(
     network: SmallSD3,
     table: Tensor,
-    words: Tensor,
-    layouts: Tensor,
+    pairs: Sequence[Tensor],
     batch: int,
     generator: torch.Generator,
 ) -> Tensor:
     """E |v_theta(x_t, t, prompt) - (eps - x_0)|^2 with t half uniform, half logit-normal (as SD3,
     arXiv 2403.03206).
     """
+    words, layouts, *sources = pairs
     rows = torch.randint(0, len(words), (batch,), generator=generator)
     variants = torch.randint(0, table.shape[1], (batch, CELLS), generator=generator)
-    clean = table[layouts[rows], variants].transpose(1, 2).unflatten(2, (GRID, GRID))
+    # cells that an edit leaves as they are have the same drawing before and after
+    clean, *references = (
+        table[cells[rows], variants].transpose(1, 2).unflatten(2, (GRID, GRID))
+        for cells in (layouts, *sources)
+    )
     noise = torch.randn(clean.shape, generator=generator)
     uniform = torch.rand(batch, generator=generator)
     normal = torch.sigmoid(torch.randn(batch, generator=generator))
     t = torch.where(torch.arange(batch) % 2 == 0, uniform, normal)
     noisy = interpolate(clean, noise, t)
-    guess = network.velocity(noisy, t * 1000.0, network.words(words[rows]))
+    guess = network.velocity(noisy, t * 1000.0, network.words(words[rows]), *references)
     return F.mse_loss(guess, velocity_target(clean, noise))
 
 
 def pretrain_to_file(
-    config: PretrainConfig, out: Path, threads: int, progress: Progress, command: str
+    config: PretrainConfig,
+    out: Path,
+    threads: int,
+    progress: Progress,
+    command: str,
+    base: SmallSD3 | None = None,
 ) -> None:
-    """`pretrain`, and write the weights to `out`, with a JSON card of their hash, settings and
-    command in the same folder.
+    """`pretrain`, or `pretrain_edits` from `base`, and write the weights to `out`, with a JSON card
+    of their hash, settings and command in the same folder.
     """
     torch.set_num_threads(threads)
-    network = pretrain(config, progress)
+    network = pretrain_edits(base, config, progress) if base else pretrain(config, progress)
     data = save({name: tensor.contiguous() for name, tensor in network.state_dict().items()})
     write_bytes(out, data)
     card = {

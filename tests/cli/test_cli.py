@@ -31,7 +31,7 @@ def shown(line, capsys):
     ("line", "words"),
     [
         ("compare --methods ppo", "methods = 'ppo' is not allowed; allowed: flow-grpo"),
-        ("compare --world mars", "mixture, points, shapes"),
+        ("compare --world mars", "edits, mixture, points, shapes"),
         ("compare --group-size 1", "group_size = 1 is not allowed; allowed: a whole number"),
         ("compare --credit none.py:Rule", "none.py does not exist"),
         ("train --resume '' --iterations 9", "resume: . is no run"),

@@ -126,7 +126,7 @@ def test_every_prompt_is_embedded_once_for_both_weights(folder, tmp_path, monkey
     path = tmp_path / "run" / "config.json"
     write_json(path, load_config(path, trust=True).replace(prompt_cache=2).as_dict())
     texts, embed = [], PipelinePolicy._embed
-    watched = lambda self, some: texts.extend(some) or embed(self, some)  # noqa: E731
+    watched = lambda self, some: texts.extend(p.text for p in some) or embed(self, some)  # noqa: E731
     monkeypatch.setattr(PipelinePolicy, "_embed", watched)
     common = {"reward": redness(folder), "num_steps": 1, "count": 2, "batch": 2}
     run, lora = tmp_path / "run", folder / "run" / "lora"

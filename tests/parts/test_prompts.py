@@ -293,3 +293,89 @@ def test_prompts_from_standard_input_end_in_time(monkeypatch, capsys):
     config = RunConfig.of(world="model", model="x", prompts="-", reward="jpeg-compressibility")
     with pytest.raises(ConfigError, match="prompts = '-' is not allowed"):
         make_world(config)
+
+
+def picture(path, value=0, size=(4, 6)):
+    from PIL import Image
+
+    path.parent.mkdir(exist_ok=True)
+    Image.new("RGB", size, (value, 0, 0)).save(path)
+    return path
+
+
+def test_images_of_lines_and_of_folders(tmp_path):
+    """Relative to the file; a list of them; captions beside images; a metadata.jsonl."""
+    first, second = picture(tmp_path / "pics" / "a.png"), picture(tmp_path / "pics" / "b.png", 200)
+    lines = [
+        {"prompt": "make it blue", "image": "pics/a.png", "tag": "x"},
+        {"prompt": "both", "image": ["pics/a.png", str(second)]},
+        {"prompt": "a fox"},
+        {"prompt": "make it blue", "image": "pics/b.png", "tag": "x"},
+    ]
+    file = written(tmp_path, "edits.jsonl", *lines)
+    prompts = read_prompts(file)  # the same words with another image are no repetition
+    assert [[image.path for image in prompt.images] for prompt in prompts] == [
+        [first],
+        [first, second],
+        [],
+        [second],
+    ]
+    assert prompts[0].metadata == {"tag": "x"} and len({p.key for p in prompts}) == 4
+    assert prompts[3].images[0].pixels()[:, 0, 0].tolist() == pytest.approx([200 / 255, 0, 0])
+    write_prompts(tmp_path / "again.jsonl", prompts)
+    assert read_prompts(tmp_path / "again.jsonl") == prompts
+    for name, caption in (("a", "make it blue"), ("b", "remove the fox\n")):
+        (tmp_path / "pics" / f"{name}.txt").write_text(caption)
+    assert [(p.text, p.images[0].path) for p in read_prompts(tmp_path / "pics")] == [
+        ("make it blue", first),
+        ("remove the fox", second),
+    ]
+    named = {"file_name": "b.png", "text": "add a hat", "tag": "y"}
+    (tmp_path / "pics" / "metadata.jsonl").write_text(json.dumps(named) + "\n")
+    (prompt,) = read_prompts(tmp_path / "pics")
+    assert (prompt.text, prompt.images[0].path, prompt.metadata) == (
+        "add a hat",
+        second,
+        {"tag": "y"},
+    )
+
+
+def test_images_that_cannot_be_read_are_named_by_line(tmp_path):
+    (tmp_path / "text.png").write_text("no image")
+    lines = [{"prompt": "p", "image": name} for name in ("none.png", "text.png", 3)]
+    with pytest.raises(ConfigError) as error:
+        read_prompts(written(tmp_path, "edits.jsonl", *lines))
+    for number, text in enumerate(
+        ("none.png cannot be read", "text.png cannot be read", "neither"), 1
+    ):
+        assert f"line {number} " in str(error.value) and text in str(error.value)
+    picture(tmp_path / "alone" / "a.png")
+    with pytest.raises(ConfigError, match=r"image 1 .*a\.txt"):
+        read_prompts(tmp_path / "alone")
+    prompt = read_prompts(written(tmp_path, "one.jsonl", {"prompt": "p", "image": "alone/a.png"}))[
+        0
+    ]
+    picture(tmp_path / "alone" / "a.png", 9)
+    with pytest.raises(ConfigError, match=r"a\.png = 'changed' is not allowed"):
+        prompt.images[0].pixels()
+
+
+def test_images_of_a_dataset(datasets, tmp_path, monkeypatch):
+    """By their column; those inside the table get files in the cache folder."""
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
+    paths = [picture(tmp_path / "pics" / f"{n}.png", n) for n in (10, 20)]
+    cells = [{"bytes": path.read_bytes(), "path": None} for path in paths]
+    table = datasets.Dataset.from_dict({"prompt": ["red", "blue"], "before": cells, "after": cells})
+    for name in ("before", "after"):
+        table = table.cast_column(name, datasets.Image())
+    table.to_parquet(tmp_path / "edits.parquet")
+    prompts = read_prompts(f"hf(name={tmp_path / 'edits.parquet'}, image=before)")
+    assert [prompt.images[0].pixels()[0, 0, 0].item() * 255 for prompt in prompts] == pytest.approx(
+        [10, 20]
+    )
+    assert {prompt.images[0].path.parent for prompt in prompts} == {tmp_path / "cache" / "images"}
+    assert not read_prompts(f"hf(name={tmp_path / 'edits.parquet'})")[0].images
+    with pytest.raises(
+        ConfigError, match=r"image column of prompts = 'x'.*one with images \(before, after\)"
+    ):
+        read_prompts(f"hf(name={tmp_path / 'edits.parquet'}, image=x)")

@@ -35,7 +35,7 @@ def stored(model, change=lambda policy: None, **options):
     """The folder of the embeddings of one prompt."""
     policy = load_policy(str(model), TINY, **options)
     change(policy)
-    policy.prompts.warm(["a fox"])
+    policy.prompts.warm([Prompt("a fox")])
     return policy.prompts.store.folder
 
 
@@ -82,7 +82,7 @@ def test_a_given_text_encoder_is_the_one_that_embeds(model, cache):
     base, other = (load_policy(str(model), TINY) for _ in range(2))
     with_text_encoder(other)
     first, second = (policy.prompts for policy in (base, other))
-    words = [c.rows(torch.tensor(c.numbers(["a fox"])))["words"] for c in (first, second)]
+    words = [c.rows(torch.tensor(c.numbers([Prompt("a fox")])))["words"] for c in (first, second)]
     assert (words[0] - words[1]).abs().max() > 0.01
 
 

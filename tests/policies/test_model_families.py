@@ -9,7 +9,6 @@ import torch
 from family_cases import (
     CASES,
     PROMPTS,
-    TEXTS,
     TIME,
     config_of,
     draw,
@@ -458,19 +457,19 @@ def test_embeddings_on_disk_are_found_again(case, tmp_path, monkeypatch):
     does not load its encoders unless a file is damaged or deleted.
     """
     monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
-    pipe, texts, loads, embed = case.make(), ["", *TEXTS], [], PipelinePolicy._embed
+    pipe, asked, loads, embed = case.make(), [Prompt(""), *PROMPTS], [], PipelinePolicy._embed
     saved(case, tmp_path / "model")
     watched = lambda self, some: loads.append(some) or embed(self, some)  # noqa: E731
     monkeypatch.setattr(PipelinePolicy, "_embed", watched)
 
     def table(**changes):
         policy = load_policy(str(tmp_path / "model"), replace(case.options, **changes))
-        found = policy.prompts.rows(torch.tensor(policy.prompts.numbers(texts)))
+        found = policy.prompts.rows(torch.tensor(policy.prompts.numbers(asked)))
         assert all(getattr(policy.pipe, name) is None for name in case.family.encoders)
         return found
 
     first, files = table(), sorted(tmp_path.glob("cache/prompts/*/*"))
-    assert len(files) == 3 and loads == [texts]
+    assert len(files) == 3 and loads == [asked]
     pipe.transformer.requires_grad_(False)
     next(pipe.transformer.parameters()).add_(1)
     pipe.transformer.save_pretrained(tmp_path / "model" / "transformer")
@@ -489,7 +488,7 @@ def test_embeddings_on_disk_are_found_again(case, tmp_path, monkeypatch):
     changes = [*shorter, {"dtype": "bfloat16"}, {"dtype": "float32"}]
     for some in changes:
         table(**some)
-    assert loads == [texts] * len(changes)
+    assert loads == [asked] * len(changes)
 
 
 def test_encoders_wait_in_main_memory_also_after_a_failure(pair, monkeypatch):
@@ -574,7 +573,7 @@ def test_wrong_pipelines_and_models_are_refused(tmp_path):
     for name, family in {
         "WanVACEPipeline": "Wan",
         "Flux2Pipeline": "Flux2Klein",
-        "QwenImageEditPipeline": "QwenImage",
+        "QwenImageEditInpaintPipeline": "QwenImageEdit",
         "SanaSprintPipeline": "Sana",
     }.items():
         with pytest.raises(ConfigError, match=f"{name} is not .*the nearest is {family}, with"):

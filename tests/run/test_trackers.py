@@ -59,7 +59,7 @@ def test_text_encoders_visit_the_device_once(folder, tmp_path, monkeypatch):
     from flowrl.policies.pipeline import PipelinePolicy
 
     visits, embed = [], PipelinePolicy._embed
-    watched = lambda self, texts: visits.append(texts) or embed(self, texts)  # noqa: E731
+    watched = lambda self, some: visits.append(some) or embed(self, some)  # noqa: E731
     monkeypatch.setattr(PipelinePolicy, "_embed", watched)
     (tmp_path / "held.txt").write_text("a blue dog\n")
     changes = {"heldout_prompts": str(tmp_path / "held.txt"), "iterations": 3, "tracker": "none"}
@@ -68,7 +68,7 @@ def test_text_encoders_visit_the_device_once(folder, tmp_path, monkeypatch):
     for name in ("run", "again"):
         Run(trusted_config(folder).replace(**changes), tmp_path / name, states.append).execute()
     prompts = ["", "a blue dog", "a red car", "a red fox", "a red hat"]
-    assert [sorted(texts) for texts in visits] == [prompts]
+    assert [sorted(prompt.text for prompt in some) for some in visits] == [prompts]
     *_, line = [state["prompts"] for state in states if "prompts" in state]
     assert line.startswith("5 of 5 prompts embedded (5 new ones, ") and "/cache/prompts/" in line
     assert numbers(tmp_path / "run") == numbers(tmp_path / "again")

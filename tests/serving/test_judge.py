@@ -14,7 +14,7 @@ from PIL import Image
 from reward_serving import raw, scripted
 
 from flowrl.core.errors import RewardError
-from flowrl.core.types import Prompt
+from flowrl.core.prompt import Prompt, ReferenceImage
 from flowrl.run.parts.registry import build
 from flowrl.serving.judge import Judge, parse_score
 
@@ -113,6 +113,21 @@ def test_scores_come_back_in_order(serve, monkeypatch):
     assert b"secret" not in pickle.dumps(reward)
     again = pickle.loads(pickle.dumps(reward))  # in another process, with connections of its own
     assert again.score(shades(1), prompts[:1]).tolist() == pytest.approx([0.2])
+
+
+def test_an_edit_is_judged_with_its_reference(serve):
+    """Sent before the picture, and with another question unless one was given."""
+    server, grey = serve(red), ReferenceImage.of_pixels(torch.full((3, 6, 6), 0.5))
+    prompt = Prompt("make it red", images=(grey,))
+    for options, begins in (
+        ({}, "The last picture was made from the one before by this instruction: [make it red]"),
+        ({"question": "Look: {prompt}"}, "Look: make it red"),
+    ):
+        judge(server, **options).score(shades(1), [prompt])
+        *pictures, text = server.seen[-1][0]["messages"][0]["content"]
+        assert len(pictures) == 2 and text["text"].startswith(begins)
+        sent = base64.b64decode(pictures[0]["image_url"]["url"].partition(",")[2])
+        assert Image.open(io.BytesIO(sent)).getpixel((0, 0)) == (128, 128, 128)
 
 
 @pytest.mark.parametrize(

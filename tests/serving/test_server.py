@@ -50,7 +50,9 @@ from flowrl.serving.wire_format import (
     WireFormatError,
     decode_prompts,
     decode_safetensors,
+    encode_request,
 )
+from flowrl.worlds import edits
 
 
 @pytest.mark.parametrize("form", ["safetensors", "png", "uint8"])
@@ -81,6 +83,21 @@ def test_prompts_arrive_whole():
             RemoteReward(url).score(image, [Prompt("p", {"a": (0.0, float("nan"))})])
     words = {"words": list(Request.words), "number": 2**62}
     assert seen == [Prompt("snöw\u2603\x01", {"request": words, "x": [1.5, None, True]})]
+
+
+def test_reference_images_arrive_once_each():
+    """The server scores an edit of the built-in world as the process does, by words and picture."""
+    prompts = [prompt for prompt in edits.split("recolour")["heldout"][:3] for _ in range(4)]
+    images, sent = rand(12, 3, 64, 64), []
+    parts = encode_request(images, prompts, "uint8")
+    assert [name for name, _ in parts].count("reference") == 3
+    remember = Function(
+        lambda images, given: (sent.extend(given), edits.EditReward().score(images, given))[1]
+    )
+    with served(remember) as (url, _):
+        scores = RemoteReward(url, batch=12).score(images, prompts)
+    torch.testing.assert_close(scores, edits.EditReward().score(images, prompts))
+    assert [prompt.key for prompt in sent] == [prompt.key for prompt in prompts]
 
 
 @contextlib.contextmanager
@@ -372,6 +389,11 @@ class Attack:
         (images_of(1, ("safetensors", save({"other": ONE}))), "bad_safetensors"),
         (images_of(1, ("safetensors", pickle.dumps(Attack()))), "bad_safetensors"),
         (images_of(1, SMALL, ("safetensors", save({"images": ONE}))), "no_images"),
+        (images_of(1, SMALL, ("reference", b"no image")), "bad_references"),
+        (
+            fuzzing.posted([("prompts", b'[{"text": "p", "images": ["abc"]}]'), SMALL]),
+            "bad_references: no part 'reference' has the SHA-256 abc",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused(attempt, code, module_server):

@@ -115,7 +115,7 @@ def test_what_is_wrong_with_a_world_is_said_in_one_line(body, words, capsys):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("--world nope", "unknown world 'nope'; allowed: mixture, points, shapes"),
+        ("--world nope", "unknown world 'nope'; allowed: edits, mixture, points, shapes"),
         (f"--world {OWN} --task=x", "task of world clock = 'x' is not allowed"),
         (f"--world {OWN} --reward-form=x", "reward_form = 'x' is not allowed"),
         (f"--world {OWN} --guidance-scale=2", "left out without a `model`"),

@@ -57,8 +57,10 @@ class TextFiles:
             return None
         libraries = [import_module(name).__version__ for name in ("diffusers", "transformers")]
         entries = [(name, value) for name, value in sorted(index.items()) if name[0] != "_"]
-        entries = [entry for entry in entries if entry[0] not in OTHERS]
-        code = inspect.getsource(type(family).encode)
+        entries = [entry for entry in entries if entry[0] not in self._others]
+        code = [
+            inspect.getsource(kind) for kind in type(family).__mro__ if kind in FAMILIES.values()
+        ]
         known = [libraries, pipeline.__name__, code, self.dtype, self.tokens, entries]
         digest = hashlib.sha256(repr(known).encode())
         for path in self._files():
@@ -69,10 +71,15 @@ class TextFiles:
         return cache_folder() / "prompts" / name
 
     @property
+    def _others(self) -> set[str]:
+        """The components that embed nothing; the image decoder encodes reference images."""
+        return OTHERS - {"vae"} if self.source.family.images[1] else OTHERS
+
+    @property
     def _parts(self) -> list[str]:
-        """The tokenizers, text encoders and whatever else is no part of `OTHERS`."""
+        """The tokenizers, text encoders and whatever else embeds prompts."""
         given = sorted(self.source.index.items())
-        return [name for name, part in given if name not in OTHERS and isinstance(part, list)]
+        return [name for name, part in given if name not in self._others and isinstance(part, list)]
 
     def _files(self) -> Iterator[Path]:
         """All files of the parts. Raises `ConfigError` for weights elsewhere."""

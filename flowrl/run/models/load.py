@@ -13,7 +13,7 @@ from flowrl.core.errors import require
 from flowrl.core.policy_options import PolicyOptions
 from flowrl.core.processes import Processes
 from flowrl.core.types import Prompt
-from flowrl.policies.families import Family
+from flowrl.policies.families import Family, negatives
 from flowrl.policies.pipeline import DTYPES, PipelinePolicy
 from flowrl.policies.prompt_length import quiet
 from flowrl.run.models.embedded import EmbeddingsFolder, TextFiles
@@ -76,18 +76,24 @@ def embed_prompts(
     """
     source = find_source(model, options.original)
     tokens = options.max_sequence_length or source.family.text_tokens
-    place = TextFiles(source, options.dtype, tokens).place
+    place = _text_files(source, options, tokens).place
     if options.frozen or place is None:
         return
-    texts = [options.negative_prompt, *(prompt.text for prompt in prompts)]
+    needed = [*negatives(source.family, prompts, options.negative_prompt), *prompts]
     store = DiskStore(lambda: place, 1)
     store.prepare()
-    if not any(processes.gather(store.missing(texts))):
+    if not any(processes.gather(store.missing([prompt.key for prompt in needed]))):
         return
     plain = dict(adapter="", attention_backend="", quantize="none", gradient_checkpointing=False)
     bare = replace(options, **plain, fixed=True, compile=False, load_to="meta", guidance_scale=1.0)
     with reading(source.subject):
-        _load(source, bare).prompts.warm(texts, processes, report)
+        _load(source, bare).prompts.warm(needed, processes, report)
+
+
+def _text_files(source: Source, options: PolicyOptions, tokens: int) -> TextFiles:
+    """What determines embeddings; the image decoder encodes reference images."""
+    precision = f"-{options.decode_dtype}" if source.family.images[1] else ""
+    return TextFiles(source, options.dtype + precision, tokens)
 
 
 def _load(source: Source, options: PolicyOptions) -> PipelinePolicy:
@@ -95,7 +101,7 @@ def _load(source: Source, options: PolicyOptions) -> PipelinePolicy:
     dtypes["transformer"] = torch.float32 if options.trained == "full" else dtypes["default"]
     family, index, quantizing = source.family, source.index, quantization(options)
     tokens = options.max_sequence_length or family.text_tokens
-    files = TextFiles(source, options.dtype, tokens)
+    files = _text_files(source, options, tokens)
     place = files.place
     # a frozen adapter may have a part for the text encoders
     lazy = not options.frozen

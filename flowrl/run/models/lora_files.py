@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from flowrl.core.errors import CheckpointError, ConfigError
+from flowrl.policies.families import text_to_image
 from flowrl.run.models.lora_formats import LAYERS, families_of, from_format
 from flowrl.run.reading import read_json, reading
 
@@ -105,7 +106,7 @@ def read_lora(path: Path, pipeline: Any, option: str = "weights") -> Lora:
     raw = _scaled(raw, layers, _settings(path, header))
     if (known := from_format(raw, pipeline.__name__)) is not None:
         return Lora({name: tensor.float() for name, tensor in known.items()})
-    families, kind = families_of(raw), pipeline.__name__
+    families, kind = families_of(raw), text_to_image(pipeline.__name__)
     if families and kind in LAYERS and kind not in families:
         raise CheckpointError(
             f"{option}: {path} is a LoRA for {' or '.join(families)}; allowed: one for {kind}"

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError
+from flowrl.policies.families import text_to_image
 
 Format = Literal["diffusers", "comfyui", "kohya"]
 Layers = Mapping[str, tuple[str, ...]]
@@ -132,6 +133,7 @@ def to_format(tensors: Mapping[str, Tensor], form: Format, pipeline: str) -> dic
     Raises:
         ConfigError: no names are known for the family, or for one of the layers.
     """
+    pipeline = text_to_image(pipeline)
     is_ours = form == "diffusers" or (
         form == "comfyui" and pipeline in LAYERS and pipeline not in ORIGINAL_IN_COMFYUI
     )
@@ -156,14 +158,15 @@ def to_format(tensors: Mapping[str, Tensor], form: Format, pipeline: str) -> dic
 
 def in_diffusers(form: str, pipeline: str) -> bool:
     """Whether diffusers loads a file with the names of the program `form`; pipelines by class."""
-    return form != "kohya" or pipeline in KOHYA_IN_DIFFUSERS
+    return form != "kohya" or text_to_image(pipeline) in KOHYA_IN_DIFFUSERS
 
 
 def from_format(named: Mapping[str, Tensor], pipeline: str) -> dict[str, Tensor] | None:
     """The inverse of `to_format` for original names, those of kohya or of ComfyUI, with alpha /
     rank already in B: A and B by diffusers' layers. None if a name is not one of them.
     """
-    table = {name.replace(".", "_"): parts for name, parts in LAYERS.get(pipeline, {}).items()}
+    layers = LAYERS.get(text_to_image(pipeline), {})
+    table = {name.replace(".", "_"): parts for name, parts in layers.items()}
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in named.items():
         found = ORIGINAL.fullmatch(name)

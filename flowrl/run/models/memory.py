@@ -20,6 +20,7 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import cache, cached_property, partial
 from importlib import import_module, resources
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -40,6 +41,8 @@ from flowrl.run.io import cache_folder, write_json
 from flowrl.run.models.hub import family_of
 from flowrl.run.reading import read_json
 
+REFERENCE_TOKENS = 64 * 64
+"""Tokens of a reference image of about one megapixel."""
 TEXT_WIDTHS = ("joint_attention_dim", "text_dim", "cap_feat_dim")
 """Names of the width of a prompt's embedding in a transformer's settings."""
 
@@ -82,14 +85,15 @@ class Architecture:
     def pipeline(self) -> Any:
         """The pipeline on "meta", without text encoders."""
         diffusers = import_module("diffusers")
-        encoders = self.family.encoders
-        tokenizers = [name.replace("text_encoder", "tokenizer") for name in encoders]
-        return getattr(diffusers, self.family.pipeline)(
-            transformer=self.build(),
-            vae=self.build_decoder(),
-            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-            **dict.fromkeys([*encoders, *tokenizers]),
-        )
+        kind = getattr(diffusers, self.family.pipeline)
+        own = {
+            "transformer": self.build(),
+            "vae": self.build_decoder(),
+            "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
+        }
+        given = signature(kind.__init__).parameters.values()
+        needed = [one.name for one in given if one.default is one.empty and one.name != "self"]
+        return kind(**dict.fromkeys(needed) | own)
 
     def latent_shape(self, options: PolicyOptions) -> tuple[int, ...]:
         """The shape of one latent."""
@@ -99,7 +103,8 @@ class Architecture:
     def inputs(self, rows: int, options: PolicyOptions, dtype: torch.dtype) -> tuple[Any, ...]:
         """The arguments of `Family.velocity` after the transformer for `rows` latents, on "meta".
 
-        The mask of padded prompts, one byte per token, is left out.
+        The mask of padded prompts, one byte per token, is left out. Prompts have the least number
+        of reference images that the family needs, or one if it can have none.
         """
 
         def shaped(*shape: int) -> Tensor:
@@ -111,6 +116,12 @@ class Architecture:
             "pooled": shaped(self.pipeline.transformer.config.get("pooled_projection_dim", 0)),
             "mask": None,
         }
+        least, most = self.family.images
+        if images := least or min(1, most):
+            side = math.isqrt(REFERENCE_TOKENS)
+            channels = self.pipeline.transformer.config.in_channels
+            embeddings["reference"] = shaped(images * REFERENCE_TOKENS, channels)
+            embeddings["sizes"] = torch.full((rows, images, 2), side)
         image = size_of(self.pipeline, *options.size)
         return shaped(*self.latent_shape(options)), shaped(), embeddings, image
 
@@ -118,6 +129,8 @@ class Architecture:
         """Bytes of a prompt's embedding at full length."""
         tokens = self.clip_tokens + (options.max_sequence_length or self.family.text_tokens)
         numbers = tokens * self.text_width + self.config.get("pooled_projection_dim", 0)
+        if self.family.images[1]:
+            numbers += REFERENCE_TOKENS * self.pipeline.transformer.config.in_channels
         return numbers * DTYPES[options.dtype].itemsize
 
     def gathered(self, reshard: bool) -> tuple[int, int]:
@@ -147,16 +160,16 @@ class Architecture:
     @staticmethod
     def of_folder(folder: Path) -> "Architecture":
         """The architecture of the pipeline in `folder`, from its JSON files; its text encoders are
-        those of the published model with this transformer.
+        those of the published model of this pipeline.
 
         Raises `OSError`, `KeyError` or `ValueError` if files are missing or have another form.
         """
         transformer, decoder = (
             read_json(folder / part / "config.json") for part in ("transformer", "vae")
         )
-        published = {known.transformer: known for known in ARCHITECTURES.values()}
+        published = {known.family.pipeline: known for known in ARCHITECTURES.values()}
         return replace(
-            published[transformer["_class_name"]],
+            published[read_json(folder / "model_index.json")["_class_name"]],
             config={name: value for name, value in transformer.items() if name[0] != "_"},
             decoder={name: value for name, value in decoder.items() if name[0] != "_"},
             text_width=transformer[next(filter(transformer.get, TEXT_WIDTHS), TEXT_WIDTHS[0])],
@@ -362,6 +375,7 @@ def counts_key(known: Architecture, options: PolicyOptions) -> str:
     bytes_each = DTYPES[options.dtype].itemsize, DTYPES[options.decode_dtype].itemsize
     trained = options.trained, options.decode_tiling, options.lora_rank, *options.lora_targets
     form = known.transformer, *sorted(known.config.items()), *sorted(known.decoder.items())
+    form += (known.family.pipeline,) * bool(known.family.images[1])
     given = repr((form, size, bytes_each, trained, options.gradient_checkpointing))
     return hashlib.sha256(given.encode()).hexdigest()[:16]
 

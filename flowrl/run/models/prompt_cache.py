@@ -19,7 +19,7 @@ from flowrl.run.reading import read_bytes
 
 @dataclass
 class DiskStore:
-    """A `flowrl.policies.embeddings.Store` in the folder that `place` returns, one file per text.
+    """A `flowrl.policies.embeddings.Store` in the folder that `place` returns, one file per prompt.
     At most `limit` embeddings are also in main memory.
 
     Raises `DiskError` if the disk is full, `ConfigError` if the folder cannot be written.
@@ -35,9 +35,9 @@ class DiskStore:
         self.folder = self.place()
         return str(self.folder)
 
-    def missing(self, texts: Sequence[str]) -> list[str]:
-        """Those of `texts` without a file."""
-        return [text for text in texts if not self._path(text).exists()]
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of `keys` without a file."""
+        return [key for key in keys if not self._path(key).exists()]
 
     def require_room(self, size: float) -> None:
         """Raise `DiskError` unless `size` GB are free."""
@@ -46,25 +46,25 @@ class DiskStore:
             reason = f"{size:,.2f} GB needed, {free:,.2f} GB free"
             raise DiskError(self._no_room(reason))
 
-    def get(self, text: str) -> Row | None:
-        """The embedding of `text` from main memory or disk; None if its file is damaged, deleted
+    def get(self, key: str) -> Row | None:
+        """The embedding of `key` from main memory or disk; None if its file is damaged, deleted
         or of an earlier version, which stored values that are not finite.
         """
-        if text in self._memory:
-            return self._memory[text]
+        if key in self._memory:
+            return self._memory[key]
         with suppress(OSError):
-            data = read_bytes(self._path(text))
+            data = read_bytes(self._path(key))
             intact = hashlib.sha256(data[32:]).digest() == data[:32]
             if intact and is_finite(row := load(data[32:])):
-                self._keep(text, row)
+                self._keep(key, row)
                 return row
         return None
 
-    def put(self, text: str, row: Row) -> None:
+    def put(self, key: str, row: Row) -> None:
         """Write safetensors after their hash, which shows a file that is damaged; without a flush
         to the disk, atomically.
         """
-        path, data = self._path(text), save(dict(row))
+        path, data = self._path(key), save(dict(row))
         half = path.with_suffix(f".{platform.node()}-{os.getpid()}.tmp")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -74,14 +74,14 @@ class DiskStore:
             with suppress(OSError):
                 half.unlink()
             raise refused(error, self._no_room(error.strerror or str(error))) from error
-        self._keep(text, row)
+        self._keep(key, row)
 
-    def _keep(self, text: str, row: Row) -> None:
+    def _keep(self, key: str, row: Row) -> None:
         if len(self._memory) < self.limit:
-            self._memory[text] = row
+            self._memory[key] = row
 
-    def _path(self, text: str) -> Path:
-        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()}.embedding"
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.embedding"
 
     def _no_room(self, reason: str) -> str:
         place = f"{CACHE} (TMPDIR, if this folder is temporary) to a folder with enough space"

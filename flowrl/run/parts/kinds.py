@@ -195,6 +195,7 @@ KINDS: dict[str, Kind] = {
         "flowrl.worlds",
         {
             "shapes": "flowrl.worlds.built_in:ShapesWorld",
+            "edits": "flowrl.worlds.built_in:EditsWorld",
             "mixture": "flowrl.worlds.built_in:MixtureWorld",
             "points": "flowrl.worlds.points:Points",
         },

@@ -1,5 +1,5 @@
-"""Prompts: a prompt per line, JSON lines with metadata (such as GenEval's), a Hugging Face dataset
-or a generator's list; and the order in which training takes them.
+"""Prompts: a prompt per line, JSON lines with metadata (such as GenEval's) or images, a folder of
+images, a Hugging Face dataset or a generator's list.
 """
 
 import copy
@@ -10,17 +10,18 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from flowrl.core.errors import ConfigError, require
-from flowrl.core.prompt import Prompt
+from flowrl.core.prompt import Prompt, ReferenceImage
 from flowrl.rewards.geneval_requests import Clause, Request, request_of
-from flowrl.run.io import require_new_file, write_bytes
+from flowrl.run.io import cache_folder, require_new_file, write_bytes
 from flowrl.run.parts.prompt_lists import compositional_prompts, image_prompts, text_prompts
 from flowrl.run.parts.specs import parse_spec
-from flowrl.run.reading import parse_json, read_input, read_text
+from flowrl.run.reading import parse_json, read_bytes, read_input, read_text
 
 __all__ = [
     "Clause",
@@ -41,33 +42,43 @@ GENERATORS: dict[str, Callable[..., list[Prompt]]] = {
     "text": text_prompts,
     "images": image_prompts,
 }
-DATASET_OPTIONS = ("name", "split", "column")
+DATASET_OPTIONS = ("name", "split", "column", "image")
 DATASET_FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 """By suffix; other files are JSON."""
 JSON_LINES = (".jsonl", ".ndjson")
 NO_LINES = (".json", ".yaml", ".yml", ".csv", ".tsv", ".parquet", ".arrow", ".toml", ".xml")
 """Suffixes of files that are not read line by line."""
-LINES = "a text file with one prompt per line, a .jsonl file with one object per line"
-ENTRIES = ("prompt", "text", "tag", "include", "exclude")
+LINES = (
+    "a text file with one prompt per line, a .jsonl file with one object per line, a folder of"
+    " images with a .txt file each"
+)
+ENTRIES = ("prompt", "text", "tag", "include", "exclude", "image")
 """Entries of a prompt that flowrl and its rewards read (`ocr`, `geneval`)."""
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+"""Suffixes of the images of a folder."""
 TEXT_COLUMNS = ("prompt", "text", "caption")
 """Unless a column is named, the first of these that a dataset has contains the prompts."""
 
 
 def read_prompts(source: Path | str) -> list[Prompt]:
     """The prompts of a text file (one per line; lines that start with "# " are comments), of JSON
-    lines (.jsonl, .ndjson), of text on standard input (`-`), of a dataset, or of a generator.
-    Warnings name repeated prompts, which are drawn more often, and entries that flowrl does not
-    read. Blank lines are left out.
+    lines (.jsonl, .ndjson), of text on standard input (`-`), of a folder, of a dataset, or of a
+    generator. Warnings name repeated prompts, which are drawn more often, and entries that flowrl
+    does not read. Blank lines are left out.
 
-    JSON lines are objects with an entry "prompt". Their other entries are the prompt's metadata; an
-    entry "include" among them must be a request in GenEval's form
+    JSON lines are objects with an entry "prompt". An entry "image" is the file to which the prompt
+    refers, or a list of files, relative to the folder of the lines. The other entries are the
+    prompt's metadata; an entry "include" among them must be a request in GenEval's form
     (`flowrl.rewards.geneval_requests`).
 
-    A dataset is ``hf(name=..., split=..., column=...)``, `name` being a name on the Hub, a folder
-    (written by `save_to_disk`, or with data files) or a file. `split` defaults to train, or the
-    only split; `column` to the first of `TEXT_COLUMNS`. Its other columns become metadata if they
-    contain text, numbers, truth values, or lists and objects of these.
+    A folder has images, each with its prompt in a .txt file of the same name; or a file
+    metadata.jsonl, whose lines have the image's "file_name" and the prompt.
+
+    A dataset is ``hf(name=..., split=..., column=..., image=...)``, `name` being a name on the Hub,
+    a folder (written by `save_to_disk`, or with data files) or a file. `split` defaults to train,
+    or the only split; `column` to the first of `TEXT_COLUMNS`. `image` is the column of the images
+    to which the prompts refer. Other columns become metadata if they contain text, numbers, truth
+    values, or lists and objects of these.
 
     ``text[0:500]`` are the first 500 prompts of a generator's list, which is always the same (seed
     0); ``text[500:600]`` are the next 100, all different, for example for evaluation.
@@ -102,7 +113,7 @@ def read_prompts(source: Path | str) -> list[Prompt]:
             continue
         if prompt.text:
             prompts.append(prompt)
-            key = json.dumps([prompt.text, dict(prompt.metadata)], sort_keys=True)
+            key = json.dumps([prompt.key, dict(prompt.metadata)], sort_keys=True)
             if first.setdefault(key, number) != number:
                 repeated.append(f"{unit} {number} repeats {unit} {first[key]}")
     if faults:
@@ -127,11 +138,18 @@ class _Rows:
 def _rows(source: Path | str) -> _Rows:
     if str(source).startswith("hf("):
         return _Rows(_dataset_prompts(str(source)), "row", copy.copy)  # as they are
-    suffix = Path(source).suffix.lower()
+    folder, suffix = Path(source), Path(source).suffix.lower()
+    if folder.is_dir():
+        if (lines := folder / "metadata.jsonl").is_file():
+            rows = read_text(lines).removesuffix("\n").split("\n")
+            return _Rows(rows, "line", partial(_from_json, folder=folder, names=NAMES_IN_FOLDERS))
+        files = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES)
+        return _Rows(files, "image", _from_picture)
     require(suffix not in NO_LINES, "prompts", str(source), f"{LINES}, or hf(name={source})")
     text = read_input() if str(source) == "-" else read_text(Path(source))
     rows = text.removesuffix("\n").split("\n")  # splitlines would also cut at U+2028
-    return _Rows(rows, "line", _from_json if suffix in JSON_LINES else _from_text)
+    parse = partial(_from_json, folder=folder.parent) if suffix in JSON_LINES else _from_text
+    return _Rows(rows, "line", parse)
 
 
 def prompt_places(source: Path | str) -> list[str]:
@@ -188,21 +206,43 @@ def _is_json(text: str) -> bool:
         return False
 
 
-def _from_json(line: str) -> Prompt:
-    """The prompt in a line of JSON."""
+NAMES_IN_LINES = ("prompt",), "image"
+NAMES_IN_FOLDERS = TEXT_COLUMNS, "file_name"
+"""The entries with the text and the images of a prompt: the first text that there is counts."""
+
+
+def _from_json(
+    line: str, folder: Path, names: tuple[tuple[str, ...], str] = NAMES_IN_LINES
+) -> Prompt:
+    """The prompt in a line of JSON; its images are in `folder`."""
     if not line.strip():
         return Prompt("")
+    (*texts, last), files = names
     try:
         values = parse_json(line, finite=True)
-        for name in values if "prompt" not in values else ():
-            if _meant(name) == "prompt":
-                raise ValueError(f"did you mean 'prompt' by {name!r}?")
-        text = values.pop("prompt")
-        if text.strip():
-            return Prompt(text, values)
-        raise ValueError("the prompt is empty")
+        name = next((name for name in texts if name in values), last)
+        for other in values if name not in values else ():
+            if _meant(other) == name:
+                raise ValueError(f"did you mean {name!r} by {other!r}?")
+        text = values.pop(name)
+        if not text.strip():
+            raise ValueError("the prompt is empty")
+        given = values.pop(files, [])
+        images = [given] if isinstance(given, str) else given
+        if not isinstance(images, list) or not all(isinstance(path, str) for path in images):
+            raise TypeError(f"{files!r} is neither a file nor a list of files")
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ConfigError(f'is not a JSON object with an entry "prompt" ({error})') from error
+        raise ConfigError(f'is not a JSON object with an entry "{last}" ({error})') from error
+    return Prompt(
+        text, values, tuple(ReferenceImage.of_file(folder / path, read_bytes) for path in images)
+    )
+
+
+def _from_picture(path: Path) -> Prompt:
+    """The prompt in the text file beside an image."""
+    text = read_text(path.with_suffix(".txt")).strip()
+    require(text != "", f"text in {path.with_suffix('.txt')}", text, "a prompt")
+    return Prompt(text, images=(ReferenceImage.of_file(path, read_bytes),))
 
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
@@ -215,17 +255,29 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
     Raises:
         ConfigError: the file cannot be written, or exists with different content.
     """
+    prompts = list(prompts)
+    in_files = all(image.path for prompt in prompts for image in prompt.images)
+    require(in_files, "images of prompts", "in memory", "in files")
     lines = prompt_lines(prompts)
     require_new_file(path, lambda data: data == lines, "file")
     write_bytes(path, lines)
 
 
-def prompt_lines(prompts: Iterable[Prompt], default: Callable[[Any], Any] | None = None) -> bytes:
-    """Prompts with their metadata as JSON lines; `default` as in `json.dumps`."""
-    return "".join(
-        json.dumps({**prompt.metadata, "prompt": prompt.text}, ensure_ascii=False, default=default)
-        + "\n"
+def prompt_lines(
+    prompts: Iterable[Prompt],
+    default: Callable[[Any], Any] | None = None,
+    image: Callable[[ReferenceImage], str] = lambda image: str(image.path or image.sha256),
+) -> bytes:
+    """Prompts with their metadata as JSON lines; `default` as in `json.dumps`, `image` the text
+    that stands for an image: by default its file, if it has one.
+    """
+    rows = (
+        {**prompt.metadata, "prompt": prompt.text}
+        | ({"image": [*map(image, prompt.images)]} if prompt.images else {})
         for prompt in prompts
+    )
+    return "".join(
+        json.dumps(row, ensure_ascii=False, default=default) + "\n" for row in rows
     ).encode()
 
 
@@ -238,12 +290,15 @@ def _dataset_prompts(spec: str) -> list[Prompt]:
         message = f"prompts: {spec} needs the package datasets; {install}"
         raise ConfigError(message) from error
     options = parse_spec(spec, "prompts").options
-    name, split, column = (str(options.get(key, "")) for key in DATASET_OPTIONS)
+    name, split, column, pictures = (str(options.get(key, "")) for key in DATASET_OPTIONS)
     path = Path(name)
     # datasets takes a bare name for a reader of the current folder's files; version 4.0 unpickles
     # them for "pandas".
     known = bool(name) and (path.exists() or "/" in name) and options.keys() <= {*DATASET_OPTIONS}
-    allowed = "hf(name=OWNER/NAME, split=SPLIT, column=COLUMN), or a path instead of OWNER/NAME"
+    allowed = (
+        "hf(name=OWNER/NAME, split=SPLIT, column=COLUMN, image=COLUMN), or a path instead of"
+        " OWNER/NAME"
+    )
     require(known, "prompts", spec, allowed)
     try:
         if any((path / marker).exists() for marker in ("state.json", "dataset_dict.json")):
@@ -266,7 +321,18 @@ def _dataset_prompts(spec: str) -> list[Prompt]:
         allowed = f"one with text ({', '.join(texts)}), as in hf(name={name}, column=COLUMN)"
         require(column in texts, "column of prompts", column, allowed)
         plain = [key for key, feature in table.features.items() if _is_plain(feature)]
+        if pictures:
+            shown = [
+                key for key in table.features if isinstance(table.features[key], datasets.Image)
+            ]
+            allowed = f"one with images ({', '.join(shown)}), as in hf(name={name}, image=COLUMN)"
+            require(pictures in shown, "image column of prompts", pictures, allowed)
+            table, plain = (
+                table.cast_column(pictures, datasets.Image(decode=False)),
+                [*plain, pictures],
+            )
         rows = list(table.select_columns(plain))  # the library detects damaged files only here
+        images = [(_picture(row.pop(pictures)),) if pictures else () for row in rows]
     except ConfigError:
         raise
     except Exception as error:
@@ -275,7 +341,23 @@ def _dataset_prompts(spec: str) -> list[Prompt]:
             f" {' '.join(str(error).split())[:200]}); check the name. The command line works"
             " offline unless HF_HUB_OFFLINE=0 is set"
         ) from error
-    return [Prompt((row.pop(column) or "").strip(), _without_none(row)) for row in rows]
+    return [
+        Prompt((row.pop(column) or "").strip(), _without_none(row), own)
+        for row, own in zip(rows, images, strict=True)
+    ]
+
+
+def _picture(cell: dict[str, Any]) -> ReferenceImage:
+    """The image in a cell of a dataset; one without a file of its own gets one in the user's cache
+    folder.
+    """
+    if not cell["bytes"]:
+        return ReferenceImage.of_file(Path(cell["path"]), read_bytes)
+    name = hashlib.sha256(cell["bytes"]).hexdigest()
+    path = cache_folder() / "images" / name
+    if not path.exists():
+        write_bytes(path, cell["bytes"])
+    return ReferenceImage.of_file(path, read_bytes)
 
 
 def _is_plain(feature: Any) -> bool:
@@ -298,4 +380,5 @@ def _without_none(value: Any) -> Any:
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
     """A hash of the prompts, to which an order belongs."""
-    return hashlib.sha256(prompt_lines(prompts, lambda value: type(value).__name__)).hexdigest()
+    lines = prompt_lines(prompts, lambda value: type(value).__name__, lambda image: image.sha256)
+    return hashlib.sha256(lines).hexdigest()

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from flowrl.core.errors import CheckpointError, ConfigError
-from flowrl.policies.families import Family
+from flowrl.policies.families import Family, Flux, text_to_image
 from flowrl.rollout import EVALUATION_SEED
 from flowrl.run.build import METHOD_FILE, method_parts
 from flowrl.run.checkpoint import Checkpoints
@@ -30,9 +30,10 @@ from flowrl.run.report.pages import render
 from flowrl.run.report.style import save
 from flowrl.run.results import BEST, best_apart, changes_of, decimals, untrained_of, without_folders
 from flowrl.run.saved import SavedWeights, best_checkpoint
+from flowrl.run.strips import REFERENCE
 from flowrl.run.table import scalars
 
-BESIDE = ("config.yaml", "samples/over-time.png", "samples/prompts.txt")
+BESIDE = ("config.yaml", "samples/over-time.png", "samples/prompts.txt", REFERENCE)
 GRID = "evaluation/grid.png"
 """Files that a card refers to; `GRID` only with an evaluation of its weights."""
 
@@ -114,7 +115,9 @@ def card_text(folder: Path, config: RunConfig, exported: Exported | None = None)
     number = int(what.weights.checkpoint or last.get("exported", last["iteration"]))
     return render(
         "model-card.md.j2",
-        header=yaml.safe_dump(_header(config, base, what.form), sort_keys=False),
+        header=yaml.safe_dump(
+            _header(config, base, what.form, (folder / REFERENCE).is_file()), sort_keys=False
+        ),
         config=config,
         base=base.name or Path(model).name,
         known=bool(base.name),
@@ -172,16 +175,17 @@ def _reason(weights: SavedWeights, last: dict[str, Any]) -> str:
     return f"{name}, chosen by its number"
 
 
-def _header(config: RunConfig, base: BaseModel, form: str) -> dict[str, Any]:
+def _header(config: RunConfig, base: BaseModel, form: str, edits: bool) -> dict[str, Any]:
     is_lora = form not in ("merged", "full")
     method = config.algorithm.method
     tags = ["diffusers", "lora", "reinforcement-learning", "flow-matching", method]
+    kind = "video" if config.policy.num_frames > 1 else "image"
     return {
         "base_model": base.name or Path(config.policy.model or "").resolve().name,
         "base_model_relation": "adapter" if is_lora else "finetune",
         **base.licence,
         "library_name": "diffusers",
-        "pipeline_tag": f"text-to-{'video' if config.policy.num_frames > 1 else 'image'}",
+        "pipeline_tag": "image-to-image" if edits else f"text-to-{kind}",
         "tags": [tag for tag in tags if tag != "lora" or is_lora],
     }
 
@@ -271,13 +275,18 @@ def _snippet(folder: Path, config: RunConfig, what: Exported) -> str:
     prompts = folder / "samples" / "prompts.txt"
     text = read_text(prompts).partition("\n")[0] if prompts.is_file() else "a prompt"
     call = [f"prompt={json.dumps(text)}", *_call(config, base)]
-    if prompts.is_file() and base.pipeline in NOISE:
+    if (folder / REFERENCE).is_file():
+        lines.append(f'image = load_image("THIS_FOLDER/{REFERENCE}")')
+        call.insert(1, "image=image")
+    if prompts.is_file() and text_to_image(base.pipeline) in NOISE:
         lines += _noise(config, base.pipeline)
         call.insert(1, "latents=noise.to(pipe.device, pipe.dtype)")
     kind, images = ("video", "frames") if policy.num_frames > 1 else ("image", "images")
     lines.append(f"{kind} = pipe({', '.join(call)}).{images}[0]")
-    imported = ", ".join(sorted(classes, key=str.lower))
-    return "\n".join(["import torch", f"from diffusers import {imported}", "", *lines])
+    imported = [f"from diffusers import {', '.join(sorted(classes, key=str.lower))}"]
+    if (folder / REFERENCE).is_file():
+        imported.append("from diffusers.utils import load_image")
+    return "\n".join(["import torch", *imported, "", *lines])
 
 
 def _euler(base: BaseModel) -> str:
@@ -297,7 +306,7 @@ def _noise(config: RunConfig, pipeline: str) -> list[str]:
     policy = config.policy
     sizes = {"h": policy.resolution, "w": policy.width or policy.resolution, "f": policy.num_frames}
     shape, lines = (
-        NOISE[pipeline].format(**sizes),
+        NOISE[text_to_image(pipeline)].format(**sizes),
         ["channels = pipe.transformer.config.in_channels"],
     )
     if "side" in shape:
@@ -317,9 +326,14 @@ def _call(config: RunConfig, base: BaseModel) -> list[str]:
     if not policy.negative_prompt and "true_cfg_scale" not in guidance:
         guidance.pop("negative_prompt", None)
     if "true_cfg_scale" in guidance and policy.guidance_scale == 1:
-        guidance = {}
+        distilled = guidance.get("guidance_scale")
+        guidance = (
+            {} if distilled in (None, Flux.distilled_guidance) else {"guidance_scale": distilled}
+        )
     call = [f"height={policy.resolution}", f"width={policy.width or policy.resolution}"]
     call += [f"num_frames={policy.num_frames}"] * (policy.num_frames > 1)
+    if base.pipeline == "FluxKontextPipeline":  # which scales to one megapixel
+        call.append(f"max_area={policy.resolution * (policy.width or policy.resolution)}")
     call.append(f"num_inference_steps={config.evaluation.eval_steps}")
     call += [f"{name}={json.dumps(value)}" for name, value in guidance.items()]
     tokens = prompt_tokens(config, base) if policy.max_sequence_length else ""

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 from torch import Tensor
 
+from flowrl.core.prompt import Prompt
+from flowrl.run.images import references_of
 from flowrl.run.records import RunRecord, mean_curve
 from flowrl.run.report.style import INK, PALE, SOFT, clean, colour, marker
 from flowrl.run.results import changes_of, short
@@ -138,6 +141,10 @@ def _draw(axes: Axes, runs: Runs, arm: str, panel: Panel, coloured: bool) -> Non
     axes.plot(x, y, color=shade, marker=marker(arm, list(runs)), label=arm, **style)
 
 
+REFERENCE = "reference"
+"""The label of the images to which prompts refer."""
+
+
 @dataclass(frozen=True)
 class Row:
     """Samples of one model: a row of images with a caption each, or a panel of points.
@@ -242,25 +249,29 @@ def _draw_points(axes: Axes, row: Row, targets: Targets) -> None:
 
 
 def image_grid(
-    images: Tensor, scores: Tensor | None, prompts: Sequence[str], targets: Targets = NO_TARGETS
+    images: Tensor, scores: Tensor | None, prompts: Sequence[Prompt], targets: Targets = NO_TARGETS
 ) -> Figure:
-    """Images with their scores, one row (2-D world: one scatter plot) per prompt.
+    """Images with their scores, one row (2-D world: one scatter plot) per prompt, which begins with
+    the prompt's reference image if there is one.
 
     Args:
         images: images [prompt, count, channel, height, width].
         scores: scores [prompt, count]; None: without.
-        prompts: texts of the prompts.
+        prompts: the prompts.
         targets: see `sample_figure`.
 
     Returns:
         The figure.
     """
-    count = images.shape[1]
-    captions = [[""] * count for _ in prompts]
+    captions = [[""] * images.shape[1] for _ in prompts]
     if scores is not None:
         captions = [[f"{score:.2f}" for score in values] for values in scores.tolist()]
+    references = references_of(prompts, (images.shape[-2], images.shape[-1]))
+    if references is not None:
+        images = torch.cat([references[:, None], images], 1)
+        captions = [[REFERENCE, *own] for own in captions]
     rows = [
-        Row(text, cells, own, [text] * count)
-        for text, cells, own in zip(prompts, images, captions, strict=True)
+        Row(prompt.text, cells, own, [prompt.text] * len(cells))
+        for prompt, cells, own in zip(prompts, images, captions, strict=True)
     ]
     return sample_figure(rows, targets=targets)

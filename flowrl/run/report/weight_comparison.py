@@ -20,9 +20,10 @@ from flowrl.core.protocols import FlowPolicy, RewardModel
 from flowrl.core.types import Prompt
 from flowrl.rewards import stills
 from flowrl.rollout import EVALUATION_SEED, sample_images, score
+from flowrl.run.images import references_of
 from flowrl.run.io import write_bytes, write_json
 from flowrl.run.records import finite
-from flowrl.run.report.figures import NO_TARGETS, Row, Targets, sample_figure
+from flowrl.run.report.figures import NO_TARGETS, REFERENCE, Row, Targets, sample_figure
 from flowrl.run.report.pages import render
 from flowrl.run.report.style import png
 from flowrl.run.results import decimals
@@ -183,12 +184,14 @@ class WeightComparison:
         prompts: texts of the prompts.
         how: settings of sampling.
         facts: further facts about the weights.
+        references: the reference images of the prompts of which images are shown; None without.
     """
 
     sides: dict[str, ScoredImages]
     prompts: tuple[str, ...]
     how: SamplingSettings
     facts: dict[str, Any]
+    references: Tensor | None = None
 
     @cached_property
     def compared(self) -> list[Compared]:
@@ -251,7 +254,10 @@ def compare_weights(
     for name, context in {BASE: nullcontext(), **weights}.items():
         with context:
             sides[name] = sample_and_score(policy, prompts, rewards, how, partial(progress, name))
-    return WeightComparison(sides, tuple(prompt.text for prompt in prompts), how, facts)
+    shown = sides[BASE].shown
+    references = references_of(prompts[: len(shown)], (shown.shape[-2], shown.shape[-1]))
+    texts = tuple(prompt.text for prompt in prompts)
+    return WeightComparison(sides, texts, how, facts, references)
 
 
 def sample_grid(comparison: WeightComparison, targets: Targets) -> Figure:
@@ -260,6 +266,8 @@ def sample_grid(comparison: WeightComparison, targets: Targets) -> Figure:
     """
     prompts = comparison.prompts[: len(comparison.sides[BASE].shown)]
     rows = []
+    if comparison.references is not None:
+        rows.append(Row(REFERENCE, comparison.references, [""] * len(prompts), prompts))
     for name, side in comparison.sides.items():
         label = name.rpartition("/")[2] if len(comparison.sides) > 2 or name == BASE else "trained"
         scores = torch.stack([table[: len(prompts), 0] for table in side.scores.values()], 1)
