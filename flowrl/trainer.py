@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flowrl.core.experience import Credit, Experience, needs_of
 from flowrl.core.forward import Guidance
 from flowrl.core.processes import Processes
-from flowrl.core.protocols import AnyReward, AnySampler, FlowPolicy, Stateful
+from flowrl.core.protocols import AnyReward, AnySampler, FlowPolicy, Stateful, extras
 from flowrl.core.types import Condition, Prompt, whole
 from flowrl.credit import credit_of, read_columns, value_quality
 from flowrl.methods import Method, check_one_advantage
@@ -184,6 +184,27 @@ class Trainer:
 
     def iteration(self) -> Iteration:
         """One pass from prompts to updated weights; returns its metrics and its record."""
+        with self.at_size():
+            return self.pass_through()
+
+    @contextmanager
+    def at_size(self) -> Iterator[None]:
+        """Within this context samples have the size of this iteration, which is the next of the
+        policy's `sizes`; their time grid depends on it.
+        """
+        sizes, kept = getattr(self.policy, "sizes", ()), self.schedule
+        if len(sizes) < 2:
+            yield
+            return
+        try:
+            with extras(self.policy, "at_size").at_size(*sizes[self.done % len(sizes)]):
+                self.schedule = self.collector.schedule = self.policy.schedule(kept.steps)
+                yield
+        finally:
+            self.schedule = self.collector.schedule = kept
+
+    def pass_through(self) -> Iteration:
+        """An iteration with samples of the policy's size."""
         usage, clock = Usage(), Clock(self.on_phase, "rollout")
 
         # Rollout: this process's trajectories [sample, node, *latent], values of all groups

@@ -1,10 +1,12 @@
 """The options of a policy: one data class, which is also the group `policy` of a run's settings."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
+from flowrl.core.errors import require
 from flowrl.core.options import (
     Count,
     NonNegative,
@@ -43,7 +45,7 @@ class PolicyOptions:
     """
     base_weights: Text = None
     """Base weights for the world's policy instead of its own; `flowrl pretrain` makes them for
-    shapes.
+    the image worlds.
     """
     reference: Text = None
     """Run (RUN, RUN@000010, RUN@best) whose averaged weights replace the base model as the
@@ -79,6 +81,11 @@ class PolicyOptions:
     """
     width: Annotated[Pixels | None, Unset(0)] = None
     """Width in pixels; 0 = `resolution`."""
+    sizes: tuple[str, ...] = ()
+    """Sizes of the samples of `model` that iterations of training have in turn, WIDTHxHEIGHT in
+    pixels, as in 512x512 768x512; none: that of `resolution` and `width`, which evaluations always
+    have.
+    """
     num_frames: Annotated[int, Ge(1), Le(2**12)] = 1
     """Frames of the videos of `model`; 1 for images."""
     guidance_scale: Annotated[float, Ge(1)] = 1.0
@@ -149,6 +156,17 @@ class PolicyOptions:
     def size(self) -> tuple[int, int]:
         """Height and width of the images in pixels."""
         return self.resolution, self.width or self.resolution
+
+    @property
+    def training_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Heights and widths of `sizes`; that of `size` without them. Raises `ConfigError` for a
+        text of another form.
+        """
+        found = [re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", text) for text in self.sizes]
+        for text, match in zip(self.sizes, found, strict=True):
+            require(match is not None, "sizes", text, "WIDTHxHEIGHT in pixels, as in 768x512")
+        pairs = [(int(match[2] or match[1]), int(match[1])) for match in found if match]
+        return tuple(pairs) or (self.size,)
 
     @property
     def trained(self) -> Literal["lora", "full"] | None:

@@ -68,6 +68,8 @@ class FlowPolicy(Protocol):
     `distributed` share the work, and `report` is called with its progress (both have defaults).
     `resize(...)` changes how many rows its network calls have, and whether the backward pass
     recomputes activations (`flowrl.policies.PipelinePolicy.resize`).
+    `sizes`, the heights and widths of samples in training, and `at_size(height, width)`, a context
+    in which `latent_shape`, `schedule`, `velocity` and `decode` are those of this size.
     `save(folder)` writes the trained weights in the format of other programs; an older folder is
     replaced when the new one is complete.
     """

@@ -287,7 +287,7 @@ def with_references(
     keys = [tuple((h, w) for h, w in one if h) for one in rows["sizes"].tolist()]
 
     def call(some: Any, sizes: Sequence[tuple[int, int]]) -> Tensor:
-        given = {name: None if row is None else row[some] for name, row in rows.items()}
+        given: dict[str, Any] = {n: None if row is None else row[some] for n, row in rows.items()}
         count = sum(height * width for height, width in sizes)
         tokens = [latent[some], given["reference"][:, :count].to(latent.dtype)]
         made = predict(torch.cat(tokens, 1), timestep[some], given, [*sizes])
@@ -330,7 +330,7 @@ def _require_uncut(family: Family, tokens: int) -> None:
 def require_multiples(height: int, width: int, unit: int, largest: int = 2**30) -> None:
     """Raise `ConfigError` unless height and width are multiples of `unit`, at most `largest`."""
     for name, side in (("height", height), ("width", width)):
-        allowed = f"a multiple of {unit}, at most {largest} (settings resolution, width)"
+        allowed = f"a multiple of {unit}, at most {largest} (settings resolution, width, sizes)"
         require(side % unit == 0 and side <= largest, name, side, allowed)
 
 

@@ -121,8 +121,8 @@ class PipelinePolicy:
             tiled = hasattr(pipe.vae, "enable_tiling")
             require(tiled, "decode_tiling", True, f"False with {type(pipe.vae).__name__}")
             pipe.vae.enable_tiling()
-        self.latent_size = size_of(pipe, *options.size)
-        self.latent_shape = shape_of(pipe, family, *options.size, options.num_frames)
+        self.sizes = options.training_sizes
+        self.latent_shapes = [self._set_size(*size) for size in (*self.sizes, options.size)]
         # Qwen-Image's decoder has no such entry
         channels = getattr(getattr(pipe.vae, "config", None), "out_channels", 3)
         fits, allowed = channels in family.decoder_channels, "3, red, green and blue"
@@ -189,6 +189,21 @@ class PipelinePolicy:
         for network in {self.transformer, self.reference_network, self._second} - {None}:
             if bool(options.compile) != has_compiled_blocks(network):
                 compile_blocks(network, COMPILER if options.compile else "")
+
+    def _set_size(self, height: int, width: int) -> tuple[int, ...]:
+        self.latent_size = size_of(self.pipe, height, width)
+        self.latent_shape = shape_of(self.pipe, self.family, height, width, self.options.num_frames)
+        return self.latent_shape
+
+    @contextmanager
+    def at_size(self, height: int, width: int) -> Iterator[None]:
+        """Within this context samples have another size, in pixels."""
+        kept = self.latent_size, self.latent_shape
+        self._set_size(height, width)
+        try:
+            yield
+        finally:
+            self.latent_size, self.latent_shape = kept
 
     def schedule(self, steps: int) -> Schedule:
         """The pipeline's own grid for this image size, float32."""

@@ -237,7 +237,7 @@ def make_trainer(
             world.embed(options, every, distributed, report)
         policy = world.policy(options)
         check_policy(world, policy)
-    require_room(config, policy.latent_shape, distributed.world_size)
+    require_room(config, policy, distributed.world_size)
     return build_trainer(config, policy, method, reward, prompts, distributed, **given)
 
 
@@ -314,11 +314,12 @@ def steps_of(text: str) -> slice | RandomSteps:
     return RandomSteps(fraction)
 
 
-def require_room(config: RunConfig, latent_shape: Sequence[int], processes: int) -> None:
+def require_room(config: RunConfig, policy: FlowPolicy, processes: int) -> None:
     """Raise `ConfigError` if the trajectories (nodes and velocities in float32) of this process do
     not fit into main memory, if the `processes` on this machine share it.
     """
-    rollout = config.rollout
+    rollout, shapes = config.rollout, getattr(policy, "latent_shapes", [policy.latent_shape])
+    latent_shape = max(shapes, key=math.prod)
     latents = rollout.groups * rollout.group_size * (2 * rollout.num_steps + 1)
     needed = 4 * math.prod(latent_shape) * latents // processes
     if hasattr(os, "sysconf"):  # not on Windows

@@ -224,7 +224,7 @@ class _Checks:
             warnings.filterwarnings("ignore", message=".*non-meta parameter")  # of an adapter
             pipe, family = self.source.on_meta(), self.source.family
             policy = PipelinePolicy(pipe, family, options, **_adapters(pipe, options))
-        require_room(self.config, policy.latent_shape, self.processes)
+        require_room(self.config, policy, self.processes)
         self.policy = policy
         count = sum(parameter.numel() for parameter in policy.trainable().values())
         trained = f"LoRA of rank {options.lora_rank}" if options.trained == "lora" else "full"

@@ -6,7 +6,7 @@ from typing import Any
 
 from flowrl.core.errors import ConfigError, require
 
-FORMAT = "flowrl-run-5"
+FORMAT = "flowrl-run-6"
 """The format of a run's config.json and config.yaml, which their entry "format" names. It changes
 when a setting is added, since files of a format have all of its settings.
 """
@@ -22,6 +22,7 @@ ADDED: dict[str, dict[str, Any]] = {
         "tracker_tags": (),
         "tracker_name": "",
     },
+    "flowrl-run-5": {"sizes": ()},
 }
 """By earlier format that can be read, the settings that the next one added, with the values of
 runs at that time.

@@ -5,7 +5,7 @@ evaluations, memory.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -271,7 +271,9 @@ def memory(counts: Plan, config: RunConfig) -> Memory | None:
     nodes_and_velocities = groups * rollout.group_size * (2 * rollout.num_steps + 1)
     stored = 0 if rollout.offload else nodes_and_velocities
     shards, reshard = 1 if counts.launch == "ddp" else counts.processes, counts.launch == "fsdp2"
-    return count_memory(known, policy_options(config), *rows, images, stored, shards, reshard)
+    height, width = max(config.policy.training_sizes, key=math.prod)
+    options = replace(policy_options(config), resolution=height, width=width)
+    return count_memory(known, options, *rows, images, stored, shards, reshard)
 
 
 def memory_text(counts: Plan, config: RunConfig) -> str:

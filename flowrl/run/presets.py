@@ -220,6 +220,7 @@ MODEL_ONLY = (
     "heldout_prompts",
     "resolution",
     "width",
+    "sizes",
     "num_frames",
     "guidance_scale",
     "negative_prompt",

@@ -200,12 +200,15 @@ def find_sizes(trainer: Trainer, config: RunConfig) -> tuple[dict[str, Any], str
     if not config.policy.model or resize is None or not wanted:
         return {}, ""
     path = profile_path(trainer, config)
+    largest = max(config.policy.training_sizes, key=math.prod)
     found = trainer.processes.in_main(lambda: cached_profile(path))
     if found.keys() == {*wanted} - {"max_batch"}:
         profile = f"sizes from {path}"
     else:
         began = time.monotonic()
-        found = measured_sizes(trainer, config, wanted, began + LIMIT)
+        at = getattr(trainer.policy, "at_size", nullcontext)
+        with at(*largest) if config.policy.sizes else nullcontext():
+            found = measured_sizes(trainer, config, wanted, began + LIMIT)
         profile = f"sizes measured in {time.monotonic() - began:.0f} s, "
         if trainer.processes.is_main:
             try:

@@ -273,7 +273,7 @@ def own_call(
     try:
         with policy.text_encoders(), computing_in(policy.dtype, policy.device):
             for number, prompt in enumerate(prompts):
-                own = {"latents": noise[number : number + 1]}
+                own: dict[str, Any] = {"latents": noise[number : number + 1]}
                 if prompt.images:
                     pictures = [image.pillow() for image in prompt.images]
                     own["image"] = pictures if len(pictures) > 1 else pictures[0]
