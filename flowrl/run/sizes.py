@@ -206,8 +206,8 @@ def find_sizes(trainer: Trainer, config: RunConfig) -> tuple[dict[str, Any], str
         profile = f"sizes from {path}"
     else:
         began = time.monotonic()
-        at = getattr(trainer.policy, "at_size", nullcontext)
-        with at(*largest) if config.policy.sizes else nullcontext():
+        sized = extras(trainer.policy, "at_size")
+        with sized.at_size(*largest) if config.policy.sizes else nullcontext():
             found = measured_sizes(trainer, config, wanted, began + LIMIT)
         profile = f"sizes measured in {time.monotonic() - began:.0f} s, "
         if trainer.processes.is_main:
