@@ -7,7 +7,9 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flowrl.bench.arms import world_label
@@ -91,10 +93,13 @@ class Suite:
             return in_file == len(self.runs)
 
     def redo_command(self, key: str) -> str:
-        """The command that repeats a run from its line, if the paths that it names lead to the same
-        files.
+        """The command that repeats a run from its line, in the current folder if the file is below
+        it; other paths that it names must lead to the same files.
         """
-        words = ["flowrl", "bench", "redo", key, "--out", str(self.file.path)]
+        path = self.file.path.resolve()
+        with suppress(ValueError):
+            path = path.relative_to(Path.cwd())
+        words = ["flowrl", "bench", "redo", key, "--out", str(path)]
         option = trust_option(self.runs[key].flat()) if key in self.runs else ""
         return shlex.join(words) + option
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from small_run import SMALL, flowrl_, model_files, plain, rows_of, trained, words
 
+from flowrl.core.prompt import Prompt
 from flowrl.run.alive import (
     FirstIteration,
     Movement,
@@ -102,10 +103,11 @@ def test_other_lines():
     )
     assert ratio_line({"ratio_noise": 1e-5}, None) is None and ratio_line({}, 0.1) is None
     assert groups_line({"zero_spread_groups": 0.25}).text == "25% of the groups have equal rewards"
-    assert heldout_line(["a", "b"], ["c"], True).text == "none of the 1 prompts is also trained on"
-    both = heldout_line(["a", "b"], ["b", "c", "b"], True)
+    a, b, c = map(Prompt, "abc")
+    assert heldout_line([a, b], [c], True).text == "none of the 1 prompts is also trained on"
+    both = heldout_line([a, b], [b, c, b], True)
     assert "1 of 2 prompts are also trained on, such as 'b'" in both.warning
-    assert not heldout_line(["a"], ["a"], False).warning
+    assert not heldout_line([a], [a], False).warning
     lines = [both, groups_line({})]
     shown = block(lines).splitlines()
     assert shown[0] == "after the first iteration:"
