@@ -6,6 +6,7 @@ import ast
 import importlib
 import json
 import re
+from collections import Counter
 from functools import cache
 from types import SimpleNamespace
 
@@ -375,10 +376,11 @@ def test_the_text_on_the_controls_has_the_numbers_above_it():
     assert f"the lead over Flow-GRPO is {against['Flow-GRPO'][0]:.2f}" in text
 
 
-def test_a_failed_check_shows_symptom_then_cause_then_remedy():
+def test_a_failed_check_shows_symptom_then_cause_then_remedy(monkeypatch):
     """The notebook continues with the solution, and a repeated check judges the student's last
     answer.
     """
+    monkeypatch.setattr(checking, "_met", Counter())  # other tests met the same problem
     answer = "def interpolate(clean, noise, time):\n    t = time[:, None]\n    return "
     notebook = {"__name__": "__main__"}
     exec("import torch\nfrom flowrl_course import lesson_01 as lesson", notebook)

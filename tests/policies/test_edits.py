@@ -2,6 +2,7 @@
 have some hundred pixels, not a million.
 """
 
+import itertools
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -16,6 +17,7 @@ from torch.testing import assert_close
 from flowrl import PolicyOptions
 from flowrl.core.errors import ConfigError
 from flowrl.core.prompt import Prompt, ReferenceImage
+from flowrl.methods import METHODS
 from flowrl.policies import FluxKontext, PipelinePolicy, QwenImageEdit, QwenImageEditPlus
 from flowrl.policies.families import in_groups
 from flowrl.rollout import Usage, solve
@@ -160,6 +162,17 @@ def test_train_save_resume_and_the_plain_pipelines_image(case, tmp_path):
     plain = case.pictures(pipe, noise, 3.0)
     assert (draw(trainer.policy, case.prompts, noise) - plain).square().mean().sqrt() < 1e-6
     assert (plain - base).square().mean().sqrt() > 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "method"), [*zip(itertools.cycle(CASES), METHODS)], ids=METHODS)
+def test_every_method_trains_on_edits(name, method):
+    case = CASES[name]
+    config = config_of(method=method)
+    trainer = build_trainer(config, case.policy(), make_method(config), REDNESS, case.prompts)
+    for _ in range(2):
+        row = trainer.iteration()
+        assert row["grad_norm"] >= 0 and row["reward_mean"] == row["reward_mean"]
 
 
 def test_references_are_conditions(case):
