@@ -45,6 +45,9 @@ from flowrl.testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_polic
         ("qwen-image", 20.4, 480, 512),
         ("wan2.1-t2v-1.3b", 1.42, 240, 512),
         ("wan2.2-t2v-a14b", 14.3, 320, 512),
+        ("sana_1600m", 1.6, 160, 300),
+        ("flux.1-kontext-dev", 11.9, 266, 512),
+        ("qwen-image-edit-2509", 20.4, 480, 300),
     ],
 )
 def test_sizes_are_the_published_ones(name, billion, layers, tokens):
@@ -60,7 +63,9 @@ def test_sizes_are_the_published_ones(name, billion, layers, tokens):
         trained = sum(p.numel() for p in adapters.parameters().values())
         assert trained / 1e6 == pytest.approx(52.3, abs=0.05)
     assert known.clip_tokens + known.family.text_tokens == tokens
-    assert known.text_width == network.config.get("joint_attention_dim", 4096)
+    widths = ("joint_attention_dim", "caption_channels")
+    width = next((network.config[name] for name in widths if name in network.config), 4096)
+    assert known.text_width == width
     assert architecture_of(f"somewhere/{name}") is known
 
 

@@ -43,7 +43,7 @@ from flowrl.run.reading import read_json
 
 REFERENCE_TOKENS = 64 * 64
 """Tokens of a reference image of about one megapixel."""
-TEXT_WIDTHS = ("joint_attention_dim", "text_dim", "cap_feat_dim")
+TEXT_WIDTHS = ("joint_attention_dim", "text_dim", "cap_feat_dim", "caption_channels")
 """Names of the width of a prompt's embedding in a transformer's settings."""
 
 
@@ -52,7 +52,7 @@ class Architecture:
     """A transformer, the lengths of its prompts, and its image decoder.
 
     Settings that are left out have the defaults of diffusers' classes, which are the published ones
-    of FLUX.1, Z-Image, Qwen-Image and Wan (14B).
+    of FLUX.1, Z-Image, Qwen-Image, Wan (14B) and SANA (1.6B).
 
     Args:
         family: the model family.
@@ -186,7 +186,7 @@ ARCHITECTURES = {
 """The published architectures by name, from data/architectures.json. Text encoders: T5 v1.1 XXL and
 CLIP ViT-L/14 (FLUX.1), also OpenCLIP ViT-bigG/14 (SD3.5), Qwen3-4B (FLUX.2 [klein] 4B, Z-Image) or
 8B (klein 9B), Qwen2.5-VL-7B with the vision tower that the pipeline loads too (Qwen-Image), UMT5
-XXL (Wan).
+XXL (Wan), Gemma 2 2B (SANA, whose decoder is that of diffusers' script convert_dcae_to_diffusers).
 """
 
 
