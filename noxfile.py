@@ -60,7 +60,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def satellites(session: nox.Session) -> None:
-    """Run the fast tests of the satellites and of the site."""
+    """Run the fast tests of the satellites and of the site, and the longest of the library."""
     session.run(
         "python", "-m", "pytest", "-n", "2", "-m", "satellite and not slow", *session.posargs
     )

@@ -74,6 +74,7 @@ Operations on credit and rows, which are in main memory, count as well.
 """
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize("method", SYNCHRONISATIONS)
 def test_synchronisations_grow_with_neither_steps_nor_micro_batches(method):
     def count(**changes):
@@ -90,6 +91,7 @@ def test_synchronisations_grow_with_neither_steps_nor_micro_batches(method):
     assert count(minibatches=4) <= usual + 2 * 20
 
 
+@pytest.mark.satellite
 def test_nothing_is_compiled_after_the_first_iteration(monkeypatch):
     """Rollout, probing and update of blocks that are compiled, with batches of other sizes in every
     phase.

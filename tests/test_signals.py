@@ -266,6 +266,7 @@ PLACES = {
 ELSEWHERE = [pytest.param(place, "in Python", marks=pytest.mark.slow) for place in [*PLACES][2:]]
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize(
     ("place", "way"),
     [

@@ -29,6 +29,7 @@ def test_the_first_error_stops_all_jobs(kind, error):
     assert time.monotonic() - started < 50
 
 
+@pytest.mark.satellite
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers start anew")
 def test_workers_are_forks_of_a_process_that_has_imported_the_modules():
     done = outcome("preload", "")
@@ -42,6 +43,7 @@ def outcome(*words):
     return subprocess.run(command, **named)
 
 
+@pytest.mark.satellite
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_end_with_a_killed_parent_and_leave_its_locks_free(tmp_path):
     process = subprocess.Popen([sys.executable, worker_jobs.__file__, "lock", str(tmp_path)])
@@ -67,6 +69,7 @@ def test_an_interrupt_in_a_callback_pauses_and_keeps_results():
     assert results == {"a": "stopped"}
 
 
+@pytest.mark.satellite
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
 def test_an_interrupt_while_workers_start_is_a_pause():
     """Its job starts and is stopped at once, or does not start."""

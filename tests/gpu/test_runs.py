@@ -44,6 +44,7 @@ def config_of(name, device, dtype, folder):
 QUICK = ("sd3", "bfloat16"), ("wan", "bfloat16")
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

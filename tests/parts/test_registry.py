@@ -84,6 +84,7 @@ def declared(site, package, group, points):
     return site
 
 
+@pytest.mark.satellite
 def test_an_installed_plugin_is_found_by_name_on_the_command_line(plugin_folder, tmp_path):
     out = tmp_path / "run"
     script = f"""
@@ -321,6 +322,7 @@ def test_a_file_imports_its_neighbours_and_those_of_no_other(tmp_path, monkeypat
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
+@pytest.mark.satellite
 def test_a_plugin_with_the_name_of_a_built_in_part_is_reported(tmp_path, monkeypatch, capsys):
     points = "uniform = one:Thing"
     monkeypatch.syspath_prepend(str(declared(tmp_path / "one", "one", "flowrl.credit", points)))

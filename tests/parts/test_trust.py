@@ -314,6 +314,7 @@ NAMES = st.sampled_from((*NESTED, *PARTS, "url_of", "x"))
 HARMLESS = st.sampled_from(("uniform", "5", "gain(probe=none)", ["a", 1]))
 
 
+@pytest.mark.satellite
 @given(NAMES, nested(st.sampled_from(TEXTS_OF_CODE)), HARMLESS)
 @settings(max_examples=200, deadline=None)
 def test_code_is_found_at_any_depth(option, hostile, harmless):

@@ -191,6 +191,7 @@ SMALL = {**TINY_MODEL, "lora_rank": 4}
 LATE = {"loss": "dgpo(beta_dpo=1.0, clip=0.01, decay=(0, 0.3, 0.6), times=steps(count=4, steps=7))"}
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize(
     ("method", "changes", "micro"),
     [("flow-grpo", {"guidance_gradient": "prompt"}, 6), ("flow-grpo", {}, 3), ("dgpo", LATE, 24)],

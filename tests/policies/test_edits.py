@@ -164,7 +164,7 @@ def test_train_save_resume_and_the_plain_pipelines_image(case, tmp_path):
     assert (plain - base).square().mean().sqrt() > 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.satellite
 @pytest.mark.parametrize(("name", "method"), [*zip(itertools.cycle(CASES), METHODS)], ids=METHODS)
 def test_every_method_trains_on_edits(name, method):
     case = CASES[name]

@@ -452,6 +452,7 @@ def test_a_full_disk_is_one_clear_line(monkeypatch):
         policy.warm(PROMPTS)
 
 
+@pytest.mark.satellite
 def test_embeddings_on_disk_are_found_again(case, tmp_path, monkeypatch):
     """By a policy of the same text encoders, precision and length, whatever its transformer; it
     does not load its encoders unless a file is damaged or deleted.

@@ -209,6 +209,7 @@ def test_sharded_variants_are_found_and_missing_shards_named(folders, cache, tmp
 # ----- Single files
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize("name", CASES)
 def test_a_file_with_diffusers_names_is_its_folder(name, folders, cache, tmp_path):
     case, file = CASES[name], tmp_path / "tuned.safetensors"

@@ -65,7 +65,7 @@ def test_one_size_is_the_run_without_sizes():
     assert all(map(torch.equal, runs[0].average, runs[1].average))
 
 
-@pytest.mark.slow
+@pytest.mark.satellite
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_takes_several_sizes(method):
     trainer = made(CASES["flux"], [], method, sizes=("16x32", "16"))

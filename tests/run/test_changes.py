@@ -362,6 +362,7 @@ def model(tmp_path_factory):
     return model_files(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.satellite
 def test_prompts_of_a_model_change_with_consent(model, tmp_path, capsys):
     """Both kinds; of other held-out prompts the samples before training are drawn again."""
     out, train, held = tmp_path / "run", tmp_path / "train.txt", tmp_path / "held.txt"

@@ -447,6 +447,7 @@ def above(differences, limit):
     return {name: worst for name, worst in differences.items() if not worst < limit}
 
 
+@pytest.mark.satellite
 def test_two_processes_train_what_one_does(two):
     for report in two:
         assert report["compared"].keys() == {*TOGETHER, "sd3"}

@@ -89,6 +89,7 @@ def drift_rows(before, after):
     return [{"iteration": i, "images": table} for i, table in enumerate(tables, 1)]
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize("side", [64, pytest.param(256, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", HACKED)
 def test_hacked_images_are_drift(kind, side):
@@ -107,6 +108,7 @@ def test_hacked_images_are_drift(kind, side):
     assert not drifted(rows[:5])
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize("side", [64, pytest.param(256, marks=pytest.mark.slow)])
 def test_honest_images_are_no_drift(side):
     """Twenty starts of a run with other images in each iteration."""

@@ -196,6 +196,7 @@ def test_no_size_is_begun_after_the_deadline(trainer, monkeypatch):
     assert grow(trainer, FIXED, "update", ANY, 0.0)[1] == 1 and calls == [1]
 
 
+@pytest.mark.satellite
 def test_a_profile_is_kept_used_again_and_reproduced(tmp_path, monkeypatch, capsys):
     """In the user's cache, in the run, after a resumption and with --profile."""
     monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))

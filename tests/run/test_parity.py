@@ -39,6 +39,7 @@ ONLY_FORWARD -= {"advantages", "latents", "clipped pairs"}
 CLIPPED = {"clipped gradients"}
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize("method", MEASURED)
 def test_the_trainer_reproduces_the_released_forward_processes(method):
     """With one and with two updates, and with copies of the weights that lag."""

@@ -128,6 +128,7 @@ def test_an_iteration_that_fails_in_its_rollout_loses_nothing(tmp_path, capsys):
     assert numbers(out) == numbers(tmp_path / "uninterrupted")
 
 
+@pytest.mark.satellite
 def test_a_comparison_survives_a_failing_run(tmp_path, capsys):
     rule = HEAD + BASES["credit"].format(
         "Part.calls = getattr(Part, 'calls', 0) + 1; assert Part.calls < 5, 'gone'; return good"

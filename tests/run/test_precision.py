@@ -208,6 +208,7 @@ def test_eight_bit_adam_is_made_by_its_package(monkeypatch):
     assert make_optimizer(settings, []) == expected
 
 
+@pytest.mark.satellite
 def test_a_compiled_network_gives_the_same_numbers(monkeypatch):
     """To float rounding, with the backend that runs the traced graphs in PyTorch."""
     graphs = torch._dynamo.utils.counters["stats"]

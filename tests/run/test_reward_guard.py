@@ -324,6 +324,7 @@ class Bright:
 """
 
 
+@pytest.mark.satellite
 def test_a_reward_that_fails_1_in_20_calls_finishes_with_the_count(tmp_path, capsys):
     (tmp_path / "flaky.py").write_text(FLAKY)
     command = (

@@ -61,6 +61,7 @@ def test_changed_settings_are_named_or_refused_if_they_have_no_effect(tmp_path, 
     assert flowrl_(f"train --resume {out} --from 000001") == 0
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize(("lines", "said"), [(4, "3 recorded iterations"), (2, "1 rec"), (1, "")])
 def test_a_run_without_a_checkpoint_says_what_it_replaces(lines, said, tmp_path, capsys):
     out = tmp_path / "run"
@@ -144,6 +145,7 @@ def model(tmp_path_factory):
 FIVE = "a red fox\na red car\na red hat\na red cat\na red cow\n"
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize("heldout", ["", "kept", "changed"])
 def test_changed_prompts_are_refused_or_taken(heldout, model, tmp_path, capsys):
     """Also if fewer are left than the order in the checkpoint has; evaluations keep theirs."""

@@ -153,6 +153,7 @@ def go_on(folder):
 MODES = ("full", "before", "half")
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize(
     ("mode", "step"),
     [

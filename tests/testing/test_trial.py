@@ -132,6 +132,7 @@ def test_a_faulty_part_stops_the_run_before_anything_is_written(
     assert Run(config, out, trial=False).execute()
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize(("setting", "part"), [("loss", "Ascent"), ("heldout-rewards", "Centred")])
 def test_a_faulty_part_stops_a_comparison(setting, part, mine, tmp_path, capsys):
     out = tmp_path / "out"
