@@ -72,6 +72,7 @@ def test_the_lowest_versions_are_the_lower_bounds():
     assert missing == {("torch", "2.11")}
 
 
+@pytest.mark.satellite
 def test_the_switch_turns_the_checks_off():
     code = "import torch; from flowrl.core.types import Gaussian\n"
     code += "print(type(Gaussian(torch.zeros(2, 3), torch.zeros(5))).__name__)"
@@ -96,6 +97,7 @@ def test_the_names_of_a_room_do_not_load_heavy_packages():
     assert not heavy & set(python(code))
 
 
+@pytest.mark.satellite
 def test_the_extra_docs_suffices_for_the_reference():
     """It documents the modules that need other extras, too."""
     extras = PROJECT["project"]["optional-dependencies"]

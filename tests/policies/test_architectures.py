@@ -37,6 +37,7 @@ from flowrl.run.plan import memory as count_plan
 from flowrl.testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize(
     ("name", "billion", "layers", "tokens"),
     [
@@ -69,6 +70,7 @@ def test_sizes_are_the_published_ones(name, billion, layers, tokens):
     assert architecture_of(f"somewhere/{name}") is known
 
 
+@pytest.mark.satellite
 def test_a_plan_counts_what_its_settings_say(tmp_path, monkeypatch):
     """Rows of a call that is smaller than max_batch; both branches' gradient or one; the prompt's
     length; all images that are scored together; no trajectories if they wait in main memory.

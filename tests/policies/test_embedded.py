@@ -229,6 +229,7 @@ def test_a_prompt_that_just_fits_is_not_cut(name, caplog):
     assert len(caplog.records) == 1
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize("name", LINES)
 def test_prompts_are_embedded_before_the_transformer_is_loaded(name, tmp_path, monkeypatch):
     order, complete, encoders = [], load._complete, PipelinePolicy.text_encoders

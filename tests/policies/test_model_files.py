@@ -278,6 +278,7 @@ def narrow_clip():
         return CLIPTextModelWithProjection(config).eval()
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_file_with_a_whole_pipeline(dtype, cache, tmp_path):
     """The original has no weights of these parts."""

@@ -27,6 +27,7 @@ from flowrl.run.saved import find_weights
 OPTIONS = f"{MIXTURE} --groups 2 --eval-every 1 --checkpoint-every 1 --keep-checkpoints 9"
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize("edited", [True, False])
 def test_a_finished_run_continues_with_more_iterations(edited, tmp_path, capsys):
     for name, iterations in (("short", 2), ("long", 4)):
