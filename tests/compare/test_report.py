@@ -34,6 +34,7 @@ from flowrl.compare.results import (
 )
 from flowrl.compare.tuned import tuned_arms
 from flowrl.core.errors import ConfigError
+from flowrl.core.prompt import Prompt
 from flowrl.methods import METHODS
 from flowrl.run.config import preset
 from flowrl.run.io import write_json
@@ -455,7 +456,7 @@ def test_a_change_of_settings_is_a_labelled_line_in_the_figure_of_a_single_run()
 
 
 def test_files_that_cannot_be_written_are_named(tmp_path):
-    grid = image_grid(torch.rand(2, 3, 3, 8, 8), torch.rand(2, 3), ("a", "b"))
+    grid = image_grid(torch.rand(2, 3, 3, 8, 8), torch.rand(2, 3), [Prompt("a"), Prompt("b")])
     save(grid, tmp_path / "new" / "grid.png")
     assert len(grid.axes) == 6 and (tmp_path / "new" / "grid.png").stat().st_size > 1000
     with pytest.raises(ConfigError, match=r"grid\.xyz cannot be written"):
