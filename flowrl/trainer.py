@@ -185,7 +185,7 @@ class Trainer:
     def iteration(self) -> Iteration:
         """One pass from prompts to updated weights; returns its metrics and its record."""
         with self.at_size():
-            return self.pass_through()
+            return self._iteration()
 
     @contextmanager
     def at_size(self) -> Iterator[None]:
@@ -203,7 +203,7 @@ class Trainer:
         finally:
             self.schedule = self.collector.schedule = kept
 
-    def pass_through(self) -> Iteration:
+    def _iteration(self) -> Iteration:
         """An iteration with samples of the policy's size."""
         usage, clock = Usage(), Clock(self.on_phase, "rollout")
 

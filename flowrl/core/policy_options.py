@@ -82,9 +82,9 @@ class PolicyOptions:
     width: Annotated[Pixels | None, Unset(0)] = None
     """Width in pixels; 0 = `resolution`."""
     sizes: tuple[str, ...] = ()
-    """Sizes of the samples of `model` that iterations of training have in turn, WIDTHxHEIGHT in
-    pixels, as in 512x512 768x512; none: that of `resolution` and `width`, which evaluations always
-    have.
+    """Sizes of the samples of `model` that iterations of training have in turn, WIDTHxHEIGHT or the
+    side of a square in pixels, as in 512 768x512; none: that of `resolution` and `width`, which
+    evaluations always have.
     """
     num_frames: Annotated[int, Ge(1), Le(2**12)] = 1
     """Frames of the videos of `model`; 1 for images."""
@@ -162,11 +162,13 @@ class PolicyOptions:
         """Heights and widths of `sizes`; that of `size` without them. Raises `ConfigError` for a
         text of another form.
         """
-        found = [re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", text) for text in self.sizes]
-        for text, match in zip(self.sizes, found, strict=True):
-            require(match is not None, "sizes", text, "WIDTHxHEIGHT in pixels, as in 768x512")
-        pairs = [(int(match[2] or match[1]), int(match[1])) for match in found if match]
-        return tuple(pairs) or (self.size,)
+        for text in self.sizes:
+            fits = re.fullmatch(r"\d{1,5}(x\d{1,5})?", text) is not None
+            require(
+                fits, "sizes", text, "WIDTHxHEIGHT in pixels, or the side, as in 768x512 or 512"
+            )
+        pairs = [[int(side) for side in text.split("x")] for text in self.sizes]
+        return tuple((pair[-1], pair[0]) for pair in pairs) or (self.size,)
 
     @property
     def trained(self) -> Literal["lora", "full"] | None:

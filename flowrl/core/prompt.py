@@ -69,6 +69,8 @@ class ReferenceImage:
                 ground = Image.new("RGBA", image.size, "white")
                 image = Image.alpha_composite(ground, image.convert("RGBA"))
             return image.convert("RGB")
+        except Image.DecompressionBombError as error:
+            raise ConfigError(f"image {place} is too large ({error})") from error
         except UnidentifiedImageError as error:
             raise ConfigError(f"image {place} cannot be read: it is no image") from error
         except (OSError, SyntaxError, ValueError) as error:  # Pillow's, for damaged files

@@ -128,6 +128,10 @@ class Family:
         """
         return {"guidance_scale": scale, "negative_prompt": negative}
 
+    def size_arguments(self, height: int, width: int) -> dict[str, int]:
+        """The arguments of the pipeline's call for samples of this size in pixels."""
+        return {"height": height, "width": width}
+
     def from_loop(self, latent: Tensor, latent_shape: Shape) -> Tensor:
         """Latents [sample, *latent] from those in the loop of the pipeline's `__call__`."""
         return latent
@@ -524,6 +528,10 @@ class FluxKontext(Flux):
             return self._predict(transformer, tokens, times, given, torch.cat(places))
 
         return with_references(transformer, latent, timestep, rows, predict)
+
+    def size_arguments(self, height, width):
+        """Without its area the pipeline scales a sample to one megapixel."""
+        return {"height": height, "width": width, "max_area": height * width}
 
 
 @cache

@@ -212,7 +212,6 @@ class PipelinePolicy:
 
     def encode(self, prompts: Sequence[Prompt]) -> Condition:
         """One number per prompt, which `velocity` looks up in the cache of embeddings."""
-        self._require_images(prompts)
         negative = negatives(self.family, prompts, self.options.negative_prompt)
         known = self.prompts.numbers([*prompts, *negative])
         numbers = torch.tensor(known, device=self.device).split(len(prompts))
@@ -228,8 +227,7 @@ class PipelinePolicy:
         device only once; the `processes` divide them (`PromptEmbeddings.warm`). A warning is
         logged of those that are cut at the encoders' numbers of tokens.
         """
-        self._require_images(prompts)
-        needed = [*negatives(self.family, prompts, self.options.negative_prompt), *prompts]
+        needed = [*prompts, *negatives(self.family, prompts, self.options.negative_prompt)]
         texts = dict.fromkeys(prompt.text for prompt in needed)
         new = [text for text in texts if text and text not in self._counted]
         self._counted.update(new)
@@ -238,13 +236,13 @@ class PipelinePolicy:
                 _LOG.warning("Warning: %s", line)
         self.prompts.warm(needed, processes, report)
 
-    def _require_images(self, prompts: Sequence[Prompt]) -> None:
-        require_images(prompts, *self.family.images, self.family.pipeline)
-
     def _embed(self, prompts: Sequence[Prompt]) -> Iterator[Mapping[str, Tensor]]:
         """Embed on the device, always the same number at a time, so that the rounding of an
         embedding does not depend on the other prompts.
+
+        Raises `ConfigError` for prompts with another number of images than the family reads.
         """
+        require_images(prompts, *self.family.images, self.family.pipeline)
         with self.text_encoders(), quiet():
             for first in range(0, len(prompts), EMBEDDED_TOGETHER):
                 some = list(prompts[first : first + EMBEDDED_TOGETHER])

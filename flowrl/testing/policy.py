@@ -248,10 +248,8 @@ def own_call(
     given: dict[str, Any] = {
         **family.guidance_arguments(guidance, negative),
         "num_inference_steps": STEPS,
-        "height": options.size[0],
-        "width": options.size[1],
+        **family.size_arguments(*options.size),
         "num_frames": options.num_frames,
-        "max_area": options.size[0] * options.size[1],  # FLUX.1 Kontext scales to 1 megapixel
         "output_type": "pt" if exact else "latent",
     }
     if family.cuts_prompts:

@@ -11,16 +11,14 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.options import checked_options
 from flowrl.core.prompt import Prompt, ReferenceImage
 from flowrl.worlds.pretrain_pairs import render
-from flowrl.worlds.render import SIZE
-from flowrl.worlds.scene import CELLS, CLASSES, COLOURS, OBJECTS, SHAPES, object_class
+from flowrl.worlds.scene import CELLS, COLOURS, OBJECTS, SHAPES, object_class
 from flowrl.worlds.scene import tokenise as words_of
-from flowrl.worlds.verifier import CLARITY_SHARE, Form, Presence, read
+from flowrl.worlds.verifier import Form, Presence, cell_scores, read, require_pictures
 
 TASKS = ("recolour",)
 OTHERS = 1, 2
@@ -98,7 +96,7 @@ def split(task: str) -> Mapping[str, Sequence[Prompt]]:
     }
 
 
-def parsed(text: str) -> tuple[str, str]:
+def shape_and_colour(text: str) -> tuple[str, str]:
     """Shape and colour of a prompt such as 'make the circle blue'. Raises `ConfigError` for other
     words.
     """
@@ -115,7 +113,7 @@ def parse(text: str) -> Prompt:
     """The prompt with these words and a picture, always the same. Raises `ConfigError` for other
     words.
     """
-    shape, colour = parsed(text)
+    shape, colour = shape_and_colour(text)
     rng = random.Random(f"flowrl edits {shape} {colour}")
     before = rng.choice([other for other in COLOURS if other != colour])
     return draw_edit(shape, before, colour, rng).prompt(rng.randrange(2**31))
@@ -123,7 +121,7 @@ def parse(text: str) -> Prompt:
 
 def tokenise(text: str) -> list[int]:
     """Word ids of the object that an edit makes, as in "blue circle"."""
-    shape, colour = parsed(text)
+    shape, colour = shape_and_colour(text)
     return words_of(f"{colour} {shape}")
 
 
@@ -133,7 +131,7 @@ def edit_of(prompt: Prompt) -> Edit:
     """
     if isinstance(edit := prompt.metadata.get("edit"), Edit):
         return edit
-    shape, colour = parsed(prompt.text)
+    shape, colour = shape_and_colour(prompt.text)
     layout = read(prompt.images[0].pixels()[None]).classes[0].tolist() if prompt.images else []
     kinds = {1 + place for place, (_, kind) in enumerate(OBJECTS) if kind == shape}
     cells = [cell for cell, kind in enumerate(layout) if kind in kinds]
@@ -168,21 +166,15 @@ class EditReward:
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """[sample, 3, 64, 64] in [0, 1] and as many prompts with a picture -> [sample]."""
-        if images.shape[1:] != (3, SIZE, SIZE) or len(images) != len(prompts):
-            raise RewardError(
-                f"EditReward needs [sample, 3, {SIZE}, {SIZE}] and as many prompts; "
-                f"got {tuple(images.shape)} and {len(prompts)}"
-            )
-        edits = {prompt.key: edit_of(prompt) for prompt in prompts}
-        soft, reading, scores = self.form == "soft", read(images), []
-        certain = F.one_hot(reading.classes.cpu(), CLASSES + 1).float()
-        table = (reading.probabilities.cpu() if soft else certain).numpy()
-        for prompt, presence, clear in zip(prompts, table, reading.clarity.tolist(), strict=True):
-            edit = edits[prompt.key]
+        require_pictures(self, images, prompts)
+        edits = [edit_of(prompt) for prompt in prompts]
+
+        def score(sample: int, presence: Presence, classes: Sequence[int]) -> float:
+            edit = edits[sample]
             done = float(presence[edit.cell, edit.after[edit.cell]])
-            score, share = (done + _kept(presence, edit)) / 2, CLARITY_SHARE if soft else 0.0
-            scores.append((1 - share) * score + share * clear)
-        result = torch.tensor(scores, dtype=torch.float32, device=images.device)
+            return (done + _kept(presence, edit)) / 2
+
+        result = cell_scores(images, self.form, score).to(images.device)
         return result.isclose(torch.ones(())).float() if self.form == "strict" else result
 
 
@@ -208,6 +200,3 @@ def draw_pair(rng: random.Random, careless: float) -> tuple[list[int], Edit, lis
             other = rng.choice(others)
             result[other] = object_class(edit.colour, OBJECTS[result[other] - 1][1])
     return tokenise(f"make the {edit.shape} {edit.colour}"), edit, result
-
-
-__all__ = ["Edit", "EditReward", "draw_edit", "draw_pair", "edit_of", "parse", "split", "tokenise"]

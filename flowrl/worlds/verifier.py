@@ -9,7 +9,7 @@ soft    the graded score of the cells' class *probabilities*, plus a fraction fo
         continuous in the pixels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -158,6 +158,42 @@ def looks(images: Tensor, requests: Sequence[Request]) -> dict[str, Tensor]:
     }
 
 
+def require_pictures(reward: object, images: Tensor, prompts: Sequence[Prompt]) -> None:
+    """Raise `RewardError` for images that are not of this world, or another number of prompts."""
+    if images.shape[1:] != (3, SIZE, SIZE) or len(images) != len(prompts):
+        raise RewardError(
+            f"{type(reward).__name__} needs [sample, 3, {SIZE}, {SIZE}] and as many prompts; "
+            f"got {tuple(images.shape)} and {len(prompts)}"
+        )
+
+
+def cell_scores(
+    images: Tensor, form: Form, score: Callable[[int, Presence, Sequence[int]], float]
+) -> Tensor:
+    """Scores of images by their cells.
+
+    Args:
+        images: images [sample, 3, 64, 64].
+        form: in the soft form `Presence` has the classes' probabilities, and the score a share for
+            clarity.
+        score: from a sample's number, its `Presence` and the classes of its cells to its score.
+
+    Returns:
+        The scores [sample], in main memory.
+    """
+    soft, reading = form == "soft", read(images)
+    classes, share = reading.classes.cpu(), CLARITY_SHARE if soft else 0.0
+    certain = F.one_hot(classes, CLASSES + 1).float()
+    table = (reading.probabilities.cpu() if soft else certain).numpy()
+    rows = zip(table, classes.tolist(), reading.clarity.tolist(), strict=True)
+    return torch.tensor(
+        [
+            (1 - share) * score(sample, presence, cells) + share * clear
+            for sample, (presence, cells, clear) in enumerate(rows)
+        ]
+    )
+
+
 @checked_options
 @dataclass(frozen=True)
 class ShapesReward:
@@ -172,11 +208,7 @@ class ShapesReward:
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """[sample, 3, 64, 64] in [0, 1] and as many prompts -> [sample]."""
-        if images.shape[1:] != (3, SIZE, SIZE) or len(images) != len(prompts):
-            raise RewardError(
-                f"ShapesReward needs [sample, 3, {SIZE}, {SIZE}] and as many prompts; "
-                f"got {tuple(images.shape)} and {len(prompts)}"
-            )
+        require_pictures(self, images, prompts)
         requests = [request_of(prompt) for prompt in prompts]
         scores = torch.zeros(len(requests))
         for is_look, score in ((True, self._looks), (False, self._cells)):
@@ -194,18 +226,13 @@ class ShapesReward:
         return torch.stack(list(parts.values())).mean(0)
 
     def _cells(self, images: Tensor, requests: Sequence[Request]) -> Tensor:
-        soft, reading, scores = self.form == "soft", read(images), []
-        classes, clarity = reading.classes.cpu(), reading.clarity.tolist()
-        certain = F.one_hot(classes, CLASSES + 1).float()
-        table = (reading.probabilities.cpu() if soft else certain).numpy()
-        for request, row, presence, clear in zip(requests, classes, table, clarity, strict=True):
+        def score(sample: int, presence: Presence, classes: Sequence[int]) -> float:
+            request = requests[sample]
             if request.kind == "text":
-                score = _text(row.tolist(), presence, request.text, soft)
-            else:
-                score = _composition(presence, request)
-            share = CLARITY_SHARE if soft else 0.0
-            scores.append((1 - share) * score + share * clear)
-        return torch.tensor(scores)
+                return _text(classes, presence, request.text, self.form == "soft")
+            return _composition(presence, request)
+
+        return cell_scores(images, self.form, score)
 
 
 @checked_options

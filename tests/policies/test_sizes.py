@@ -87,7 +87,10 @@ def test_a_failed_iteration_leaves_the_size_of_evaluations():
 def test_sizes_are_checked_at_once():
     case = CASES["flux"]
     for sizes, message in (
-        (("big",), r"sizes = 'big' is not allowed; allowed: WIDTHxHEIGHT in pixels, as in 768x512"),
+        (
+            ("big",),
+            r"sizes = 'big' is not allowed; allowed: WIDTHxHEIGHT in pixels, or the side, as in 768x512 or 512",
+        ),
         (("16x16", "18x16"), r"width = 18 .*multiple of 4.*settings resolution, width, sizes"),
     ):
         with pytest.raises(ConfigError, match=message):

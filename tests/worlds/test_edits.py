@@ -51,7 +51,7 @@ def test_prompts_are_the_same_in_every_run_and_held_out_ones_are_others():
         return edit.before[edit.cell], edit.colour
 
     assert not {*map(meaning, train)} & {*map(meaning, HELDOUT)}
-    assert {edits.parsed(prompt.text)[0] for prompt in HELDOUT} == {*SHAPES}
+    assert {edits.shape_and_colour(prompt.text)[0] for prompt in HELDOUT} == {*SHAPES}
 
 
 def test_scores_of_every_kind_of_result():

@@ -79,7 +79,7 @@ def embed_prompts(
     place = _text_files(source, options, tokens).place
     if options.frozen or place is None:
         return
-    needed = [*negatives(source.family, prompts, options.negative_prompt), *prompts]
+    needed = [*prompts, *negatives(source.family, prompts, options.negative_prompt)]
     store = DiskStore(lambda: place, 1)
     store.prepare()
     if not any(processes.gather(store.missing([prompt.key for prompt in needed]))):

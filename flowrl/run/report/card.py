@@ -326,14 +326,11 @@ def _call(config: RunConfig, base: BaseModel) -> list[str]:
     if not policy.negative_prompt and "true_cfg_scale" not in guidance:
         guidance.pop("negative_prompt", None)
     if "true_cfg_scale" in guidance and policy.guidance_scale == 1:
-        distilled = guidance.get("guidance_scale")
-        guidance = (
-            {} if distilled in (None, Flux.distilled_guidance) else {"guidance_scale": distilled}
-        )
-    call = [f"height={policy.resolution}", f"width={policy.width or policy.resolution}"]
+        own = guidance.get("guidance_scale", Flux.distilled_guidance)  # the pipelines' default
+        guidance = {"guidance_scale": own} if own != Flux.distilled_guidance else {}
+    sizes = family.size_arguments(*policy.size)
+    call = [f"{name}={value}" for name, value in sizes.items()]
     call += [f"num_frames={policy.num_frames}"] * (policy.num_frames > 1)
-    if base.pipeline == "FluxKontextPipeline":  # which scales to one megapixel
-        call.append(f"max_area={policy.resolution * (policy.width or policy.resolution)}")
     call.append(f"num_inference_steps={config.evaluation.eval_steps}")
     call += [f"{name}={json.dumps(value)}" for name, value in guidance.items()]
     tokens = prompt_tokens(config, base) if policy.max_sequence_length else ""
