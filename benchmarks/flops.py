@@ -29,8 +29,8 @@ from flowrl import PolicyOptions
 from flowrl.run.build import make_trainer, make_world, policy_options
 from flowrl.run.config import preset
 from flowrl.run.io import write_json
-from flowrl.run.models.memory import ARCHITECTURES, count, counts_key
-from flowrl.run.presets import shipped
+from flowrl.run.models.memory import ARCHITECTURES, architecture_of, count, counts_key
+from flowrl.run.presets import combinations
 
 COUNTS = Path(__file__).parents[1] / "flowrl" / "data" / "counts.json"
 RESULTS = Path(__file__).parent / "results" / "flops.json"
@@ -136,13 +136,16 @@ def counted() -> dict[str, dict[str, int]]:
 def preset_counts() -> dict[str, list[Any]]:
     """Memory, FLOPs and operations of the presets' models, with and without checkpointing."""
     table = {}
-    for model in shipped()["models"]:
-        config = preset(f"{model},flow-grpo,ocr").apply(planned=True)
+    for name in combinations():
+        config = preset(name).apply(planned=True)
+        known = architecture_of(config.policy.model)
+        if ",flow-grpo," not in name or known is None:
+            continue
         for on in (False, True):
             options = replace(policy_options(config), gradient_checkpointing=on)
-            known = ARCHITECTURES[model]
             key = counts_key(known, options)
-            table[key] = list(astuple(count(known, options)))
+            if key not in table:  # the same for every task
+                table[key] = list(astuple(count(known, options)))
     return table
 
 

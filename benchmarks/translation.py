@@ -40,12 +40,16 @@ KLEIN_ELEMENTS = 128 * 32 * 32
 """Elements of a latent of FLUX.2 [klein] at 512 pixels."""
 WAN_ELEMENTS = 16 * 9 * 30 * 52
 """Elements of a latent of Wan 2.1, of 33 frames of 240 x 416."""
+WAN22_ELEMENTS = 16 * 2 * 60 * 104
+"""Elements of a latent of Wan 2.2, of 5 frames of 480 x 832."""
+SANA_ELEMENTS = 32 * 16 * 16
+"""Elements of a latent of SANA at 512 pixels."""
 CLIPPED = 0.2
 """Fraction of the pairs at which the clips are compared."""
 
 
 def sd3_grid(steps: int = 10) -> Schedule:
-    """The grid of SD3.5's scheduler (shift 3), which is also Wan 2.1's at 480p and below."""
+    """The grid of SD3.5's scheduler (shift 3), which is also Wan's at 480p and below, and SANA's."""
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(steps)
     return Schedule(torch.as_tensor(scheduler.sigmas, dtype=torch.float32))
@@ -220,6 +224,8 @@ def main() -> int:
         "Z-Image": (z_image, nine, nine, ELEMENTS),
         "Qwen-Image": (qwen, nine, range(8), ELEMENTS),
         "Wan 2.1": (wan, range(19), range(18), WAN_ELEMENTS),
+        "Wan 2.2": (cps, nine, range(8), WAN22_ELEMENTS),
+        "SANA": (cps, nine, range(8), SANA_ELEMENTS),
     }
     flow_qwen = steps_of(FlowSDE(1.2), qwen_grid())
     report("SD3.5, 10 steps, Flow-SDE 0.7", flow, range(10), released=False)

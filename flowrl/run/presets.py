@@ -273,9 +273,14 @@ def shipped() -> dict[str, dict[str, Path]]:
 
 
 def combinations() -> list[str]:
-    """The names of all model,method,task presets; each exists with ",exact" too."""
+    """The names of all model,method,task presets; each exists with ",exact" too. Models that edit
+    images go with the tasks of edits, others with the other tasks (`edits` in their files).
+    """
     kinds = ("models", "methods", "tasks")
-    return [",".join(names) for names in product(*(shipped()[kind] for kind in kinds))]
+    files = [path for kind in kinds for path in shipped()[kind].values()]
+    edits = {path.stem for path in files if "edits" in load_document(path)[0]["about"]}
+    every = product(*(shipped()[kind] for kind in kinds))
+    return [",".join((m, by, t)) for m, by, t in every if (m in edits) == (t in edits)]
 
 
 def combine(name: str, schema: type) -> Combined:

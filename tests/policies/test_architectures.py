@@ -175,8 +175,11 @@ def test_images_are_decoded_in_batches_that_fit(monkeypatch):
 @pytest.mark.parametrize("file", sorted((ROOT / "flowrl/presets/models").glob("*.yaml")), ids=str)
 def test_presets_state_the_least_memory_that_the_plan_counts(file):
     least = dict(micro_batch=1, max_batch=1, gradient_checkpointing=True, decode_batch=1)
-    config = preset(f"{file.stem},flow-grpo,pickscore").apply(planned=True, compile=False, **least)
-    stated = yaml.safe_load(file.read_text())["about"]["memory"]
+    about = yaml.safe_load(file.read_text())["about"]
+    task, stated = "edits" if "edits" in about else "pickscore", about["memory"]
+    if stated.startswith("unknown"):  # see docs/models/qwen-image-and-wan.md
+        return
+    config = preset(f"{file.stem},flow-grpo,{task}").apply(planned=True, compile=False, **least)
     assert f"computed {count_plan(plan(config), config).peak / 1e9:.0f} GB or more" in stated
 
 

@@ -16,7 +16,7 @@ from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.run.models.lora_files import Lora, read_lora
 from flowrl.run.models.lora_formats import LAYERS, from_format, to_format
 
-SD3, FLUX, QWEN, WAN = LAYERS
+SD3, FLUX, QWEN, WAN, KLEIN, Z_IMAGE = LAYERS
 WIDTH = 3072
 """FLUX's: diffusers' converter of its single blocks has it built in."""
 OUTPUTS = {"proj_mlp": 4, "ff.net.0.proj": 4, "ff_context.net.0.proj": 4, "norm1.linear": 6}
@@ -54,7 +54,7 @@ def require_same(left, right):
         assert torch.equal(*products), layer
 
 
-ATTENTION = r"attn"
+ATTENTION = r"(?:attn|attention)"
 ONE_PART = r"to_q|to_out|add_v_proj"
 
 
@@ -81,7 +81,11 @@ def with_zero_mlp(named):
 
 @pytest.mark.parametrize("only", ["", ATTENTION])
 @pytest.mark.parametrize(
-    ("pipeline", "form"), [(FLUX, "kohya"), (QWEN, "kohya"), (WAN, "kohya"), (WAN, "comfyui")]
+    ("pipeline", "form"),
+    [
+        *((FLUX, "kohya"), (QWEN, "kohya"), (WAN, "kohya"), (WAN, "comfyui")),
+        *((KLEIN, "kohya"), (KLEIN, "comfyui"), (Z_IMAGE, "kohya"), (Z_IMAGE, "comfyui")),
+    ],
 )
 def test_diffusers_reads_the_same_matrices(pipeline, form: Any, only):
     given = lora(pipeline, rf"(?!.*_img)(?=.*{only})(?!.*add_._proj)" if pipeline == WAN else only)
@@ -140,6 +144,10 @@ def test_names_and_alphas_are_those_of_the_programs():
         (FLUX, "kohya"): "lora_unet_single_blocks_1_linear1.lora_up.weight",
         (QWEN, "kohya"): "lora_unet_transformer_blocks_1_attn_to_add_out.alpha",
         (WAN, "kohya"): "lora_unet_blocks_1_self_attn_q.lora_down.weight",
+        (KLEIN, "comfyui"): "diffusion_model.double_blocks.1.img_attn.qkv.lora_A.weight",
+        (KLEIN, "kohya"): "lora_unet_single_blocks_1_linear1.lora_up.weight",
+        (Z_IMAGE, "comfyui"): "transformer.context_refiner.1.attention.to_q.lora_A.weight",
+        (Z_IMAGE, "kohya"): "lora_unet_layers_1_attention_to_out_0.lora_down.weight",
     }
     for (pipeline, form), name in expected.items():
         named = to_format(lora(pipeline, ATTENTION, width=16).tensors, form, pipeline)
@@ -173,6 +181,18 @@ def test_matrices_of_other_programs_have_any_rank_and_alpha(tmp_path):
             layer = f"transformer_blocks.3.attn.to_{x}"
             assert torch.equal(found.tensors[f"{layer}.lora_A.weight"], a)
             assert torch.equal(found.tensors[f"{layer}.lora_B.weight"], rows * (alpha / 5))
+
+
+def test_the_fused_layers_of_z_image_in_comfyui_are_read():
+    a, b = torch.randn(2, 8, generator=seeded(1)), torch.randn(24, 2, generator=seeded(2))
+    name = "diffusion_model.layers.7.attention"
+    named = {f"{name}.qkv.lora_A.weight": a, f"{name}.qkv.lora_B.weight": b}
+    named |= {f"{name}.out.lora_{x}.weight": torch.ones(2, 2) for x in "AB"}
+    found = from_format(named, Z_IMAGE)
+    assert found is not None
+    layers = [f"layers.7.attention.{x}" for x in ("to_k", "to_out.0", "to_q", "to_v")]
+    assert sorted(Lora(found).ranks) == layers
+    assert torch.equal(found["layers.7.attention.to_v.lora_B.weight"], b[16:])
 
 
 def test_a_fused_layer_without_effect_keeps_its_parts():
@@ -209,7 +229,9 @@ def test_what_has_no_name_is_refused(tmp_path):
             to_format(lora(theirs, ATTENTION, width=8).tensors, as_format, theirs),
             tmp_path / "f.safetensors",
         )
-        with pytest.raises(CheckpointError, match=f"a LoRA for {theirs}; allowed: one for {ours}"):
+        with pytest.raises(
+            CheckpointError, match=f"a LoRA for {theirs}.*; allowed: one for {ours}"
+        ):
             read_lora(tmp_path / "f.safetensors", kind(ours))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from loading import ROOT
+from PIL import Image
 from small_run import TINY_MODEL, error_of, flowrl_
 from tiny_rewards import tiny_clip, tiny_detector
 
@@ -42,19 +43,25 @@ from flowrl.samplers import CPS, FixedWindow
 from flowrl.testing.tiny import (
     tiny_flux,
     tiny_flux2_klein,
+    tiny_flux_kontext,
     tiny_qwen_image,
+    tiny_sana,
     tiny_sd3,
     tiny_wan,
     tiny_z_image,
 )
 
 SD3, FLUX, QWEN, WAN = "sd3.5-medium", "flux.1-dev", "qwen-image", "wan2.1-t2v-1.3b"
-KLEIN, Z = "flux.2-klein-4b", "z-image"
+KLEIN, Z, QWEN21, SANA = "flux.2-klein-4b", "z-image", "qwen-image-2.1", "sana-1.6b"
+WAN22, KONTEXT, QWEN_EDIT = "wan2.2-t2v-a14b", "flux.1-kontext-dev", "qwen-image-edit"
 NAMES, FORMS = combinations(), ("", ",exact")
 FLAVOURS = [name + form for name in NAMES for form in FORMS]
+TASKS = {}
+for name in NAMES:
+    TASKS.setdefault(name.rpartition(",")[0], []).append(name)
 RUN = [
-    NAMES[3 * i + (i + i // 15 + bool(form)) % 3] + form  # of three tasks
-    for i in range(len(NAMES) // 3)
+    tasks[(i + i // 15 + bool(form)) % len(tasks)] + form
+    for i, tasks in enumerate(TASKS.values())
     for form in FORMS
 ]
 """Every method with every model in both forms, with one task each, in turn."""
@@ -95,7 +102,7 @@ def test_a_combination_can_be_planned_and_every_difference_has_a_reason(name):
     assert forward or 0 < counts.trained_steps <= len(first_trained_steps(config))
 
 
-@pytest.mark.parametrize("model", [SD3, FLUX, KLEIN, Z, QWEN, WAN])
+@pytest.mark.parametrize("model", [SD3, FLUX, KLEIN, Z, QWEN, WAN, QWEN21, SANA, WAN22])
 def test_the_record_is_a_preset(model):
     """The newest one, in place of a method, with the settings of its entry and a reason for each."""
     newest = max(shipped()["records"])
@@ -137,10 +144,10 @@ def test_the_precision_of_a_preset_is_for_gpus(monkeypatch):
     """Without a device: CUDA in the preset's precision, or float32."""
     assert preset(f"{SD3},flow-grpo,ocr").apply().policy.dtype == "float32"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    precisions = dict.fromkeys((FLUX, KLEIN, Z, QWEN, WAN), "bfloat16") | {SD3: "float16"}
-    for model, dtype in precisions.items():
-        policy = preset(f"{model},flow-grpo,ocr").apply().policy
-        assert (policy.device, policy.dtype) == ("cuda", dtype)
+    for name in (name for name in NAMES if ",flow-grpo," in name):
+        policy = preset(name).apply().policy
+        expected = "float16" if SD3 in name else "bfloat16"
+        assert (policy.device, policy.dtype) == ("cuda", expected)
     assert preset(f"{SD3},flow-grpo,ocr").apply().optim.loss_scale > 0
 
 
@@ -164,12 +171,20 @@ def tiny(tmp_path_factory):
     tiny_wan().save_pretrained(root / WAN)
     tiny_flux2_klein().save_pretrained(root / KLEIN)
     tiny_z_image().save_pretrained(root / Z)
+    tiny_wan(boundary=0.5).save_pretrained(root / WAN22)
+    tiny_sana().save_pretrained(root / SANA)
+    tiny_flux_kontext().save_pretrained(root / KONTEXT)
     clip, detector = tiny_clip(root / "clip"), tiny_detector(root / "detector")
     (root / "length.py").write_text(
         "class Score:\n    def score(self, images, prompts):\n        return"
         " images.flatten(1).mean(1) + len(prompts[0].text)\n"
     )
+    edits = [Image.new("RGB", (32, 32), colour) for colour in ("red", "blue")]
+    for number, image in enumerate(edits):
+        image.save(root / f"{number}.png")
+        (root / f"{number}.txt").write_text("make it green")
     rewards = {
+        "edits": "jpeg-incompressibility",
         "pickscore": f"pickscore(model='{clip}', tokenizer='{clip}')",
         "geneval": f"geneval(form=partial, model='{detector}', clip='{clip}')",
         "ocr": "ocr(side=32, threads=1)",
@@ -202,10 +217,14 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     if task == "ocr":
         pytest.importorskip("rapidocr")
     root, rewards = tiny
+    if not (root / model).exists():
+        pytest.skip("its processor needs torchvision")
     monkeypatch.setattr(write_trajectory, "__defaults__", (2,))  # of twelve trajectories
     changes = SMALL | {"model": str(root / model), "reward": rewards[task], "tracker": "none"}
     changes["group_size"] = size = LEAVES.get(method, 2)
-    if model == WAN:
+    if task == "edits":
+        changes["prompts"] = str(root)
+    if model in (WAN, WAN22):
         reward = f"frame-mean(reward={rewards[task]!r}, frames=2)"
         changes |= {"width": 16, "num_frames": 5, "reward": reward}
     if task == "geneval":  # the tiny detector knows four classes

@@ -11,6 +11,9 @@ Sources, read in November 2026:
 - sd-scripts, `networks/lora_sd3.py`, `networks/lora_flux.py`, `networks/convert_flux_lora.py`: the
   original names with "_" for ".", after "lora_unet_", with `lora_down`, `lora_up` and `alpha`.
 - musubi-tuner, `src/musubi_tuner/convert_lora.py`: the same for Wan and Qwen-Image.
+- FLUX.2 [klein] and Z-Image: diffusers' converters (`loaders/lora_conversion_utils.py`), and
+  ComfyUI's `z_image_to_diffusers`, by which it accepts diffusers' names of Z-Image. The original
+  code of Z-Image has diffusers' names; the fused `attention.qkv` is ComfyUI's.
 - Forge, `packages_3rdparty/comfyui_lora_collection/lora.py`: kohya's names of every model, and
   diffusers' of FLUX.
 """
@@ -53,6 +56,8 @@ _FLUX_SINGLE = {
     "linear2": "proj_out",
     "modulation.lin": "norm.linear",
 }
+_FLUX2_MLP = {"0": "linear_in", "2": "linear_out"}
+_FLUX2_SINGLE = {"linear1": "attn.to_qkv_mlp_proj", "linear2": "attn.to_out"}
 _WAN = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0"}
 _WAN_IMAGE = {"k_img": "add_k_proj", "v_img": "add_v_proj"}
 _QWEN = (
@@ -61,6 +66,12 @@ _QWEN = (
     *("img_mod.1", "img_mlp.net.0.proj", "img_mlp.net.2"),
     *("txt_mod.1", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
 )
+_Z_IMAGE = (
+    *("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"),
+    *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3", "adaLN_modulation.0"),
+)
+_Z_IMAGE_FUSED = {"qkv": "to_q to_k to_v", "out": "to_out.0"}
+_Z_IMAGE_BLOCKS = ("layers.{}.", "noise_refiner.{}.", "context_refiner.{}.")
 
 
 LAYERS: dict[str, Layers] = {
@@ -98,13 +109,34 @@ LAYERS: dict[str, Layers] = {
             ("blocks.{}.ffn.", "blocks.{}.ffn.", _FLUX_MLP),
         ]
     ),
+    "Flux2KleinPipeline": _layers(
+        [
+            ("double_blocks.{}.img_attn.", _SD3 + "attn.", _IMAGE),
+            ("double_blocks.{}.img_mlp.", _SD3 + "ff.", _FLUX2_MLP),
+            ("double_blocks.{}.txt_attn.", _SD3 + "attn.", _TEXT),
+            ("double_blocks.{}.txt_mlp.", _SD3 + "ff_context.", _FLUX2_MLP),
+            ("single_blocks.{}.", "single_transformer_blocks.{}.", _FLUX2_SINGLE),
+        ]
+    ),
+    # ComfyUI's fused names are read, never written: later entries of a layer win
+    "ZImagePipeline": _layers(
+        [(block + "attention.", block + "attention.", _Z_IMAGE_FUSED) for block in _Z_IMAGE_BLOCKS]
+        + [(block, block, {name: name for name in _Z_IMAGE}) for block in _Z_IMAGE_BLOCKS]
+    ),
 }
 """The layers of each family's blocks in the original code, by the class of its pipeline; a further
 family needs one more entry.
 """
-ORIGINAL_IN_COMFYUI = ("WanPipeline",)
-"""Families of which ComfyUI reads the original names only."""
-KOHYA_IN_DIFFUSERS = ("FluxPipeline", "QwenImagePipeline")
+ORIGINAL_IN_COMFYUI = ("WanPipeline", "Flux2KleinPipeline")
+"""Families of which ComfyUI reads the original names only (of FLUX.2, diffusers' names of the
+feed-forward layers are not among those that it maps).
+"""
+KOHYA_IN_DIFFUSERS = (
+    "FluxPipeline",
+    "QwenImagePipeline",
+    "Flux2KleinPipeline",
+    "ZImagePipeline",
+)
 """Families of which diffusers loads kohya's names. Of SD3 it loads nothing and reports no error,
 and of Wan it refuses LoRAs of the attention layers.
 """
@@ -200,7 +232,8 @@ SIDES = {"lora_A": "A", "lora_down": "A", "lora_B": "B", "lora_up": "B"}
 ORIGINAL = re.compile(
     rf"(?:lora_unet_|diffusion_model\.)(.+?)(?:\.({'|'.join(SIDES)})\.weight|\.alpha)"
 )
-BLOCK = re.compile(r"(?<=blocks[._])\d+")
+BLOCK = re.compile(r"(?<=(?:blocks|layers|efiner)[._])\d+")
+"""Of transformer blocks, layers and refiners."""
 
 
 def _pattern(layer: str) -> str:
