@@ -38,6 +38,8 @@ __all__ = [
     "write_prompts",
 ]
 
+FEWEST = 16
+"""Different prompts of which a run holds some out of training."""
 SHOWN = 5
 """How many lines a message lists."""
 GENERATORS: dict[str, Callable[..., list[Prompt]]] = {
@@ -75,9 +77,9 @@ TEXT_COLUMNS = ("prompt", "text", "caption")
 def read_prompts(source: Path | str) -> list[Prompt]:
     r"""The prompts of a text file (one per line; a line that starts with "# " is a comment, one
     that starts with ``\#`` a prompt that starts with #), of JSON lines (.jsonl, .ndjson), of a
-    table (.csv, .tsv), of text on standard input (`-`), of a folder, of a dataset, or of a generator.
-    Warnings name repeated prompts, which are drawn more often, and fields that flowrl does not
-    read. Blank lines are left out.
+    table (.csv, .tsv), of text on standard input (`-`), of a folder, of a dataset, or of a
+    generator. Warnings name repeated prompts, which are drawn more often, and fields that flowrl
+    does not read. Blank lines are left out.
 
     JSON lines are objects; the prompt is in the first of the fields `TEXT_COLUMNS` that the file
     has. A field "image" is the file to which the prompt refers, or a list of files, relative to the
@@ -238,6 +240,18 @@ def _with_tabs(given: _Rows) -> str:
     lines = sum("\t" in row.strip() for row in given.rows)
     text = f"{lines} lines have tabs, which are part of the prompts: columns are read from a .tsv"
     return f"{text} file with a header" if lines else ""
+
+
+def held_out(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts that a run holds out of training for its evaluations: a tenth of those with
+    different keys, 8 to 64, in an order that depends on the texts and images alone; none of fewer
+    than `FEWEST`.
+    """
+    different = list({prompt.key: prompt for prompt in prompts}.values())
+    if len(different) < FEWEST:
+        return []
+    ordered = sorted(different, key=lambda one: hashlib.sha256(one.key.encode()).digest())
+    return ordered[: min(max(len(different) // 10, 8), 64)]
 
 
 def _unread(prompts: Sequence[Prompt]) -> str:
