@@ -11,6 +11,7 @@ import pytest
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
+from flowrl.core.prompt import Prompt
 from flowrl.rewards.geneval_requests import OBJECTS, TAGS
 from flowrl.rewards.ocr import quoted_text
 from flowrl.run.build import make_world
@@ -20,6 +21,7 @@ from flowrl.run.parts.prompt_lists import plural
 from flowrl.run.parts.prompts import (
     Clause,
     compositional_prompts,
+    held_out,
     image_prompts,
     prompt_places,
     prompts_digest,
@@ -492,3 +494,34 @@ def test_images_of_a_dataset(datasets, tmp_path, monkeypatch):
         ConfigError, match=r"image column of prompts = 'x'.*one with images \(before, after\)"
     ):
         read_prompts(f"hf(name={tmp_path / 'edits.parquet'}, image=x)")
+
+
+@pytest.mark.parametrize(("count", "held"), [(15, 0), (16, 8), (99, 9), (320, 32), (900, 64)])
+def test_held_out_prompts_are_chosen_by_their_texts(count, held):
+    """A tenth, 8 to 64 of 16 or more; in any order, and repeated ones count once."""
+    prompts = [Prompt(f"a fox {number}") for number in range(count)]
+    chosen = held_out(prompts)
+    assert len({*texts(chosen)}) == len(chosen) == held
+    assert held_out([*reversed(prompts), *prompts]) == chosen
+
+
+def test_a_model_evaluates_on_prompts_held_out_of_training(tmp_path):
+    lines = [f"a fox {number}" for number in range(40)]
+    file = written(tmp_path, "p.txt", *lines, lines[0])
+    kept = RunConfig.of(
+        world="model",
+        model="x",
+        task="prompts",
+        reward_form="reward",
+        prompts=str(file),
+        reward="jpeg-compressibility",
+    )
+    parts = {part: make_world(kept).prompts("prompts", part) for part in ("train", "heldout")}
+    assert len(parts["heldout"]) == 8 and not {*texts(parts["train"])} & {*texts(parts["heldout"])}
+    assert {*texts(parts["train"]), *texts(parts["heldout"])} == {*lines}
+    assert "8 prompts are held out" in make_world(kept).evaluated_on
+    same = make_world(kept.replace(hold_out=False))
+    assert same.prompts("prompts", "train") == same.prompts("prompts", "heldout")
+    assert same.evaluated_on == ""
+    few = written(tmp_path, "few.txt", *lines[:15])
+    assert "too few to hold any out" in make_world(kept.replace(prompts=str(few))).evaluated_on
