@@ -23,7 +23,13 @@ Arms = Mapping[str, Mapping[str, Any]]
 """Settings, named without their groups, by the name of the arm."""
 LONGEST = 200
 """Bytes in the name of a run's folder; file systems allow 255."""
-COMMON = ("world", "task", "heldout_prompts", *(item.name for item in fields(EvaluationConfig)))
+COMMON = (
+    "world",
+    "task",
+    "heldout_prompts",
+    "hold_out",
+    *(item.name for item in fields(EvaluationConfig)),
+)
 """Settings that determine the held-out evaluation, by which arms are compared."""
 
 
@@ -187,6 +193,10 @@ def check_arms(run: RunConfig, arms: Arms, seeds: Sequence[int]) -> None:
         values = [chosen[name] for chosen in settings]
         need = "the same in all arms, because they are evaluated alike"
         require(all(value == values[0] for value in values), name, values, need)
+    first, files = settings[0], [chosen["prompts"] for chosen in settings]
+    same = not first["hold_out"] or bool(first["heldout_prompts"]) or len({*files}) == 1
+    need = "one file for all arms: of different training prompts, different ones would be held out"
+    require(same, "heldout_prompts", first["heldout_prompts"], need)
     given = settings[0]["heldout_rewards"]
     same = len({tuple(chosen[name] for name in REWARDS) for chosen in settings}) == 1
     need = "one or more, the first of which compares arms that are trained on different rewards"

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,13 +100,21 @@ class Prompt:
         text: the text, which conditions the network.
         metadata: data that a verifier needs (for example the requested objects).
         images: the images to which the text refers, which condition the network too: that to edit.
+        weight: how often training draws the prompt, relative to the others.
+
+    Raises:
+        ConfigError: the text has a NUL character, or the weight is not a finite number above 0.
     """
 
     text: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[ReferenceImage, ...] = ()
+    weight: float = 1
 
     def __post_init__(self) -> None:
+        number = type(self.weight) in (int, float) and 0 < self.weight < math.inf
+        allowed = "a finite number above 0; remove a prompt that is not to be drawn"
+        require(number, "weight of a prompt", self.weight, allowed)
         # C libraries (tokenizers, file names, PNG texts) end a text at NUL
         require("\0" not in self.text, "prompt", self.text, "text without NUL characters")
 

@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -21,6 +21,14 @@ from flowrl.rewards.contract import require_packages
 from flowrl.rewards.images import Images, to_pillow
 
 QUOTED = re.compile(r'"([^"]+)"|„([^“”]+)[“”]|“([^”]+)”|«([^»]+)»|「([^」]+)」')
+"""The marks of the form "released"."""
+PAIRS = '"" “” „“” ”” «» »«» ‹› ›‹› 「」 『』 ｢｣ ﹁﹂ ﹃﹄ ＂＂ 〝〞〟 ❝❞'  # noqa: RUF001
+DOUBLE = {pair[0]: pair[1:] for pair in PAIRS.split()}
+"""The marks that close a quotation by the mark that opens it."""
+SINGLE = {pair[0]: pair[1:] for pair in ("''", "‘’", "‚‘’", "＇＇")}  # noqa: RUF001
+"""Those that are apostrophes, too."""
+OUTSIDE_WORDS = (*SINGLE, "”", "»", "›")  # noqa: RUF001
+"""Marks that do not open a quotation right after a letter or digit."""
 
 
 @checked_options
@@ -29,19 +37,21 @@ class OCR:
     """max(0, 1 - N_e / N_ref), N_e the edit distance between recognised and target text, N_ref the
     target's length.
 
-    The target is the text in quotation marks in the prompt, or else the entry "text" of its
-    metadata. Recognised passages are joined from top to bottom. The recogniser is RapidOCR (PP-OCR,
-    Latin and Chinese script, Apache-2.0), whose package contains its models, so nothing is
-    downloaded.
+    The target is the text in quotation marks in the prompt (`quoted_text`), or else the field
+    "text" of its metadata, or else the text in single quotation marks. Recognised passages are
+    joined from top to bottom. The recogniser is RapidOCR (PP-OCR, Latin and Chinese script,
+    Apache-2.0), whose package contains its models, so nothing is downloaded.
 
-    `score` raises `RewardError` for a prompt without a target, and `ConfigError` if RapidOCR is not
-    installed. Source: Flow-GRPO (arXiv 2505.05470), visual text rendering.
+    `score` raises `RewardError` for a prompt without a target or with empty quotation marks, and
+    `ConfigError` if RapidOCR is not installed. Source: Flow-GRPO (arXiv 2505.05470), visual text
+    rendering.
 
     Args:
         form: "exact": white space, case and Unicode's compatible forms are ignored, and a
             superfluous letter costs as much as a missing one. "released": as in Flow-GRPO's public
             code, an image that contains the target scores 1 regardless of other text, only the
-            first text in quotation marks counts, and only spaces and case are ignored.
+            first text in quotation marks counts (single ones do not), and only spaces and case are
+            ignored.
         confidence: passages recognised with a lower confidence are left out, in [0, 1]. The
             released code keeps all passages from PaddleOCR 2, which drops those below 0.5.
         side: images whose shorter side has fewer pixels are enlarged for the detector, 32 or more;
@@ -87,18 +97,60 @@ class OCR:
         return [" ".join(engine(array).txts or ()) for array in blue_first]
 
 
-def quoted_text(prompt: str, first: bool = False) -> str:
-    """The text in quotation marks ("...", “...”, „...“, «...», 「...」): the `first`, or all joined
-    by spaces.
+def quoted_text(prompt: str, marks: Mapping[str, str] = DOUBLE) -> str:
+    """The texts in quotation marks, joined by spaces: "...", “...”, „...“, ”...”, «...», »...«,
+    ‹...›, 「...」, 『...』, their full-width and vertical forms, or other `marks`. Of nested
+    quotations the outer one is the text, with the marks within it.
+
+    Raises `RewardError` for empty quotation marks.
     """
-    texts = [match[match.lastindex or 0] for match in QUOTED.finditer(prompt)]
-    return " ".join(texts[:1] if first else texts)
+    texts, start = list[str](), 0
+    while start < len(prompt):
+        end = _closing(prompt, start, marks)
+        if end:
+            texts.append(prompt[start + 1 : end])
+            if not texts[-1].strip():
+                raise RewardError(
+                    f"ocr: the quotation marks {prompt[start : end + 1]} in the prompt {prompt!r}"
+                    " are empty; put the text to render between them"
+                )
+        start = max(start, end) + 1
+    return " ".join(texts)
+
+
+def _closing(prompt: str, start: int, marks: Mapping[str, str]) -> int:
+    """The index of the mark that closes the one at `start`; 0 if there is none. A single mark right
+    before a letter or digit does not close: it is an apostrophe.
+    """
+    opening, depth = prompt[start], 0
+    before = prompt[max(0, start - 1) : start]
+    if opening not in marks or (opening in OUTSIDE_WORDS and _in_word(before)):
+        return 0
+    for end in range(start + 1, len(prompt)):
+        mark = prompt[end]
+        if mark in marks[opening]:
+            apostrophe = mark in SINGLE.values() and _in_word(prompt[end + 1 : end + 2])
+            depth -= not apostrophe
+            if depth < 0:
+                return end
+        else:
+            depth += mark == opening
+    return 0
+
+
+def _in_word(character: str) -> bool:
+    """Whether a character is a letter of a script with apostrophes, or a digit."""
+    return character.isalnum() and character < "\u2e80"  # then follow the scripts of East Asia
 
 
 def target_text(prompt: Prompt, form: str = "exact") -> str:
     """The text that an image of `prompt` should contain. Raises `RewardError` if there is none."""
-    quoted = quoted_text(prompt.text, first=form == "released")
-    text = quoted or str(prompt.metadata.get("text", ""))
+    given = str(prompt.metadata.get("text", ""))
+    if form == "released":
+        match = QUOTED.search(prompt.text)
+        text = match[match.lastindex or 0] if match else given
+    else:
+        text = quoted_text(prompt.text) or given or quoted_text(prompt.text, SINGLE)
     if not _plain(text):
         raise RewardError(
             f"ocr: the prompt {prompt.text!r} has no text to render; put it in quotation marks"

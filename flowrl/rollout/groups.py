@@ -18,6 +18,10 @@ from flowrl.flow.gaussian import sample
 class PromptStream:
     """Prompts in shuffled passes, reproducible from seed and position.
 
+    In a pass over n prompts with weights w_i, prompt i is drawn n w_i / sum(w) times, rounded up or
+    down at random so that this is the mean, and n draws are made: with equal weights each prompt
+    once.
+
     Args:
         prompts: the training prompts.
         seed: seed of the order.
@@ -35,9 +39,24 @@ class PromptStream:
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts."""
         while len(self.order) < count:
-            self.order += torch.randperm(len(self.prompts), generator=self.generator).tolist()
+            self.order += self._pass().tolist()
         chosen, self.order = self.order[:count], self.order[count:]
         return [self.prompts[i] for i in chosen]
+
+    def _pass(self) -> Tensor:
+        """The indices of the prompts of one pass; of unequal weights, by systematic sampling."""
+        order = torch.randperm(len(self.prompts), generator=self.generator)
+        weights = torch.tensor([prompt.weight for prompt in self.prompts], dtype=torch.float64)
+        if (weights == weights[0]).all():
+            return order
+        # each index is drawn as often as its interval of the cumulative weights has a point of a
+        # grid of spacing 1 with a random offset
+        ends = (weights / weights.max())[order].cumsum(0)
+        offset = torch.rand((), generator=self.generator, dtype=torch.float64)
+        points = torch.arange(len(order), dtype=torch.float64) + offset
+        drawn = torch.searchsorted(ends, points / len(order) * ends[-1], right=True)
+        drawn = order[drawn.clamp(max=len(order) - 1)]
+        return drawn[torch.randperm(len(order), generator=self.generator)]
 
     def upcoming(self, count: int) -> list[Prompt]:
         """The distinct prompts among the next `count`, in order; the position does not change."""

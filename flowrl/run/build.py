@@ -56,7 +56,7 @@ def make_world(config: RunConfig, distributed: Distributed = Distributed()) -> W
     if model:
         parts = environment.prompts, environment.heldout_prompts, environment.reward
         device = environment.reward_device or config.policy.device
-        chosen = ModelWorld(model, *parts, device, distributed)
+        chosen = ModelWorld(model, *parts, device, distributed, environment.hold_out)
     else:
         chosen = world(environment.world)
     for name, value, known in (

@@ -32,7 +32,7 @@ from flowrl.run.models.load import quantization
 from flowrl.run.models.sources import Source
 from flowrl.run.models.weights import given_weights
 from flowrl.run.optim import make_optimizer
-from flowrl.run.parts.prompts import prompt_places
+from flowrl.run.parts.prompts import prompt_lines, prompt_places, read_prompts
 from flowrl.run.parts.registry import find_maker
 from flowrl.run.parts.trust import own_parts
 from flowrl.run.results import require_no_run
@@ -180,7 +180,9 @@ class _Checks:
                 continue
             places = [f"number {number}" for number in range(1, len(prompts) + 1)]
             if self.config.policy.model and (source := sources[part] or environment.prompts):
-                places = prompt_places(source)
+                found = zip(read_prompts(source), prompt_places(source), strict=True)
+                by_prompt = {prompt_lines([one]): place for one, place in reversed([*found])}
+                places = [by_prompt[prompt_lines([one])] for one in prompts]
             listed = "; ".join(f"{places[n]}: {reasons[n]}" for n in [*reasons][:SHOWN])
             more = f" and {len(reasons) - SHOWN:,} more" if len(reasons) > SHOWN else ""
             setting = "prompts" if part == "train" else "heldout_prompts"

@@ -116,7 +116,11 @@ class EnvironmentConfig:
     """
     heldout_prompts: Text = None
     """Evaluation prompts for `model`, in the same forms as `prompts`; default: the preset's, or
-    with other `prompts` than the preset's the training prompts.
+    with other `prompts` than the preset's see `hold_out`.
+    """
+    hold_out: bool = True
+    """Without `heldout_prompts`, hold a tenth of `prompts` (8 to 64 of 16 or more) out of training
+    for evaluations; false: evaluate on the training prompts.
     """
 
     @property

@@ -96,12 +96,13 @@ from flowrl.run.started import (
     require_resumable,
     resumed_prompts,
     store_prompts,
+    stored_heldout,
     told_changes,
 )
 from flowrl.run.strips import write_extremes
 from flowrl.run.trackers import forget_record
 from flowrl.run.watch import Watch
-from flowrl.run.worlds import prompts_of
+from flowrl.run.worlds import ModelWorld, prompts_of
 from flowrl.run.writers import Writer, Writers
 from flowrl.trainer import Trainer
 
@@ -283,6 +284,8 @@ class Run:
         self._observers = Observers(*given)
         if resume:
             self._compare_prompts()
+        if text := getattr(self._world, "evaluated_on", ""):
+            self._tell({"note": text})
         self._heldout = make_heldout_metrics(self.config, self._world)
         for part in (*self._heldout.rewards.values(), self._heldout.features):
             load_reward(part)
@@ -385,7 +388,12 @@ class Run:
             embedding.warm(prompts_to_embed(*given), self.distributed, self._tell)
 
     def _compare_prompts(self) -> None:
-        """Compare the world's prompts with those at the start of the run."""
+        """Compare the world's prompts with those at the start of the run, whose held-out prompts
+        stay held out.
+        """
+        held = self.distributed.in_main(lambda: stored_heldout(self.folder, self.config))
+        if held and isinstance(self._world, ModelWorld):
+            self._world.hold_out(held)
         given = self.folder, self._world, self.config, self.change
         config, text = self.distributed.in_main(lambda: resumed_prompts(*given))
         if text:

@@ -218,6 +218,7 @@ MODEL_ONLY = (
     "original",
     "prompts",
     "heldout_prompts",
+    "hold_out",
     "resolution",
     "width",
     "sizes",

@@ -74,6 +74,7 @@ READ_IF: dict[str, Callable[[RunConfig], bool]] = {
     ),
     **dict.fromkeys(("tracker_entity", "tracker_tags"), lambda run: run.logging.tracker == "wandb"),
     "reward_form": lambda run: not run.environment.reward,
+    "hold_out": lambda run: bool(run.policy.model) and not run.environment.heldout_prompts,
     "loss_scale": lambda run: run.policy.dtype == "float16",
 }
 """Settings that not every run reads, by the condition under which a run does."""
@@ -87,6 +88,7 @@ NEEDS = {
     **dict.fromkeys(("tracker_project", "tracker_name"), "tracker wandb or trackio"),
     **dict.fromkeys(("tracker_entity", "tracker_tags"), "tracker wandb"),
     "reward_form": "a reward of the task",
+    "hold_out": "prompts of the user's own, or with heldout_prompts",
 }
 """What a setting needs so that something reads it, in words."""
 

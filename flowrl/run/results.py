@@ -39,7 +39,8 @@ class MetricsRow:
 
 
 SCORED = (
-    *("reward", "reward_form", "heldout_prompts", "eval_samples", "eval_steps", "eval_solver"),
+    *("reward", "reward_form", "heldout_prompts", "hold_out"),
+    *("eval_samples", "eval_steps", "eval_solver"),
     *("guidance_scale", "negative_prompt", "max_sequence_length"),
 )
 """Settings on which the scores of an evaluation depend, besides the weights."""

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.core.errors import ConfigError, FlowrlError
+from flowrl.core.prompt import Prompt
 from flowrl.core.protocols import World
 from flowrl.run.checkpoint import Checkpoints, read_values
 from flowrl.run.config import SIZES, TRACKER, RunConfig, load_config
 from flowrl.run.io import write_bytes
-from flowrl.run.parts.prompts import prompt_lines
+from flowrl.run.parts.prompts import prompt_lines, read_prompts
 from flowrl.run.parts.registry import KINDS
 from flowrl.run.parts.settings import options_text
 from flowrl.run.parts.trust import trust_option
@@ -278,6 +279,19 @@ def with_stored_prompts(folder: Path, config: RunConfig) -> RunConfig:
     return config.replace(**{SETTINGS[part]: str(folder / name) for part, name in FILES.items()})
 
 
+def stored_heldout(folder: Path, config: RunConfig) -> list[Prompt]:
+    """The prompts that the run in `folder` has held out of training, which stay those of its
+    evaluations whatever the training prompts are; none if it has not, or no longer.
+    """
+    paths = [folder / name for name in FILES.values()]
+    chosen = {SETTINGS["heldout"], "hold_out"} & changed_settings(folder, config).keys()
+    splits = config.environment.hold_out and not config.environment.heldout_prompts
+    if chosen or not splits or not config.policy.model or not all(p.exists() for p in paths):
+        return []
+    train, held = map(read_bytes, paths)
+    return [] if train == held else read_prompts(paths[1])
+
+
 def resumed_prompts(
     folder: Path, world: World, config: RunConfig, change: bool
 ) -> tuple[RunConfig, str]:
@@ -289,7 +303,7 @@ def resumed_prompts(
     """
     changed = changed_prompts(folder, world, config)
     name, settings = SETTINGS["heldout"], changed_settings(folder, config)
-    if name in settings and not _is_free(name, settings[name]):
+    if "hold_out" in settings or (name in settings and not _is_free(name, settings[name])):
         changed.pop("heldout", None)
     model, held = bool(config.policy.model), folder / FILES["heldout"]
     if not changed:

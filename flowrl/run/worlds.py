@@ -19,7 +19,7 @@ from flowrl.core.types import Prompt
 from flowrl.rewards import evaluation_reward
 from flowrl.run.distributed import Distributed
 from flowrl.run.models.load import embed_prompts, load_policy
-from flowrl.run.parts.prompts import read_prompts
+from flowrl.run.parts.prompts import held_out, read_prompts
 from flowrl.run.parts.registry import build, check_part
 from flowrl.run.parts.specs import parse_spec
 from flowrl.run.reading import read_bytes, read_json, reading
@@ -50,10 +50,12 @@ class ModelWorld:
     Args:
         model: folder of the pipeline, or its name on the Hub (see `load_policy`).
         prompts: file of the training prompts.
-        heldout_prompts: file of the held-out prompts; None: the training prompts.
+        heldout_prompts: file of the held-out prompts; None: see `hold_out`, or else the training
+            prompts.
         reward: spec of the reward.
         device: device of the reward's network.
         distributed: the processes.
+        hold_out: without held-out prompts, hold some of the training prompts out (`held_out`).
 
     Raises:
         ConfigError: `prompts` or `reward` is empty, or a file of prompts cannot be read.
@@ -72,6 +74,7 @@ class ModelWorld:
         reward: str | None,
         device: str = "cpu",
         distributed: Distributed = Distributed(),
+        hold_out: bool = False,
     ) -> None:
         prompts, reward = prompts or "", reward or ""
         require(prompts != "", "prompts", prompts, "a prompt file, or hf(name=NAME)")
@@ -80,10 +83,30 @@ class ModelWorld:
         self._model, self._spec, self._device = model, reward, device
         files = "a file or a list: a resumed run reads the prompts again"
         require("-" not in (prompts, heldout_prompts), "prompts", "-", files)
-        self._training = distributed.in_main(lambda: read_prompts(prompts))
-        self._heldout = self._training
+        self._every = distributed.in_main(lambda: read_prompts(prompts))
+        self._training = self._heldout = self._every
+        self.evaluated_on = ""
         if heldout_prompts:
             self._heldout = distributed.in_main(lambda: read_prompts(heldout_prompts))
+        elif hold_out:
+            self.hold_out(held_out(self._every))
+
+    def hold_out(self, prompts: Sequence[Prompt]) -> None:
+        """Evaluate on `prompts` and leave those with their keys out of training; without any, all
+        are both. `evaluated_on` says so.
+        """
+        keys, count = {prompt.key for prompt in prompts}, len(self._every)
+        self._heldout = list(prompts) or self._every
+        self._training = [prompt for prompt in self._every if prompt.key not in keys]
+        require(bool(self._training), "prompts", count, "one or more that are not held out")
+        instead = "--heldout-prompts FILE"
+        self.evaluated_on = (
+            f"{len(prompts)} prompts are held out of training for evaluations, which leaves"
+            f" {len(self._training)} of {count}; {instead} replaces them"
+            if prompts
+            else f"evaluations are on the {count} training prompts, too few to hold any out;"
+            f" {instead} gives others"
+        )
 
     def prompts(self, task: str, part: str) -> list[Prompt]:
         """The prompts of the training or the held-out file."""

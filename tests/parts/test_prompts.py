@@ -5,11 +5,13 @@ them local).
 import json
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
+from flowrl.core.prompt import Prompt
 from flowrl.rewards.geneval_requests import OBJECTS, TAGS
 from flowrl.rewards.ocr import quoted_text
 from flowrl.run.build import make_world
@@ -19,7 +21,10 @@ from flowrl.run.parts.prompt_lists import plural
 from flowrl.run.parts.prompts import (
     Clause,
     compositional_prompts,
+    held_out,
     image_prompts,
+    prompt_places,
+    prompts_digest,
     read_prompts,
     request_of,
     text_prompts,
@@ -77,7 +82,7 @@ def test_every_bad_line_is_named(tmp_path):
         (
             "p.txt",
             ["a fox", "#1 fan"],
-            'line 2 starts with "#": .*for a comment, .*{"prompt": "#1 fan"} in',
+            r'line 2 starts with "#": .*for a comment, or \\#1 fan for a prompt',
         ),
         ("p.txt", ['{"prompt": "a fox"}'], "line 1 is JSON, which is read from a .jsonl file"),
         ("p", ["[photo] of a fox", '["a fox"]'], r"p, line 2 is JSON"),
@@ -87,7 +92,26 @@ def test_every_bad_line_is_named(tmp_path):
             r"'.*p\.json' .*one prompt per line.*hf\(name=.*p\.json\)",
         ),
         ("p.yaml", ["- a fox"], r"p\.yaml' is not allowed"),
-        ("p.CSV", ["prompt", "a fox"], r"p\.CSV' is not allowed"),
+        (
+            "p.CSV",
+            ["a fox", "a car"],
+            r"header of .*p\.CSV = 'a fox' .* one of prompt, text, caption",
+        ),
+        (
+            "p.csv",
+            ["prompt,tag", "a fox, red,x"],
+            "row 2 has 3 cells and the header 2; .*quotation",
+        ),
+        ("p.csv", ["prompt,prompt", "a fox,x"], "header of .* different names"),
+        ("p.csv", ["prompt,tag", '"a fox,x'], "p.csv, line 2: unexpected end of data"),
+        ("p.tsv", ["prompt\ttag", '"OPEN" sign\tx'], "line 2: .*begins with a quotation mark"),
+        ("p.csv", ["tag,prompt", "x,"], "row 2 has no prompt in the column prompt"),
+        ("p.csv", ["prompt,weight", "x,often"], "row 2 has no prompt .*or a wrong weight .*often"),
+        ("p.csv", [""], "header of .*p.csv = ''"),
+        ("p.jsonl", [{"prompt": "a", "weight": 0}], "line 1 weight of a prompt = 0 is not allowed"),
+        ("p.jsonl", [{"prompt": "a", "weight": "2"}], "line 1 weight of a prompt = '2' is not"),
+        ("p.jsonl", [{"prompt": "a"}, {"text": "b"}], 'line 2 is not a JSON .* entry "prompt"'),
+        ("p.jsonl", [{"promt": "a", "text": "b"}], "line 1 .*did you mean 'prompt' by 'promt'"),
         ("p.ndjson", ['{"promt": "a fox"}'], "line 1 is not .*did you mean 'prompt' by 'promt'"),
     ],
 )
@@ -97,12 +121,81 @@ def test_lines_of_another_form_are_no_prompts(tmp_path, name, lines, problem):
 
 
 def test_entries_that_nothing_reads_are_named(tmp_path, capsys):
-    entries = {"negative_prompt": "blurry", "includes": [], "tag": "x", "text": "y", "promt": "z"}
-    path = written(tmp_path, "p.jsonl", {"prompt": "a fox"}, {"prompt": "a car", **entries})
-    hints = ("'includes' (did you mean 'include'?)", "'promt' (did you mean 'prompt'?)")
-    unread = ", 'negative_prompt', ".join(hints)
+    entries = {"negative": "blurry", "includes": [], "tag": "x", "text": "y", "promt": "z"}
+    lines = {"prompt": "a fox", "negative": ""}, {"prompt": "a car", **entries}
+    path = written(tmp_path, "p.jsonl", *lines)
+    unread = (
+        "'includes' (1 of 2 prompts, did you mean 'include'?), 'negative' (2 of 2 prompts),"
+        " 'promt' (1 of 2 prompts, did you mean 'prompt'?): they are metadata, which only a reward"
+    )
     assert main(["prompts", "check", "--file", str(path)]) == 0
-    assert f"Warning: {path}: flowrl does not read the entries {unread}" in capsys.readouterr().out
+    assert f"Warning: {path}: flowrl does not read the fields {unread}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "instead"),
+    [
+        ("negative_prompt", "blurry", "--negative-prompt"),
+        ("seed", 0, "--seed"),
+        ("resolution", 512, "--sizes"),
+        ("width", "512", "--width"),
+        ("height", 512, "--width"),
+    ],
+)
+def test_fields_that_promise_an_effect_are_refused(tmp_path, field, value, instead):
+    """By name and once; an empty one asks for nothing."""
+    lines = [
+        {"prompt": "a", field: None},
+        {"prompt": "b", field: value},
+        {"prompt": "c", field: ""},
+    ]
+    problem = (
+        f"p.jsonl.*: 1 of 3 prompts have a field '{field}' .*{instead} .*Remove .*or rename it"
+    )
+    with pytest.raises(ConfigError, match=problem):
+        read_prompts(written(tmp_path, "p.jsonl", *lines))
+    with pytest.raises(ConfigError, match=problem.replace("1 of 3", "1 of 1")):
+        read_prompts(written(tmp_path, "p.jsonl.csv", f"prompt,{field}", f"a,{value}"))
+    with pytest.warns(UserWarning, match=f"the fields '{field}'"):
+        assert len(read_prompts(written(tmp_path, "p.jsonl", lines[0], lines[2]))) == 2
+
+
+def test_tables(tmp_path):
+    """Commas, quotes and lines within cells, a byte order mark, other separators, empty cells."""
+    rows = ["prompt,tag,weight", '"a ""red"" fox, two', 'lines",x,2.5', "", ",,", "a car,,"]
+    data = "\r\n".join(rows).encode("utf-8-sig")
+    (tmp_path / "p.csv").write_bytes(data)
+    fox, car = read_prompts(tmp_path / "p.csv")
+    assert (fox.text, fox.metadata, fox.weight) == ('a "red" fox, two\r\nlines', {"tag": "x"}, 2.5)
+    assert (car.text, car.metadata, car.weight) == ("a car", {}, 1)
+    assert prompt_places(tmp_path / "p.csv") == ["row 2", "row 5"]
+    for name, between in (("p.tsv", "\t"), ("q.csv", ";")):
+        file = written(tmp_path, name, f"n{between} caption", f"1{between}a fox, red")
+        with pytest.warns(UserWarning, match=r"the fields 'n' \(1 of 1 prompts\)"):
+            (prompt,) = read_prompts(file)
+        assert (prompt.text, prompt.metadata) == ("a fox, red", {"n": "1"})
+
+
+def test_prompts_that_start_with_a_hash_and_other_names_of_the_prompt(tmp_path):
+    text = written(tmp_path, "p.txt", "\\#1 fan", "#", "# no", "\\# a", "C\\#")
+    assert texts(read_prompts(text)) == ["#1 fan", "# a", "C\\#"]
+    lines = written(tmp_path, "p.jsonl", {"prompt": "# no comment"}, {"prompt": "#1", "text": "x"})
+    assert texts(read_prompts(lines)) == ["# no comment", "#1"]
+    lines = written(tmp_path, "q.jsonl", {"text": "a fox", "tag": "prompt"}, {"text": "a car"})
+    first, second = read_prompts(lines)
+    assert (first.text, first.metadata, second.text) == ("a fox", {"tag": "prompt"}, "a car")
+    with pytest.warns(UserWarning, match="1 lines have tabs, .* from a .tsv file with a header"):
+        assert texts(read_prompts(written(tmp_path, "t.txt", "a\tb", "c"))) == ["a\tb", "c"]
+
+
+def test_weights_are_kept(tmp_path):
+    lines = {"prompt": "a", "weight": 3}, {"prompt": "b", "weight": None}, {"prompt": "c"}
+    prompts = read_prompts(written(tmp_path, "p.jsonl", *lines))
+    assert [prompt.weight for prompt in prompts] == [3, 1, 1]
+    write_prompts(tmp_path / "again.jsonl", prompts)
+    assert read_prompts(tmp_path / "again.jsonl") == prompts
+    assert '"weight"' not in (tmp_path / "again.jsonl").read_text().split("\n")[1]
+    assert prompts_digest(prompts) != prompts_digest([replace(p, weight=1) for p in prompts])
 
 
 DOG = {"class": "dog"}
@@ -163,7 +256,11 @@ def test_generators_make_as_many_different_prompts_as_there_are(monkeypatch):
 # --- datasets
 # --------------------------------------------------------------------------------------------------
 
-ROWS = {"prompt": [" a fox", "a car", "", None], "seed": [1, 2, 3, 5], "tags": [["x"], [], [], []]}
+ROWS = {
+    "prompt": [" a fox", "a car", "", None],
+    "number": [1, 2, 3, 5],
+    "tags": [["x"], [], [], []],
+}
 
 
 @pytest.fixture
@@ -254,6 +351,24 @@ def test_metadata_of_a_table(datasets, tmp_path):
     first, second = read_prompts(f"hf(name={saved(table, tmp_path / 'table')})")
     assert first.metadata == {"include": [{"class": "dog", "count": 2}]}
     assert request_of(second.metadata).include == (Clause("cat", colour="red"),)
+
+
+def test_columns_of_a_table(datasets, tmp_path):
+    """Those that promise an effect are refused unless they are left out; a weight is one."""
+    rows = {"prompt": ["a", "b"], "width": [512, 64], "tag": ["x", "y"], "weight": [2, None]}
+    path = saved(datasets.Dataset.from_dict(rows), tmp_path / "table")
+    with pytest.raises(
+        ConfigError, match=r"field 'width' \(512\).*hf\(name=..., metadata=\[...\]\)"
+    ):
+        read_prompts(f"hf(name={path})")
+    prompts = read_prompts(f"hf(name={path}, metadata=[tag, weight])")
+    assert [(p.metadata, p.weight) for p in prompts] == [({"tag": "x"}, 2), ({"tag": "y"}, 1)]
+    assert not read_prompts(f"hf(name={path}, metadata=[])")[0].metadata
+    for wrong in ("[size]", "tag"):
+        with pytest.raises(
+            ConfigError, match=r"metadata of prompts = .* a list of some of prompt, w"
+        ):
+            read_prompts(f"hf(name={path}, metadata={wrong})")
 
 
 def test_without_the_package_there_is_one_clear_error(monkeypatch):
@@ -379,3 +494,34 @@ def test_images_of_a_dataset(datasets, tmp_path, monkeypatch):
         ConfigError, match=r"image column of prompts = 'x'.*one with images \(before, after\)"
     ):
         read_prompts(f"hf(name={tmp_path / 'edits.parquet'}, image=x)")
+
+
+@pytest.mark.parametrize(("count", "held"), [(15, 0), (16, 8), (99, 9), (320, 32), (900, 64)])
+def test_held_out_prompts_are_chosen_by_their_texts(count, held):
+    """A tenth, 8 to 64 of 16 or more; in any order, and repeated ones count once."""
+    prompts = [Prompt(f"a fox {number}") for number in range(count)]
+    chosen = held_out(prompts)
+    assert len({*texts(chosen)}) == len(chosen) == held
+    assert held_out([*reversed(prompts), *prompts]) == chosen
+
+
+def test_a_model_evaluates_on_prompts_held_out_of_training(tmp_path):
+    lines = [f"a fox {number}" for number in range(40)]
+    file = written(tmp_path, "p.txt", *lines, lines[0])
+    kept = RunConfig.of(
+        world="model",
+        model="x",
+        task="prompts",
+        reward_form="reward",
+        prompts=str(file),
+        reward="jpeg-compressibility",
+    )
+    parts = {part: make_world(kept).prompts("prompts", part) for part in ("train", "heldout")}
+    assert len(parts["heldout"]) == 8 and not {*texts(parts["train"])} & {*texts(parts["heldout"])}
+    assert {*texts(parts["train"]), *texts(parts["heldout"])} == {*lines}
+    assert "8 prompts are held out" in make_world(kept).evaluated_on
+    same = make_world(kept.replace(hold_out=False))
+    assert same.prompts("prompts", "train") == same.prompts("prompts", "heldout")
+    assert same.evaluated_on == ""
+    few = written(tmp_path, "few.txt", *lines[:15])
+    assert "too few to hold any out" in make_world(kept.replace(prompts=str(few))).evaluated_on

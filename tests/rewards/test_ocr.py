@@ -1,14 +1,18 @@
 """The text in images, as RapidOCR reads it, against the text of the prompt."""
 
+# ruff: noqa: RUF001
+
 import matplotlib
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
 from flowrl.core.errors import RewardError
 from flowrl.core.types import Prompt
-from flowrl.rewards.ocr import OCR, quoted_text, target_text, text_score
+from flowrl.rewards.ocr import DOUBLE, OCR, quoted_text, target_text, text_score
 from flowrl.run.parts.registry import build
 
 
@@ -20,10 +24,63 @@ from flowrl.run.parts.registry import build
         ("一块写着「茶」的牌子", "茶"),
         ("une enseigne « Café »", " Café "),
         ("the dog's bone", ""),
+        ("ett »Kafé», ett ”Apotek” och ein »Hotel«", "Kafé Apotek Hotel"),
+        ("‹A›, 『茶』, ＂Ｂ＂, 〝酒〟 and ｢C｣", "A 茶 Ｂ 酒 C"),
+        ("a sign “say “hi” twice” and 「a「b」c」", "say “hi” twice a「b」c"),
+        ("a 5” board that says “OPEN”, 7” wide", "OPEN"),
+        ('a sign "DON\'T" and an open " mark', "DON'T"),
     ],
 )
 def test_quoted_text(prompt, text):
     assert quoted_text(prompt) == text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("a sign that says 'OPEN'", "OPEN"),
+        ("the dogs' sign says 'DON'T PANIC', doesn't it?", "DON'T PANIC"),
+        ("a sign ‘don’t walk’, the fox’s", "don’t walk"),
+        ("写着'开放'的牌子", "开放"),
+        ("a sign 'no \"x\" here'", "x"),  # double marks first
+        ("don't and won't", ""),
+    ],
+)
+def test_single_marks_count_if_there_is_no_other_text(prompt, text):
+    if text:
+        assert target_text(Prompt(prompt)) == text
+    else:
+        with pytest.raises(RewardError, match="has no text to render"):
+            target_text(Prompt(prompt))
+    expected = text if text == "x" else "Y"
+    assert target_text(Prompt(prompt, {"text": "Y"})) == expected
+
+
+WORDS = st.text("aZ9 é茶'’.", min_size=1).filter(str.strip)
+PAIRS = [(opening, closing) for opening in DOUBLE for closing in DOUBLE[opening]]
+
+
+@given(st.lists(st.tuples(WORDS, st.sampled_from(PAIRS), WORDS), max_size=4), WORDS)
+def test_every_quotation_of_a_prompt_is_found(parts, end):
+    prompt = "".join(f"{before} {a}{text}{b}" for before, (a, b), text in parts) + f" {end}"
+    assert quoted_text(prompt) == " ".join(text for _, _, text in parts)
+
+
+@given(st.lists(st.tuples(WORDS, st.sampled_from(['""', "“”", "«»", "„“", "「」"]), WORDS)), WORDS)
+def test_the_released_form_reads_the_first_of_these_as_before(parts, end):
+    prompt = "".join(f"{before} {a}{text}{b}" for before, (a, b), text in parts) + f" {end}"
+    first = parts[0][2] if parts else "Y"
+    assert target_text(Prompt(prompt, {"text": "Y"}), "released") == first
+
+
+@pytest.mark.parametrize("empty", ['""', "“ ”", "「」"])
+def test_empty_marks_are_refused(empty):
+    prompt = Prompt(f'a sign {empty} beside "OPEN"')
+    with pytest.raises(
+        RewardError, match=f"the quotation marks {empty} in the prompt .* are empty"
+    ):
+        target_text(prompt)
+    assert empty in OCR().refuses(prompt)
 
 
 @pytest.mark.parametrize(

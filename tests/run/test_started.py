@@ -207,3 +207,24 @@ def test_a_run_says_that_it_compiles_before_it_does(compiled, tmp_path):
         Run(SMALL.replace(compile=compiled), tmp_path / "run", report).execute()
     notes = [state["note"] for state in states if "note" in state]
     assert len(notes) == compiled and all("compiling the network" in note for note in notes)
+
+
+@pytest.mark.satellite
+def test_prompts_that_a_run_holds_out_stay_held_out(model, tmp_path, capsys):
+    """Also if the training prompts change; a run that did not hold any out still does not."""
+    train, out = tmp_path / "mine.txt", tmp_path / "run"
+    train.write_text("\n".join(f"a red fox {number}" for number in range(20)))
+    given = model | {"prompts": train, "preset": "tiny", "groups": 2, "iterations": 1}
+    assert main(["train", *words(**given, tracker="none", eval_samples=4, out=out)]) == 0
+    assert "8 prompts are held out of training for evaluations, which" in capsys.readouterr().out
+    held = (out / "heldout-prompts.jsonl").read_text()
+    edit(out, iterations=2)
+    assert flowrl_(f"train --resume {out} --trust") == 0
+    train.write_text("\n".join(f"a red fox {number}" for number in range(60)))
+    edit(out, iterations=3)
+    assert f"prompts {train} (12 prompts at the start, 52" in error_of(
+        f"train --resume {out} --trust", capsys
+    )
+    assert flowrl_(f"train --resume {out} --trust --change") == 0
+    assert (out / "heldout-prompts.jsonl").read_text() == held
+    assert len((out / "prompts.jsonl").read_text().splitlines()) == 52

@@ -121,6 +121,28 @@ def test_prompts_come_in_shuffled_passes():
         PromptStream([], seed=0)
 
 
+def test_prompts_are_drawn_by_their_weights():
+    """As often as their share of a pass rounded down or up, and so on average; equal weights draw
+    as none do.
+    """
+    weights = [0.5, 1, 3, 2.2]
+    stream = PromptStream([Prompt(str(i), weight=w) for i, w in enumerate(weights)], seed=0)
+    counts = torch.zeros(4)
+    for _ in range(2000):
+        drawn = torch.tensor([int(p.text) for p in stream.take(4)]).bincount(minlength=4)
+        share = 4 * torch.tensor(weights) / sum(weights)
+        assert ((share.floor() <= drawn) & (drawn <= share.ceil())).all()
+        counts += drawn
+    assert torch.allclose(counts / 2000, share, atol=0.05)
+    saved = stream.generator.get_state(), stream.order
+    ahead = [p.text for p in stream.take(9)]
+    stream.generator.set_state(saved[0])
+    stream.order = saved[1]
+    assert [p.text for p in stream.take(9)] == ahead
+    equal, none = (PromptStream([Prompt(t, weight=w) for t in "abc"], 1) for w in (7, 1))
+    assert [p.text for p in equal.take(8)] == [p.text for p in none.take(8)]
+
+
 def test_upcoming_prompts_are_those_that_come():
     stream = PromptStream([Prompt(str(i % 9)) for i in range(12)], seed=3)
     stream.take(9)

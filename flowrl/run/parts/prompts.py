@@ -1,13 +1,16 @@
-"""Prompts: a prompt per line, JSON lines with metadata (such as GenEval's) or images, a folder of
-images, a Hugging Face dataset or a generator's list.
+"""Prompts: a prompt per line, JSON lines or tables with metadata (such as GenEval's) or images, a
+folder of images, a Hugging Face dataset or a generator's list.
 """
 
 import copy
+import csv
 import difflib
 import hashlib
+import io
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +38,8 @@ __all__ = [
     "write_prompts",
 ]
 
+FEWEST = 16
+"""Different prompts of which a run holds some out of training."""
 SHOWN = 5
 """How many lines a message lists."""
 GENERATORS: dict[str, Callable[..., list[Prompt]]] = {
@@ -42,43 +47,58 @@ GENERATORS: dict[str, Callable[..., list[Prompt]]] = {
     "text": text_prompts,
     "images": image_prompts,
 }
-DATASET_OPTIONS = ("name", "split", "column", "image")
+DATASET_OPTIONS = ("name", "split", "column", "image", "metadata")
 DATASET_FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 """By suffix; other files are JSON."""
 JSON_LINES = (".jsonl", ".ndjson")
-NO_LINES = (".json", ".yaml", ".yml", ".csv", ".tsv", ".parquet", ".arrow", ".toml", ".xml")
+TABLES = (".csv", ".tsv")
+NO_LINES = (".json", ".yaml", ".yml", ".parquet", ".arrow", ".toml", ".xml")
 """Suffixes of files that are not read line by line."""
 LINES = (
-    "a text file with one prompt per line, a .jsonl file with one object per line, a folder of"
-    " images with a .txt file each"
+    "a text file with one prompt per line, a .jsonl file with one object per line, a .csv or .tsv"
+    " file with a header, a folder of images with a .txt file each"
 )
-ENTRIES = ("prompt", "text", "tag", "include", "exclude", "image")
-"""Entries of a prompt that flowrl and its rewards read (`ocr`, `geneval`)."""
+FIELDS = ("prompt", "text", "tag", "include", "exclude", "image", "weight")
+"""Fields of a prompt that flowrl and its rewards read (`ocr`, `geneval`)."""
+_SIZE = "--resolution, --width and --sizes are those of all prompts"
+REFUSED = {
+    "negative_prompt": "--negative-prompt is that of all prompts",
+    "seed": "--seed is that of the run",
+    **dict.fromkeys(("resolution", "width", "height"), _SIZE),
+    "image": "hf(name=..., image=COLUMN) reads a column of images",
+}
+"""Fields of metadata whose names promise what flowrl does not do, with what does it."""
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 """Suffixes of the images of a folder."""
 TEXT_COLUMNS = ("prompt", "text", "caption")
-"""Unless a column is named, the first of these that a dataset has contains the prompts."""
+"""Unless a column is named, the first of these that a file or dataset has contains the prompts."""
 
 
 def read_prompts(source: Path | str) -> list[Prompt]:
-    """The prompts of a text file (one per line; lines that start with "# " are comments), of JSON
-    lines (.jsonl, .ndjson), of text on standard input (`-`), of a folder, of a dataset, or of a
-    generator. Warnings name repeated prompts, which are drawn more often, and entries that flowrl
+    r"""The prompts of a text file (one per line; a line that starts with "# " is a comment, one
+    that starts with ``\#`` a prompt that starts with #), of JSON lines (.jsonl, .ndjson), of a
+    table (.csv, .tsv), of text on standard input (`-`), of a folder, of a dataset, or of a
+    generator. Warnings name repeated prompts, which are drawn more often, and fields that flowrl
     does not read. Blank lines are left out.
 
-    JSON lines are objects with an entry "prompt". An entry "image" is the file to which the prompt
-    refers, or a list of files, relative to the folder of the lines. The other entries are the
-    prompt's metadata; an entry "include" among them must be a request in GenEval's form
-    (`flowrl.rewards.geneval_requests`).
+    JSON lines are objects; the prompt is in the first of the fields `TEXT_COLUMNS` that the file
+    has. A field "image" is the file to which the prompt refers, or a list of files, relative to the
+    folder of the lines; "weight" is `Prompt.weight`. The other fields are the prompt's metadata; a
+    field "include" among them must be a request in GenEval's form
+    (`flowrl.rewards.geneval_requests`). Those in `REFUSED` must be empty.
+
+    A table has a header, whose names are as the fields of JSON lines, in which empty cells are left
+    out. The other cells become metadata as text.
 
     A folder has images, each with its prompt in a .txt file of the same name; or a file
     metadata.jsonl, whose lines have the image's "file_name" and the prompt.
 
-    A dataset is ``hf(name=..., split=..., column=..., image=...)``, `name` being a name on the Hub,
-    a folder (written by `save_to_disk`, or with data files) or a file. `split` defaults to train,
-    or the only split; `column` to the first of `TEXT_COLUMNS`. `image` is the column of the images
-    to which the prompts refer. Other columns become metadata if they contain text, numbers, truth
-    values, or lists and objects of these.
+    A dataset is ``hf(name=..., split=..., column=..., image=..., metadata=[...])``, `name` being a
+    name on the Hub, a folder (written by `save_to_disk`, or with data files) or a file. `split`
+    defaults to train, or the only split; `column` to the first of `TEXT_COLUMNS`. `image` is the
+    column of the images to which the prompts refer. `metadata` names the columns that become
+    metadata and the weight; by default all that contain text, numbers, truth values, or lists and
+    objects of these.
 
     ``text[0:500]`` are the first 500 prompts of a generator's list, which is always the same (seed
     0); ``text[500:600]`` are the next 100, all different, for example for evaluation.
@@ -91,7 +111,8 @@ def read_prompts(source: Path | str) -> list[Prompt]:
 
     Raises:
         ConfigError: the file cannot be read; the message names it and every bad line (the first
-            five). Or the dataset, the generator or its slice is not allowed.
+            five). Or the dataset, the generator or its slice is not allowed, or a field of
+            `REFUSED` is not empty.
     """
     generated = re.fullmatch(r"([\w-]+)\[(\d+):(\d+)\]", str(source))
     if generated and not Path(source).exists():
@@ -103,7 +124,7 @@ def read_prompts(source: Path | str) -> list[Prompt]:
     prompts, first = list[Prompt](), dict[str, int]()
     repeated, faults = list[str](), list[str]()
     unit = given.unit
-    for number, row in enumerate(given.rows, 1):
+    for number, row in enumerate(given.rows, given.first):
         try:
             prompt = given.parse(row)
             if "include" in prompt.metadata:
@@ -120,8 +141,8 @@ def read_prompts(source: Path | str) -> list[Prompt]:
         raise ConfigError(f"prompts: {source}, {_listed(faults)}")
     if not prompts:
         raise ConfigError(f"prompts: {source} contains no prompt")
-    unread = {name for prompt in prompts for name in prompt.metadata} - {*ENTRIES}
-    for remark in filter(None, (_listed(repeated), _unread(sorted(unread)))):
+    _require_possible(source, prompts)
+    for remark in filter(None, (_listed(repeated), _with_tabs(given), _unread(prompts))):
         warnings.warn(f"{source}: {remark}", stacklevel=2)
     return prompts
 
@@ -133,6 +154,8 @@ class _Rows:
     rows: Sequence[Any]
     unit: str
     parse: Callable[[Any], Prompt]
+    first: int = 1
+    """The number of the first row."""
 
 
 def _rows(source: Path | str) -> _Rows:
@@ -141,15 +164,48 @@ def _rows(source: Path | str) -> _Rows:
     folder, suffix = Path(source), Path(source).suffix.lower()
     if folder.is_dir():
         if (lines := folder / "metadata.jsonl").is_file():
-            rows = read_text(lines).removesuffix("\n").split("\n")
-            return _Rows(rows, "line", partial(_from_json, folder=folder, names=NAMES_IN_FOLDERS))
+            return _json_rows(read_text(lines), folder, "file_name")
         files = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES)
         return _Rows(files, "image", _from_picture)
     require(suffix not in NO_LINES, "prompts", str(source), f"{LINES}, or hf(name={source})")
     text = read_input() if str(source) == "-" else read_text(Path(source))
-    rows = text.removesuffix("\n").split("\n")  # splitlines would also cut at U+2028
-    parse = partial(_from_json, folder=folder.parent) if suffix in JSON_LINES else _from_text
-    return _Rows(rows, "line", parse)
+    if suffix in JSON_LINES:
+        return _json_rows(text, folder.parent)
+    if suffix in TABLES:
+        return _table_rows(text, folder)
+    return _Rows(_lines(text), "line", _from_text)
+
+
+def _lines(text: str) -> list[str]:
+    return text.removesuffix("\n").split("\n")  # splitlines would also cut at U+2028
+
+
+def _json_rows(text: str, folder: Path, files: str = "image") -> _Rows:
+    rows = _lines(text)
+    found = (key for key in TEXT_COLUMNS if any(re.search(rf'"{key}"\s*:', row) for row in rows))
+    return _Rows(rows, "line", partial(_from_json, folder, next(found, TEXT_COLUMNS[0]), files))
+
+
+def _table_rows(text: str, path: Path) -> _Rows:
+    """The rows of a table; the first line that is not blank is the header."""
+    start = text.lstrip().partition("\n")[0]
+    between = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=start.count)
+    rows, lines = csv.reader(io.StringIO(text, ""), delimiter=between, strict=True), list[Any]()
+    try:
+        lines += rows
+    except csv.Error as error:
+        hint = "a cell that begins with a quotation mark ends with one; double those within it"
+        raise ConfigError(f"prompts: {path}, line {rows.line_num}: {error} ({hint})") from error
+    number, header = next(((n, row) for n, row in enumerate(lines, 1) if row), (1, []))
+    header = [name.strip() for name in header]
+    column = next((name for name in TEXT_COLUMNS if name in header), "")
+    allowed = (
+        f"different names with one of {', '.join(TEXT_COLUMNS)}, as in prompt{between!r:.9}tag"
+    )
+    fits = column and len({*header}) == len(header)
+    require(bool(fits), f"header of {path}", ", ".join(header)[:200], allowed)
+    parse = partial(_from_cells, path.parent, column, header)
+    return _Rows(lines[number:], "row", parse, number + 1)
 
 
 def prompt_places(source: Path | str) -> list[str]:
@@ -159,21 +215,59 @@ def prompt_places(source: Path | str) -> list[str]:
     if re.search(r"\[\d+:\d+\]$", str(source)) and not Path(source).exists():
         return [f"number {number}" for number in range(1, len(read_prompts(source)) + 1)]
     given = _rows(source)
-    rows = enumerate(given.rows, 1)
+    rows = enumerate(given.rows, given.first)
     return [f"{given.unit} {number}" for number, row in rows if given.parse(row).text]
 
 
-def _unread(names: Sequence[str]) -> str:
-    """A remark on entries that no reward of flowrl reads, with what they may be meant to be."""
-    hints = ((name, _meant(name)) for name in names)
-    texts = [f"{name!r:.60}" + f" (did you mean {hint!r}?)" * bool(hint) for name, hint in hints]
-    own = "only a reward of your own can read them"
-    return f"flowrl does not read the entries {_listed(texts, ', ')}: {own}" if texts else ""
+def _require_possible(source: Path | str, prompts: Sequence[Prompt]) -> None:
+    """Raise `ConfigError` for fields of `REFUSED`; an empty one asks for nothing."""
+    for name, instead in REFUSED.items():
+        given = [prompt for prompt in prompts if prompt.metadata.get(name) not in (None, "", [])]
+        if given:
+            way = "Remove the field, or rename it if a reward of yours reads it"
+            if str(source).startswith("hf("):
+                way = "List the columns to keep in hf(name=..., metadata=[...])"
+            raise ConfigError(
+                f"prompts: {source}: {len(given)} of {len(prompts)} prompts have a field {name!r}"
+                f" ({given[0].metadata[name]!r:.60}), which flowrl does not read for each prompt:"
+                f" {instead}. {way}"
+            )
+
+
+def _with_tabs(given: _Rows) -> str:
+    if given.parse is not _from_text:
+        return ""
+    lines = sum("\t" in row.strip() for row in given.rows)
+    text = f"{lines} lines have tabs, which are part of the prompts: columns are read from a .tsv"
+    return f"{text} file with a header" if lines else ""
+
+
+def held_out(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts that a run holds out of training for its evaluations: a tenth of those with
+    different keys, 8 to 64, in an order that depends on the texts and images alone; none of fewer
+    than `FEWEST`.
+    """
+    different = list({prompt.key: prompt for prompt in prompts}.values())
+    if len(different) < FEWEST:
+        return []
+    ordered = sorted(different, key=lambda one: hashlib.sha256(one.key.encode()).digest())
+    return ordered[: min(max(len(different) // 10, 8), 64)]
+
+
+def _unread(prompts: Sequence[Prompt]) -> str:
+    """A remark on fields that no reward of flowrl reads, with what they may be meant to be."""
+    counts = Counter(name for prompt in prompts for name in prompt.metadata if name not in FIELDS)
+    texts = []
+    for name, count in sorted(counts.items()):
+        hint = f", did you mean {_meant(name)!r}?" if _meant(name) else ""
+        texts.append(f"{name!r:.60} ({count} of {len(prompts)} prompts{hint})")
+    own = "they are metadata, which only a reward of your own can read"
+    return f"flowrl does not read the fields {_listed(texts, ', ')}: {own}" if texts else ""
 
 
 def _meant(name: str) -> str:
-    """The entry of `ENTRIES` that `name` resembles, or ""."""
-    return next(iter(difflib.get_close_matches(name, ENTRIES, 1, 0.75)), "")
+    """The field of `FIELDS` that `name` resembles, or ""."""
+    return next(iter(difflib.get_close_matches(name, FIELDS, 1, 0.75)), "")
 
 
 def _listed(texts: Sequence[str], between: str = "; ") -> str:
@@ -187,11 +281,12 @@ def _from_text(line: str) -> Prompt:
     may be either, and for JSON.
     """
     text = line.strip()
+    if text.startswith("\\#"):
+        return Prompt(text[1:])
     if re.match(r"#+(?!\S)", text):
         return Prompt("")
     if text.startswith("#"):
-        example = json.dumps({"prompt": text[:40]}, ensure_ascii=False)
-        need = f'write "# " for a comment, or the line {example} in a .jsonl file for a prompt'
+        need = f'write "# " for a comment, or \\{text[:40]} for a prompt'
         raise ConfigError(f'starts with "#": {need}')
     if _is_json(text):
         raise ConfigError("is JSON, which is read from a .jsonl file, one object per line")
@@ -206,36 +301,57 @@ def _is_json(text: str) -> bool:
         return False
 
 
-NAMES_IN_LINES = ("prompt",), "image"
-NAMES_IN_FOLDERS = TEXT_COLUMNS, "file_name"
-"""The entries with the text and the images of a prompt: the first text that there is counts."""
-
-
-def _from_json(
-    line: str, folder: Path, names: tuple[tuple[str, ...], str] = NAMES_IN_LINES
-) -> Prompt:
-    """The prompt in a line of JSON; its images are in `folder`."""
+def _from_json(folder: Path, name: str, files: str, line: str) -> Prompt:
+    """The prompt in the field `name` of a line of JSON; its images are in `folder`."""
     if not line.strip():
         return Prompt("")
-    (*texts, last), files = names
     try:
         values = parse_json(line, finite=True)
-        name = next((name for name in texts if name in values), last)
-        for other in values if name not in values else ():
-            if _meant(other) == name:
-                raise ValueError(f"did you mean {name!r} by {other!r}?")
-        text = values.pop(name)
-        if not text.strip():
-            raise ValueError("the prompt is empty")
-        given = values.pop(files, [])
-        images = [given] if isinstance(given, str) else given
-        if not isinstance(images, list) or not all(isinstance(path, str) for path in images):
-            raise TypeError(f"{files!r} is neither a file nor a list of files")
+        for other in values if name != TEXT_COLUMNS[0] or name not in values else ():
+            least = 0.9 if name in values else 0.75
+            wanted = name if name not in values else TEXT_COLUMNS[0]
+            if other != wanted and difflib.get_close_matches(other, [wanted], 1, least):
+                raise ValueError(f"did you mean {wanted!r} by {other!r}?")
+        return _from_fields(folder, name, files, values)
+    except ConfigError:
+        raise
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ConfigError(f'is not a JSON object with an entry "{last}" ({error})') from error
-    return Prompt(
-        text, values, tuple(ReferenceImage.of_file(folder / path, read_bytes) for path in images)
-    )
+        raise ConfigError(f'is not a JSON object with an entry "{name}" ({error})') from error
+
+
+def _from_cells(folder: Path, name: str, header: Sequence[str], cells: Sequence[str]) -> Prompt:
+    """The prompt in a row of a table; its images are in `folder`."""
+    if not any(cells):
+        return Prompt("")
+    if len(cells) != len(header):
+        need = "a cell with a comma needs quotation marks around it"
+        raise ConfigError(f"has {len(cells)} cells and the header {len(header)}; {need}")
+    values: dict[str, Any] = {key: cell for key, cell in zip(header, cells, strict=True) if cell}
+    try:
+        if "weight" in values:
+            values["weight"] = float(values["weight"])
+        return _from_fields(folder, name, "image", values)
+    except ConfigError:
+        raise
+    except (ValueError, LookupError) as error:
+        raise ConfigError(
+            f"has no prompt in the column {name}, or a wrong weight ({error})"
+        ) from error
+
+
+def _from_fields(folder: Path, name: str, files: str, values: dict[str, Any]) -> Prompt:
+    """The prompt of the fields `values`: the text in `name`, the images in `files`, the weight, and
+    metadata. Raises `ConfigError` and the errors of wrong types and missing fields.
+    """
+    text = values.pop(name)
+    if not text.strip():
+        raise ValueError("the prompt is empty")
+    given, weight = values.pop(files, None) or [], values.pop("weight", None)
+    images = [given] if isinstance(given, str) else given
+    if not isinstance(images, list) or not all(isinstance(path, str) for path in images):
+        raise TypeError(f"{files!r} is neither a file nor a list of files")
+    found = tuple(ReferenceImage.of_file(folder / path, read_bytes) for path in images)
+    return Prompt(text, values, found, 1 if weight in (None, "") else weight)
 
 
 def _from_picture(path: Path) -> Prompt:
@@ -274,6 +390,7 @@ def prompt_lines(
     rows = (
         {**prompt.metadata, "prompt": prompt.text}
         | ({"image": [*map(image, prompt.images)]} if prompt.images else {})
+        | ({"weight": prompt.weight} if prompt.weight != 1 else {})
         for prompt in prompts
     )
     return "".join(
@@ -290,14 +407,14 @@ def _dataset_prompts(spec: str) -> list[Prompt]:
         message = f"prompts: {spec} needs the package datasets; {install}"
         raise ConfigError(message) from error
     options = parse_spec(spec, "prompts").options
-    name, split, column, pictures = (str(options.get(key, "")) for key in DATASET_OPTIONS)
+    name, split, column, pictures = (str(options.get(key, "")) for key in DATASET_OPTIONS[:4])
     path = Path(name)
     # datasets takes a bare name for a reader of the current folder's files; version 4.0 unpickles
     # them for "pandas".
     known = bool(name) and (path.exists() or "/" in name) and options.keys() <= {*DATASET_OPTIONS}
     allowed = (
-        "hf(name=OWNER/NAME, split=SPLIT, column=COLUMN, image=COLUMN), or a path instead of"
-        " OWNER/NAME"
+        "hf(name=OWNER/NAME, split=SPLIT, column=COLUMN, image=COLUMN, metadata=[COLUMN, ...]), or"
+        " a path instead of OWNER/NAME"
     )
     require(known, "prompts", spec, allowed)
     try:
@@ -321,6 +438,11 @@ def _dataset_prompts(spec: str) -> list[Prompt]:
         allowed = f"one with text ({', '.join(texts)}), as in hf(name={name}, column=COLUMN)"
         require(column in texts, "column of prompts", column, allowed)
         plain = [key for key, feature in table.features.items() if _is_plain(feature)]
+        kept = options.get("metadata", plain)
+        allowed = f"a list of some of {', '.join(plain)}"
+        fits = isinstance(kept, list) and {*kept} <= {*plain}
+        require(fits, "metadata of prompts", kept, f"{allowed}, as in metadata=[COLUMN]")
+        plain = [key for key in plain if key == column or key in kept]
         if pictures:
             shown = [
                 key for key in table.features if isinstance(table.features[key], datasets.Image)
@@ -341,10 +463,11 @@ def _dataset_prompts(spec: str) -> list[Prompt]:
             f" {' '.join(str(error).split())[:200]}); check the name. The command line works"
             " offline unless HF_HUB_OFFLINE=0 is set"
         ) from error
-    return [
-        Prompt((row.pop(column) or "").strip(), _without_none(row), own)
-        for row, own in zip(rows, images, strict=True)
-    ]
+    prompts = list[Prompt]()
+    for row, own in zip(rows, images, strict=True):
+        weight = 1 if (weight := row.pop("weight", None)) is None else weight
+        prompts.append(Prompt((row.pop(column) or "").strip(), _without_none(row), own, weight))
+    return prompts
 
 
 def _picture(cell: dict[str, Any]) -> ReferenceImage:
