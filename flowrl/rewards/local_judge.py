@@ -163,26 +163,21 @@ class LocalJudge:
     def first_tokens(self, questions: Sequence[Question]) -> Tensor:
         """Probabilities of the first token [question, token], on the CPU."""
         loaded = load_judge(self.model, self.device, self.dtype)
-        talks = [
-            [
-                {
-                    "role": "user",
-                    "content": [
-                        *({"type": "image", "image": picture} for picture in question.pictures),
-                        {"type": "text", "text": question.text},
-                    ],
-                }
-            ]
-            for question in questions
-        ]
-        inputs = loaded.processor.apply_chat_template(
-            talks,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
+        processor, bos = loaded.processor, loaded.processor.tokenizer.bos_token
+        texts: list[str] = []
+        for question in questions:
+            content = [*({"type": "image"} for _ in question.pictures)]
+            content += [{"type": "text", "text": question.text}]
+            talk = [{"role": "user", "content": content}]
+            texts.append(processor.apply_chat_template(talk, add_generation_prompt=True))
+        begun = bool(bos) and texts[0].startswith(bos)
+        inputs = processor(
+            text=texts,
+            images=[list(question.pictures) for question in questions],
+            add_special_tokens=not begun,
             padding=True,
             padding_side="left",
+            return_tensors="pt",
         ).to(loaded.network.device, loaded.network.dtype)
         output = loaded.network.generate(
             **inputs,

@@ -246,8 +246,8 @@ class Judge:
         top = sent[0].get("top_logprobs")
         if not top:
             raise RewardError(
-                f"judge: {self.url} sent no log-probabilities; `answers` needs an endpoint with"
-                " logprobs and top_logprobs in chat completions"
+                f"judge: {self.url} sent no log-probabilities; probabilities of answers need an"
+                " endpoint with logprobs and top_logprobs in chat completions"
             )
         # some servers list the chosen token again
         tokens = {entry["token"]: math.exp(min(entry["logprob"], 0)) for entry in top}
