@@ -1,4 +1,6 @@
-"""A vision-language model of transformers as a judge in this process."""
+"""A vision-language model of transformers as a judge in this process. Its answers are read as
+described in `flowrl.rewards.answers`.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
