@@ -65,3 +65,53 @@ def tiny_detector(folder, seed=0):
         folder
     )
     return folder
+
+
+WORDS = "<pad> <unk> <s> </s> <image> yes Yes no first second one 1 two 2 three 3 four 4 answer"
+TEMPLATE = (
+    "<s> {% for message in messages %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<image> {% else %}{{ part.text }} {% endif %}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}answer {% endif %}"
+)
+
+
+def tiny_judge(folder, seed=0):
+    """Write a LLaVA of two layers for images of 32 pixels, with a tokenizer of some words and a
+    chat template, to `folder`; returns it. Its processor does not need torchvision.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    transformers = import_module("transformers")
+    distinct = dict.fromkeys((*WORDS.split(), *CHARACTERS))
+    words = {word: i for i, word in enumerate(distinct)}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<image>"],
+    )
+    layers = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    vision = transformers.CLIPVisionConfig(**layers, image_size=32, patch_size=8)
+    text = transformers.LlamaConfig(
+        **layers, vocab_size=len(words), initializer_range=0.5, num_key_value_heads=2
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=words["<image>"]
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformers.LlavaForConditionalGeneration(config).save_pretrained(folder)
+    sizes = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    transformers.LlavaProcessor(
+        transformers.CLIPImageProcessorPil(**sizes),
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        chat_template=TEMPLATE,
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+    return folder

@@ -7,20 +7,31 @@ Requires the extra `remote`; see `flowrl.serving.connections`.
 import base64
 import io
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from flowrl.core.errors import RewardError, require
-from flowrl.core.options import Count, NonNegative, Positive, checked_options
+from flowrl.core.options import Count, NonNegative, Positive, Share, checked_options
 from flowrl.core.types import Prompt
-from flowrl.rewards.images import Images, to_pillow
+from flowrl.rewards.answers import (
+    Question,
+    UnusableAnswer,
+    answer_probabilities,
+    check_answers,
+    check_question,
+    expected_values,
+    image_questions,
+    usable,
+)
+from flowrl.rewards.images import Images
 from flowrl.serving.connections import Connections, check_endpoint, last_error
 from flowrl.serving.wire_format import TransientError
 
@@ -29,6 +40,8 @@ if TYPE_CHECKING:
     from tenacity import RetryCallState
 
 __all__ = ["Judge", "parse_score"]
+
+T = TypeVar("T")
 
 QUESTION = """A picture was made for this caption: [{prompt}]
 Judge it by two criteria.
@@ -54,41 +67,55 @@ TRANSIENT_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 
 MAX_BYTES = 1 << 22
 """Largest response in bytes."""
-
-
-class _Unusable(RewardError):
-    """A response without a valid score."""
+TOP = 20
+"""Number of first tokens whose probabilities are requested: the most that OpenAI allows."""
 
 
 @checked_options
 @dataclass(frozen=True)
 class Judge:
-    """The judge's score divided by `high`: with the defaults 0.2 (bad) to 1 (perfect).
+    """The judge's rating in words divided by `high`, with the defaults 0.2 (bad) to 1 (perfect);
+    or, with `answers`, the expected value of its answer by the probability of the first token.
 
-    Every image is one request at temperature 0, with the image as PNG. The answer must contain
-    "Final Score: X" with one X from `low` to `high`. An attempt fails without a connection, without
-    an answer within `timeout` seconds, at an overloaded server, or by an unusable answer. The next
-    attempt follows after `pause`, 2 `pause`, ... seconds, or a longer pause that the endpoint
-    requests, up to `timeout`. After `attempts` failures `score` raises `RewardError`.
+    Without `answers` the judge writes a text, which must contain "Final Score: X" with one X from
+    `low` to `high`. Judges rarely answer with a fraction, so this reward has five values, and the
+    members of a group often have the same: the metric "zero_spread_groups" is the fraction of such
+    groups, which train nothing.
 
-    The question follows UnifiedReward (arXiv 2503.05236), as in Flow-GRPO's public code.
+    With `answers`, as in ``{'yes': 1, 'no': 0}``, R = sum_a v_a P(a) / sum_a P(a) over the answers
+    a with values v_a, any number between the smallest and the largest value. The judge gives one
+    token and the log-probabilities of the 20 most probable ones (`logprobs`, `top_logprobs`), which
+    are summed as described in `flowrl.rewards.answers`; tokens that are not sent count as 0. An
+    endpoint that sends no log-probabilities is an error.
+
+    Every image is one request at temperature 0, with the image as PNG. An attempt fails without a
+    connection, without an answer within `timeout` seconds, at an overloaded server, or by an
+    unusable answer. The next attempt follows after `pause`, 2 `pause`, ... seconds, or a longer
+    pause that the endpoint requests, up to `timeout`. After `attempts` failures `score` raises
+    `RewardError`.
+
+    The question in words follows UnifiedReward (arXiv 2503.05236), as in Flow-GRPO's public code.
 
     Args:
         url: the endpoint's base, such as http://localhost:8000/v1.
         model: name of the model at the endpoint.
-        question: text of the request; {prompt}, {low:g} and {high:g} are filled in. The default
-            asks about the edit if a prompt has reference images, which are sent before the picture.
-        low: smallest score.
-        high: largest score.
+        question: text of the request; {prompt}, {low:g} and {high:g} are filled in. "" for the
+            default, which asks about the edit if a prompt has reference images, which are sent
+            before the picture. With other `answers` than yes and no, there is no default.
+        low: smallest score in words.
+        high: largest score in words.
         attempts: attempts per image.
         timeout: longest wait for an answer, in seconds.
         pause: first pause between attempts, in seconds.
         workers: simultaneous requests.
-        tokens: largest length of an answer.
+        tokens: largest length of an answer in words.
         key: environment variable with the endpoint's key, which is sent only to `url` and never
             shown.
         mark_invalid: mark a sample whose last answer was unusable as invalid instead of raising an
             error.
+        answers: value by answer, for two or more answers of one word, of which none begins with
+            another; empty for a rating in words.
+        mass: smallest total probability of the answers; below it an answer is unusable.
 
     Raises:
         ConfigError: an option is out of range, or the extra `remote` is not installed.
@@ -96,7 +123,7 @@ class Judge:
 
     url: str
     model: str
-    question: str = QUESTION
+    question: str = ""
     low: NonNegative = 1.0
     high: NonNegative = 5.0
     attempts: Count = 4
@@ -106,13 +133,21 @@ class Judge:
     tokens: Count = 512
     key: str = "OPENAI_API_KEY"
     mark_invalid: bool = False
+    answers: Mapping[Any, float] = field(default_factory=dict[Any, float])
+    mass: Share = 0.5
     connects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_endpoint("judge", self.url)
-        allowed = "a text with {prompt} in it"
-        require("{prompt}" in self.question, "question", self.question, allowed)
         require(self.low < self.high, "low, high", (self.low, self.high), "low below high")
+        if self.answers:
+            check_question(self.question, check_answers(self.answers))
+            words = self.low, self.high, self.tokens
+            fits = words == (Judge.low, Judge.high, Judge.tokens)
+            require(fits, "low, high, tokens", words, "the defaults: they are for scores in words")
+        elif self.question:
+            allowed = "a text with {prompt} in it"
+            require("{prompt}" in self.question, "question", self.question, allowed)
 
     @cached_property
     def _connections(self) -> Connections:
@@ -125,59 +160,103 @@ class Judge:
 
     @torch.no_grad()
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
-        """Scores [sample] in [`low` / `high`, 1]; NaN where a sample is marked invalid."""
-        with ThreadPoolExecutor(self.workers) as pool:
-            scores = list(pool.map(self._score_one, to_pillow(images), prompts))
-        return torch.tensor(scores) / self.high
+        """Scores [sample] in [`low` / `high`, 1], or in the range of the answers' values; NaN where
+        a sample is marked invalid.
+        """
+        if self.answers:
+            values = check_answers(self.answers)
+            return expected_values(self, values, self.question, images, prompts)
+        limits = {"low:g": f"{self.low:g}", "high:g": f"{self.high:g}"}
+        defaults = self.question or QUESTION, self.question or EDIT_QUESTION
+        asked = image_questions(images, prompts, *defaults, values=limits)
+        found = self._answers(asked, self._rating, max_tokens=self.tokens)
+        return torch.tensor([math.nan if one is None else one for one in found]) / self.high
 
-    def _score_one(self, image: "Image", prompt: Prompt) -> float:
-        """The score of one image, after up to `attempts` attempts."""
+    def ask(self, questions: Sequence[Question]) -> list[dict[str, float]]:
+        """P(answer) for every question; see `flowrl.rewards.answers.AsksQuestions`."""
+        options = {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP}
+        found = self._answers(questions, self._probabilities, **options)
+        return [
+            dict.fromkeys(question.answers, math.nan) if one is None else one
+            for question, one in zip(questions, found, strict=True)
+        ]
+
+    def _answers(
+        self, questions: Sequence[Question], read: Callable[[Question, Any], T], **options: Any
+    ) -> list[T | None]:
+        """What `read` finds in the answer to each question; None if it is unusable and samples are
+        marked invalid. Each picture is encoded once.
+        """
+        pictures = {id(one): one for question in questions for one in question.pictures}
+        with ThreadPoolExecutor(self.workers) as pool:
+            urls = dict(zip(pictures, pool.map(_encoded, pictures.values()), strict=True))
+
+            def answer(question: Question) -> T | None:
+                content = [
+                    *(
+                        {"type": "image_url", "image_url": {"url": urls[id(one)]}}
+                        for one in question.pictures
+                    ),
+                    {"type": "text", "text": question.text},
+                ]
+                messages = [{"role": "user", "content": content}]
+                body = {"model": self.model, "messages": messages, "temperature": 0, **options}
+                return self._answer(question, json.dumps(body).encode(), read)
+
+            return list(pool.map(answer, questions))
+
+    def _answer(
+        self, question: Question, body: bytes, read: Callable[[Question, Any], T]
+    ) -> T | None:
+        """What `read` finds in the answer to a request, after up to `attempts` attempts."""
         import tenacity
 
-        def give_up(state: "RetryCallState") -> float:
+        def give_up(state: "RetryCallState") -> None:
             last = last_error(state)
-            if self.mark_invalid and isinstance(last, _Unusable):
-                return float("nan")
+            if self.mark_invalid and isinstance(last, UnusableAnswer):
+                return
             raise RewardError(
-                f"judge: no score for the prompt {prompt.text!r} after {self.attempts} attempts at"
-                f" {self.url}: {last}"
+                f"judge: no score for the prompt {question.prompt.text!r} after {self.attempts}"
+                f" attempts at {self.url}: {last}"
             ) from last
 
         retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type((TransientError, _Unusable)),
+            retry=tenacity.retry_if_exception_type((TransientError, UnusableAnswer)),
             wait=self._pause,
             stop=tenacity.stop_after_attempt(self.attempts),
             retry_error_callback=give_up,
         )
-        body = self._body(image, prompt)
-        return retrying(lambda: parse_score(self._request(body), self.low, self.high))
+        return retrying(lambda: self._request(question, body, read))
 
     def _pause(self, state: "RetryCallState") -> float:
         """Seconds before the next attempt."""
         requested = getattr(last_error(state), "retry_after", 0.0)
         return max(self.pause * 2 ** (state.attempt_number - 1), min(requested, self.timeout))
 
-    def _body(self, image: "Image", prompt: Prompt) -> bytes:
-        values = {"{prompt}": prompt.text, "{low:g}": f"{self.low:g}", "{high:g}": f"{self.high:g}"}
-        edits = prompt.images and self.question == QUESTION
-        question = re.sub(
-            r"\{prompt\}|\{low:g\}|\{high:g\}",
-            lambda match: values[match[0]],
-            EDIT_QUESTION if edits else self.question,
-        )
-        pictures = [*(reference.pillow() for reference in prompt.images), image]
-        content = [
-            *({"type": "image_url", "image_url": {"url": _encoded(one)}} for one in pictures),
-            {"type": "text", "text": question},
-        ]
-        messages = [{"role": "user", "content": content}]
-        return json.dumps(
-            {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.tokens}
-        ).encode()
+    def _rating(self, question: Question, choice: Any) -> float:
+        """The rating in the judge's text."""
+        text = choice["message"]["content"]
+        if not isinstance(text, str):
+            raise TransientError("the answer has no text")
+        return parse_score(text, self.low, self.high)
 
-    def _request(self, body: bytes) -> str:
-        """The text of the answer. Raises `TransientError` for temporary failures and `RewardError`
-        for others.
+    def _probabilities(self, question: Question, choice: Any) -> dict[str, float]:
+        """P(answer) from the log-probabilities of the first token."""
+        sent = (choice.get("logprobs") or {}).get("content") or [{}]
+        top = sent[0].get("top_logprobs")
+        if not top:
+            raise RewardError(
+                f"judge: {self.url} sent no log-probabilities; probabilities of answers need an"
+                " endpoint with logprobs and top_logprobs in chat completions"
+            )
+        # some servers list the chosen token again
+        tokens = {entry["token"]: math.exp(min(entry["logprob"], 0)) for entry in top}
+        found = answer_probabilities(tokens.items(), question.answers)
+        return usable(found, question, self.mass)
+
+    def _request(self, question: Question, body: bytes, read: Callable[[Question, Any], T]) -> T:
+        """What `read` finds in the first choice of the answer. Raises `TransientError` for
+        temporary failures and `RewardError` for others.
         """
         headers = {"Content-Type": "application/json"}
         answer = self._connections.post("/chat/completions", body, headers, self.timeout, MAX_BYTES)
@@ -190,12 +269,9 @@ class Judge:
             )
         try:
             content: Any = json.loads(answer.content)
-            text = content["choices"][0]["message"]["content"]
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+            return read(question, content["choices"][0])
+        except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise TransientError(f"{type(error).__name__}: {error}") from error
-        if not isinstance(text, str):
-            raise TransientError("the answer has no text")
-        return text
 
 
 def _encoded(image: "Image") -> str:
@@ -226,8 +302,8 @@ def parse_score(answer: str, low: float, high: float) -> float:
     scores = {(float(number), float(maximum or high)) for number, maximum in SCORE.findall(answer)}
     shown = f"the answer {answer[-120:]!r}"
     if len(scores) != 1:
-        raise _Unusable(f'{shown} has {len(scores)} different "Final Score: X"')
+        raise UnusableAnswer(f'{shown} has {len(scores)} different "Final Score: X"')
     score, maximum = scores.pop()
     if maximum != high or not low <= score <= high:
-        raise _Unusable(f"{shown} has a score that is not from {low:g} to {high:g}")
+        raise UnusableAnswer(f"{shown} has a score that is not from {low:g} to {high:g}")
     return score

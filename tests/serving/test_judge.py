@@ -4,6 +4,7 @@ import base64
 import contextlib
 import io
 import json
+import math
 import pickle
 import time
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 from PIL import Image
 from reward_serving import raw, scripted
 
-from flowrl.core.errors import RewardError
+from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.prompt import Prompt, ReferenceImage
 from flowrl.run.parts.registry import build
 from flowrl.serving.judge import Judge, parse_score
@@ -187,3 +188,118 @@ def test_refused_answers_can_be_marked_invalid(serve):
     assert judge(server, mark_invalid=True).marks_invalid and not judge(server).marks_invalid
     with pytest.raises(RewardError, match="I like it"):
         judge(server, attempts=2).score(shades(4), [Prompt("x")] * 4)
+
+
+YES_NO = {"yes": 1.0, "no": 0.0}
+
+
+def first_token(*tokens):
+    """A reply with these tokens and probabilities."""
+    top = [{"token": token, "logprob": math.log(p), "bytes": None} for token, p in tokens]
+    content = [{**top[0], "top_logprobs": top}]
+    choice = {"message": {"content": tokens[0][0]}, "logprobs": {"content": content}}
+    return raw(200, json.dumps({"choices": [choice]}).encode())
+
+
+def yes_if_red(number, image):
+    chance = 0.1 + 0.6 * image.getpixel((0, 0))[0] / 255
+    return first_token(("Yes", chance), (" yes", 0.1), ("No", 0.8 - chance), ("Maybe", 0.1))
+
+
+def test_the_probability_of_yes(serve):
+    """Normalised among the answers: every shade has a score of its own."""
+    server = serve(yes_if_red)
+    spec = f"judge(url='{server.url}', model=m, answers={{yes: 1, no: 0}}, pause=0.0)"
+    scores = build("reward", spec).score(shades(), [Prompt(f"a {{prompt}} {i}") for i in range(8)])
+    reds = (shades()[:, 0, 0, 0] * 255).round() / 255
+    torch.testing.assert_close(scores, (0.2 + 0.6 * reds) / 0.9, atol=1e-6, rtol=0)
+    body, _ = server.seen[0]
+    wanted = {"max_tokens": 1, "logprobs": True, "top_logprobs": 20, "temperature": 0}
+    assert wanted.items() <= body.items()
+    asked = {body["messages"][0]["content"][1]["text"].split("\n")[0] for body, _ in server.seen}
+    assert asked == {f"A picture was made for this caption: [a {{prompt}} {i}]" for i in range(8)}
+
+
+def test_grades_are_expected_values(serve):
+    reply = first_token(("4", 0.5), ("Five", 0.2), (" 3", 0.1), ("4", 0.5), ("**", 0.2))
+    server = serve(lambda n, i: reply)  # the chosen token is listed again
+    grades = {n: n / 5 for n in range(1, 6)}
+    reward = judge(server, question="Rate {prompt} by a number from 1 to 5.", answers=grades)
+    assert reward.score(*ONE).tolist() == pytest.approx([(2.0 + 1.0 + 0.3) / 5 / 0.8])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        raw(429, b"{}"),
+        raw(503, b""),
+        raw(200, b'{"choices": [{"logprobs": {"content": [{"top_logprobs": [{"token": 1}]}]}}]}'),
+        first_token(("I", 0.7), ("Yes", math.nan)),
+        first_token(("I", 0.7), ("Yes", 0.2)),
+        0.4,
+    ],
+    ids=["429", "503", "malformed", "nan", "refusal", "slow"],
+)
+def test_a_fault_before_a_first_token(serve, fault):
+    server = serve(lambda n, i: fault if n == 1 else yes_if_red(n, i))
+    scores = judge(server, answers=YES_NO, timeout=0.3, workers=1).score(*ONE)
+    assert scores.tolist() == pytest.approx([0.2 / 0.9]) and len(server.seen) == 2
+
+
+def test_refusals_are_errors_or_invalid(serve):
+    server = serve(lambda n, i: first_token(("I", 0.7), ("Yes", 0.2), ("no", 0.05)))
+    message = "yes, no have a probability of 0.25 together; allowed: 0.5 or more"
+    with pytest.raises(RewardError, match=message):
+        judge(server, answers=YES_NO, attempts=2).score(*ONE)
+    assert judge(server, answers=YES_NO, mark_invalid=True).score(*ONE).isnan().all()
+    assert judge(server, answers=YES_NO, mass=0.2).score(*ONE).tolist() == pytest.approx([0.8])
+
+
+@pytest.mark.parametrize(
+    "reply", ["{}", '{"logprobs": null}', '{"logprobs": {"content": [{"top_logprobs": []}]}}']
+)
+def test_a_server_without_log_probabilities(serve, reply):
+    """One attempt: another one would not help."""
+    choice = {"message": {"content": "Yes"}, **json.loads(reply)}
+    server = serve(lambda n, i: raw(200, json.dumps({"choices": [choice]}).encode()))
+    with pytest.raises(RewardError, match="sent no log-probabilities"):
+        judge(server, answers=YES_NO, mark_invalid=True).score(*ONE)
+    assert len(server.seen) == 1
+
+
+def test_options_of_the_other_kind_of_answer_are_refused(serve):
+    server = serve(red)
+    with pytest.raises(ConfigError, match="low, high, tokens"):
+        judge(server, answers=YES_NO, high=10.0)
+    with pytest.raises(ConfigError, match="for other answers than yes, no"):
+        judge(server, answers={"1": 0.0, "2": 1.0})
+    with pytest.raises(ConfigError, match="begins with another"):
+        judge(server, answers={"ten": 0.0, "tennis": 1.0}, question="{prompt}")
+
+
+def test_an_endpoint_answers_about_atoms_and_pairs(serve):
+    """A group of 3 costs 6 requests with two pictures each; its pictures are compared by red."""
+
+    def plan(number, image):
+        body, _ = server.seen[-1]
+        *pictures, text = body["messages"][0]["content"]
+        if len(pictures) == 1:
+            right = ("three", 0.3), ("3", 0.2), (" ", 0.4)
+            return first_token(*(right if text["text"].startswith("How") else [("Yes", 0.9)]))
+        data = pictures[1]["image_url"]["url"].partition(",")[2]
+        other = Image.open(io.BytesIO(base64.b64decode(data)))
+        first = 0.6 if image.getpixel((0, 0))[0] >= other.getpixel((0, 0))[0] else 0.3
+        return first_token(("First", first), ("second", 0.9 - first))
+
+    server = serve(plan)
+    inner = f"judge(url='{server.url}', model=m, pause=0.0, workers=1)"
+    pairs = build("reward", f"preference(reward={inner})")
+    rates = pairs.score_groups(shades(3)[None], [Prompt("x")])
+    assert len(server.seen) == 6
+    assert rates[0].tolist() == pytest.approx([1 / 3, 1 / 2, 2 / 3])
+    vqa = [["How many cows are in the image?", "three"], ["Are there any cows?", "Yes"]]
+    for mean, wanted in (("arithmetic", 0.7), ("geometric", 0.45**0.5)):
+        tifa = build("reward", f"soft-tifa(reward={inner}, mean={mean})")
+        scores = tifa.score(shades(1), [Prompt("three cows", {"vqa_list": vqa})])
+        assert scores.tolist() == pytest.approx([wanted])
+    assert server.seen[-1][0]["messages"][0]["content"][-1]["text"].endswith("in one word.")
