@@ -6,6 +6,7 @@ in an environment with image-reward 1.5, hpsv3 1.0.0 (both --no-deps), transform
 0.6.13 and fairscale prints the scores of the authors' own code (`SCORES`).
 """
 
+import itertools
 import json
 import sys
 import zlib
@@ -82,7 +83,7 @@ def image_reward_weights():
         shapes |= linear(f"{block}intermediate.dense", 96, WIDTH)
         shapes |= linear(f"{block}output.dense", WIDTH, 96) | norm(f"{block}output.LayerNorm")
     sizes = [WIDTH, 1024, 128, 64, 16, 1]
-    for number, (inputs, outputs) in zip((0, 2, 4, 6, 7), zip(sizes, sizes[1:])):
+    for number, (inputs, outputs) in zip((0, 2, 4, 6, 7), itertools.pairwise(sizes), strict=True):
         shapes |= linear(f"mlp.layers.{number}", outputs, inputs)
     return by_formula(shapes)
 
@@ -136,7 +137,7 @@ def authors():
     """The scores of the authors' code."""
 
     class Anything(ModuleType):
-        __path__ = []
+        __path__ = ()
 
         def __getattr__(self, name):
             if name.startswith("__"):

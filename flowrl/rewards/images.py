@@ -43,8 +43,8 @@ def resized(levels: Images, height: int, width: int) -> Images:
     """The output of `to_levels` resized with Pillow's bicubic filter (a = -1/2, antialiased), along
     the width and then along the height, each rounded to 8 bits as in Pillow.
 
-    The results are Pillow's except for about one value in 2000, which differs by one level because
-    Pillow rounds the filter's coefficients (by two where noise is enlarged).
+    Pillow rounds the filter's coefficients, so 0.06% of the values of shrunk images differ from its
+    result by one level, and 0.8% of those of images enlarged tenfold by one or two.
     """
     for size in ((levels.shape[-2], width), (height, width)):
         levels = F.interpolate(levels, size=size, mode="bicubic", antialias=True)

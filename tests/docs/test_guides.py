@@ -6,21 +6,16 @@ import re
 import runpy
 import shlex
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from loading import ROOT
-from PIL import Image
 from small_run import TINY_RUN, rows_of
 
 from flowrl import preset
 from flowrl.cli.main import main
-from flowrl.core.types import Prompt
 from flowrl.run.build import make_trainer, policy_options
-from flowrl.run.parts.registry import build
 from flowrl.run.plan import known_architecture
 from flowrl.testing import (
     check_credit,
