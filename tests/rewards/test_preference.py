@@ -92,6 +92,7 @@ def test_patches_equal_transformers_own(folder):
 
     config = Qwen2VLConfig.from_pretrained(folder / "qwen").vision_config
     exact = pictures(448, 448)
+    rows, grid = patches(exact, config)
     limits = {"shortest_edge": 256 * 28 * 28, "longest_edge": 256 * 28 * 28}
     arrays = [(p * 255).round().byte().permute(1, 2, 0).numpy() for p in exact]
     expected = Qwen2VLImageProcessorPil(size=limits)(arrays, return_tensors="pt")
@@ -110,10 +111,10 @@ def test_files_that_lack_weights_are_refused(folder, tmp_path):
     weights = image_reward_weights()
     del weights["blip.text_encoder.encoder.layer.1.crossattention.self.query.bias"]
     torch.save(weights, tmp_path / "weights.pt")
-    with pytest.raises(ConfigError, match="weights of BlipTextModel that .* lacks"):
+    with pytest.raises(ConfigError, match=r"weights of BlipTextModel that .* lacks"):
         ImageReward(str(tmp_path / "weights.pt"), str(folder / "bert")).load()
     weights = hpsv3_weights()
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "weights.safetensors")
-    with pytest.raises(ConfigError, match="weights of Qwen2VLModel that .* lacks"):
+    with pytest.raises(ConfigError, match=r"weights of Qwen2VLModel that .* lacks"):
         HPSv3(str(folder / "qwen"), str(tmp_path / "weights.safetensors")).load()
