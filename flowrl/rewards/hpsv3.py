@@ -223,10 +223,11 @@ def load_hpsv3(model: str, weights: str, device: str, dtype: str) -> Network:
     with loading(weights):
         from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLModel
 
-        config = Qwen2VLConfig.from_pretrained(model, **DATA_ONLY)
+        config: Any = Qwen2VLConfig.from_pretrained(model, **DATA_ONLY)
         size = state["language_model.embed_tokens.weight"].shape[0]
         config.text_config.vocab_size = size
-        network, info = Qwen2VLModel.from_pretrained(
+        loader: Any = Qwen2VLModel
+        network, info = loader.from_pretrained(
             None,
             config=config,
             state_dict=state,

@@ -127,21 +127,21 @@ def load_image_reward(weights: str, tokenizer: str, device: str, dtype: str) -> 
         from transformers import AutoTokenizer, BlipTextModel, BlipVisionModel
 
         renamed = {_vision_name(name): tensor for name, tensor in vision.items()}
-        placed = [
+        seeing, reading = (
             _filled(network, state, weights).to(device, getattr(torch, dtype))
             for network, state in (
                 (BlipVisionModel(_vision_config(renamed)), renamed),
                 (BlipTextModel(_text_config(text), add_pooling_layer=False), text),
             )
-        ]
+        )
         layers = head_of(head)
     with loading(tokenizer):
         words = AutoTokenizer.from_pretrained(tokenizer, **DATA_ONLY)
     # BLIP added two tokens that the prompts do not contain
-    size = placed[1].config.vocab_size
+    size = reading.config.vocab_size
     fits = size - 2 <= len(words) <= size
     require(fits, "tokenizer", tokenizer, f"one of {size - 2} tokens, not {len(words)}")
-    return Network(*placed, layers, words)
+    return Network(seeing, reading, layers, words)
 
 
 def _filled(network: Any, state: Mapping[str, Tensor], place: str) -> Any:

@@ -21,7 +21,7 @@ from tiny_preference import (
 
 from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.types import Prompt
-from flowrl.rewards.hpsv3 import TEMPLATE, HPSv3, sides
+from flowrl.rewards.hpsv3 import TEMPLATE, HPSv3, patches, sides
 from flowrl.rewards.image_reward import ImageReward
 from flowrl.run.parts.registry import build
 from flowrl.testing import check_reward
