@@ -4,13 +4,14 @@ Weights are loaded by `load` or at the first score, from a local folder in trans
 from the Hugging Face Hub by name. The command line works offline unless ``HF_HUB_OFFLINE=0`` is
 set. Rewards with the same model and settings share the weights.
 
-Images are rounded to 8 bits, resized to the network's size (224 x 224) with Pillow's bicubic
-filter, and normalised with OpenAI's mean and standard deviation. Images that are not square are
-cropped at their centre, or letterboxed for HPSv2.1, as in the published code. Prompts are truncated
-to 77 tokens. Features are normalised and compared in float32 for every `dtype` of the network.
+Images are rounded to 8 bits and, on the network's device, resized to its size (224 x 224) with
+Pillow's bicubic filter and normalised with OpenAI's mean and standard deviation. Images that are
+not square are cropped at their centre, or letterboxed for HPSv2.1, as in the published code.
+Prompts are truncated to 77 tokens. Features are normalised and compared in float32 for every
+`dtype` of the network.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,11 +19,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 from annotated_types import Gt
 from jaxtyping import Float
-from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -30,12 +29,14 @@ from torch.nn import functional as F
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Count, checked_options
 from flowrl.core.types import Prompt
-from flowrl.rewards.images import Images, to_pillow
+from flowrl.rewards.images import Images, resized, to_levels, to_rgb
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 """Channel means and standard deviations of CLIP's training data (arXiv 2103.00020, public code)."""
 TOKENS = 77
+Head = list[tuple[Tensor, Tensor]]
+"""Weight [out, in] and bias [out] of successive linear layers."""
 FeatureRows = Float[Tensor, "sample feature"]
 Pixels = Float[Tensor, "sample 3 size size"]
 
@@ -149,38 +150,53 @@ def from_open_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @lru_cache(maxsize=4)
-def read_head(place: str) -> list[tuple[Tensor, Tensor]]:
-    """Weight [out, in] and bias [out], float64, of linear layers without activations between them:
-    the entries ``[PREFIX.N.]weight`` and ``bias`` of `read_weights` by name.
-    """
-    weights = {name: tensor.double() for name, tensor in read_weights(place).items()}
-    names = sorted(name.removesuffix("weight") for name in weights if name.endswith("weight"))
+def read_head(place: str) -> Head:
+    """`head_of` the entries ``[PREFIX.N.]weight`` and ``bias`` of `read_weights`."""
+    weights = read_weights(place)
     with loading(place):
-        return [(weights[f"{name}weight"], weights[f"{name}bias"]) for name in names]
+        return head_of(weights)
+
+
+def head_of(weights: Mapping[str, Tensor]) -> Head:
+    """Linear layers by name, float64 on the CPU."""
+    names = sorted(name.removesuffix("weight") for name in weights if name.endswith("weight"))
+    return [(weights[f"{n}weight"].double(), weights[f"{n}bias"].double()) for n in names]
+
+
+def apply_head(
+    head: Head, features: Tensor, activation: Callable[[Tensor], Tensor] | None = None
+) -> Float[Tensor, "sample output"]:
+    """The layers, with `activation` between them, of features [sample, feature], in float64."""
+    result = features.double().cpu()
+    for number, (weight, bias) in enumerate(head):
+        if number and activation:
+            result = activation(result)
+        result = F.linear(result, weight, bias)
+    return result
 
 
 def clip_pixels(images: Images, size: int = 224, letterbox: bool = False) -> Pixels:
-    """The network's input: 8 bits, `size` x `size` (bicubic, antialiased), (x - mean) / std. On the
-    CPU.
+    """The network's input on the images' device: 8 bits, `size` x `size` (`resized`), `standard`.
 
     The shorter side is resized to `size` and the centre is cropped; with `letterbox` the longer
     side is, and black bars fill the rest.
     """
-    squares = np.stack([np.asarray(_square(image, size, letterbox)) for image in to_pillow(images)])
-    levels = torch.from_numpy(squares).float() / 255
-    return ((levels - torch.tensor(MEAN)) / torch.tensor(STD)).permute(0, 3, 1, 2)
-
-
-def _square(image: Image.Image, size: int, letterbox: bool) -> Image.Image:
+    levels = to_levels(to_rgb(images))
+    sides = levels.shape[-2:]
     if letterbox:  # as open_clip rounds
-        scale = size / max(image.size)
-        wide, high = (max(1, round(side * scale)) for side in image.size)
-        left, top = -((size - wide) // 2), -((size - high) // 2)
+        high, wide = (max(1, round(side * size / max(sides))) for side in sides)
+        top, left = -((size - high) // 2), -((size - wide) // 2)
     else:  # as torchvision rounds
-        wide, high = (size * side // min(image.size) for side in image.size)
-        left, top = round((wide - size) / 2), round((high - size) / 2)
-    resized = image.resize((wide, high), Image.Resampling.BICUBIC)
-    return resized.crop((left, top, left + size, top + size))
+        high, wide = (size * side // min(sides) for side in sides)
+        top, left = round((high - size) / 2), round((wide - size) / 2)
+    edges = (-left, left + size - wide, -top, top + size - high)  # below 0: cropped
+    return standard(F.pad(resized(levels, high, wide), edges))
+
+
+def standard(levels: Images) -> Images:
+    """(x / 255 - `MEAN`) / `STD` of the output of `to_levels`."""
+    mean, std = (levels.new_tensor(values)[:, None, None] for values in (MEAN, STD))
+    return (levels / 255 - mean) / std
 
 
 @lru_cache(maxsize=8)
@@ -228,8 +244,10 @@ class ClipNetwork:
         return load_clip(self.model, tokenizer, weights, self.device, self.dtype)
 
     def pixels(self, images: Images, letterbox: bool = False) -> Pixels:
-        """The network's input for images; `letterbox` as in `clip_pixels`."""
-        return clip_pixels(images, self.load()[0].config.vision_config.image_size, letterbox)
+        """The network's input for images, on its device; `letterbox` as in `clip_pixels`."""
+        network, _ = self.load()
+        size = network.config.vision_config.image_size
+        return clip_pixels(images.to(network.device), size, letterbox)
 
     def images(self, images: Images, letterbox: bool = False) -> FeatureRows:
         """Features of images; `letterbox` as in `clip_pixels`."""
@@ -372,10 +390,7 @@ class Aesthetic(ClipNetwork):
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Ratings [sample]."""
-        ratings = self.images(images).double()
-        for weight, bias in read_head(self.head):
-            ratings = F.linear(ratings, weight, bias)
-        return ratings.squeeze(1).float()
+        return apply_head(read_head(self.head), self.images(images)).squeeze(1).float()
 
 
 @checked_options

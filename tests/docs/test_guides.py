@@ -6,21 +6,16 @@ import re
 import runpy
 import shlex
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from loading import ROOT
-from PIL import Image
 from small_run import TINY_RUN, rows_of
 
 from flowrl import preset
 from flowrl.cli.main import main
-from flowrl.core.types import Prompt
 from flowrl.run.build import make_trainer, policy_options
-from flowrl.run.parts.registry import build
 from flowrl.run.plan import known_architecture
 from flowrl.testing import (
     check_credit,
@@ -152,43 +147,7 @@ def test_the_guides_metrics_are_entries_of_rows(tmp_path):
     assert not {name for name in names - known if f'"{name}"' not in code}
 
 
-# Recipes, with fakes of what each is about: a package, or SLURM
-
-RECIPE = ROOT / "docs" / "recipes" / "image_reward.py"
-
-
-class FakeNetwork:
-    """`score(prompt, image)` as the package has it: one text, one Pillow picture, one Python
-    float.
-    """
-
-    def score(self, prompt, image):
-        assert isinstance(prompt, str) and isinstance(image, Image.Image) and image.mode == "RGB"
-        assert not torch.is_grad_enabled()
-        return (
-            len(prompt)
-            + float(torch.tensor(list(image.tobytes()), dtype=torch.float32).mean()) / 255
-        )
-
-
-@pytest.fixture
-def package(monkeypatch):
-    """The package's door `load(name, device=...)`; remembers how it was called."""
-    calls = []
-    fake = ModuleType("ImageReward")
-    fake.load = lambda name, device: (calls.append((name, device)), FakeNetwork())[1]
-    monkeypatch.setitem(sys.modules, "ImageReward", fake)
-    return calls
-
-
-def test_image_reward_keeps_the_contract(package):
-    reward = build("reward", f"{RECIPE}:ImageRewardScore", trust=True, device="cpu")
-    findings = check_reward(reward)
-    assert findings.ok, findings
-    images = torch.stack([torch.zeros(3, 4, 4), torch.ones(3, 4, 4)])
-    assert reward.score(images, [Prompt("ab"), Prompt("a")]).tolist() == pytest.approx([2.0, 2.0])
-    assert reward.score(images, [Prompt("a"), Prompt("abcd")]).tolist() == pytest.approx([1.0, 5.0])
-    assert package == [("ImageReward-v1.0", "cpu")], "loaded once, at the first score"
+# Recipes, with a fake of SLURM
 
 
 @pytest.mark.parametrize(("code", "started"), [(0, False), (130, True), (1, True)])

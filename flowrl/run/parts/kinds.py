@@ -137,6 +137,8 @@ KINDS: dict[str, Kind] = {
             "geneval": "flowrl.rewards.geneval:GenEval",
             "group-sum": "flowrl.rewards.combine:GroupSum",
             "hpsv2.1": "flowrl.rewards.clip:HPSv21",
+            "hpsv3": "flowrl.rewards.hpsv3:HPSv3",
+            "image-reward": "flowrl.rewards.image_reward:ImageReward",
             "jpeg-compressibility": "flowrl.rewards.images:JPEGCompressibility",
             "jpeg-incompressibility": "flowrl.rewards.images:JPEGIncompressibility",
             "judge": "flowrl.serving.judge:Judge",
