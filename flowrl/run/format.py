@@ -49,7 +49,10 @@ def completed(
     """
     formats = [*ADDED]
     later = formats[formats.index(written) :] if written in ADDED else []
-    settings = {name: value for each in later for name, value in ADDED[each].items()} | {**given}
+    added = {name: value for each in later for name, value in ADDED[each].items()}
+    if "hold_out" in added and not given.get("model"):
+        added["hold_out"] = True  # the default: the setting is for models only
+    settings = {**added, **given}
     missing = [name for name in needed if name not in settings]
     if missing:
         names = ", ".join(missing[:3]) + (" and others" if len(missing) > 3 else "")
