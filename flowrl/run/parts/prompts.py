@@ -58,8 +58,8 @@ LINES = (
     "a text file with one prompt per line, a .jsonl file with one object per line, a .csv or .tsv"
     " file with a header, a folder of images with a .txt file each"
 )
-FIELDS = ("prompt", "text", "tag", "include", "exclude", "image", "weight")
-"""Fields of a prompt that flowrl and its rewards read (`ocr`, `geneval`)."""
+FIELDS = ("prompt", "text", "tag", "include", "exclude", "image", "weight", "vqa_list")
+"""Fields of a prompt that flowrl and its rewards read (`ocr`, `geneval`, `soft-tifa`)."""
 _SIZE = "--resolution, --width and --sizes are those of all prompts"
 REFUSED = {
     "negative_prompt": "--negative-prompt is that of all prompts",
