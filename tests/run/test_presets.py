@@ -224,6 +224,8 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     changes["group_size"] = size = LEAVES.get(method, 2)
     if task == "edits":
         changes["prompts"] = str(root)
+        module = "diffusers.pipelines.flux.pipeline_flux_kontext"
+        monkeypatch.setattr(f"{module}.PREFERRED_KONTEXT_RESOLUTIONS", [(16, 16)])
     if model in (WAN, WAN22):
         reward = f"frame-mean(reward={rewards[task]!r}, frames=2)"
         changes |= {"width": 16, "num_frames": 5, "reward": reward}
