@@ -203,6 +203,7 @@ def by_hand(folder, image, text):
         return model(**inputs).logits[0, -1].softmax(0)
 
 
+@pytest.mark.satellite
 def test_a_local_judge_is_the_softmax_of_the_first_token(folder):
     images, question = rand(3, 3, 40, 40), "yes no {prompt} ?"
     words = WORDS.split()
@@ -221,6 +222,7 @@ def test_a_local_judge_is_the_softmax_of_the_first_token(folder):
     assert check_reward(judge).ok
 
 
+@pytest.mark.satellite
 def test_a_local_judge_grades_and_compares(folder):
     image = rand(1, 3, 40, 40)
     row, words = by_hand(folder, image[0], "how one ?"), WORDS.split()
@@ -241,6 +243,7 @@ def test_a_local_judge_grades_and_compares(folder):
     assert 0 < tifa.score(image, [COWS]).item() < 1
 
 
+@pytest.mark.satellite
 def test_answers_that_a_local_judge_cannot_give(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"'maybe' is not allowed.*one token"):
         LocalJudge(folder, "{prompt}", {"yes": 1, "maybe": 0}).load()

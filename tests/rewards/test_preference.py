@@ -27,6 +27,7 @@ from flowrl.run.parts.registry import build
 from flowrl.testing import check_reward
 
 PROMPTS = [Prompt(text) for text in TEXTS]
+pytestmark = pytest.mark.satellite
 
 
 @pytest.fixture(scope="module")
