@@ -46,9 +46,10 @@ class PromptStream:
     def _pass(self) -> Tensor:
         """The indices of the prompts of one pass; of unequal weights, by systematic sampling."""
         order = torch.randperm(len(self.prompts), generator=self.generator)
-        weights = torch.tensor([prompt.weight for prompt in self.prompts], dtype=torch.float64)
-        if (weights == weights[0]).all():
+        given = [prompt.weight for prompt in self.prompts]
+        if len({*given}) == 1:
             return order
+        weights = torch.tensor(given, dtype=torch.float64)
         # each index is drawn as often as its interval of the cumulative weights has a point of a
         # grid of spacing 1 with a random offset
         ends = (weights / weights.max())[order].cumsum(0)
