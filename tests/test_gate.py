@@ -300,6 +300,7 @@ def test_an_adapter_in_a_file_that_nothing_reads_is_refused(tmp_path, capsys):
     assert "adapter = 'a' is not allowed; allowed: left out without tuning lora" in error
 
 
+@pytest.mark.satellite
 def test_an_option_that_nothing_reads_is_refused(tmp_path, capsys):
     out = f"--out {tmp_path}/new"
     for command in ("train", "compare --seeds 0"):

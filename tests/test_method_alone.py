@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 WITHOUT = """
 import sys
 for name in (
@@ -35,6 +37,7 @@ for method in METHODS.values():
 """
 
 
+@pytest.mark.satellite
 def test_every_method_trains_without_settings_files_worlds_and_commands():
     assert len(ITERATION.strip().splitlines()) <= 25
     subprocess.run([sys.executable, "-c", WITHOUT + ITERATION], check=True)

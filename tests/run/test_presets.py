@@ -90,6 +90,7 @@ def test_settings_of_all_combinations_are_the_reviewed_ones():
     assert json.loads(SNAPSHOT.read_text()) == {name: summary(name) for name in FLAVOURS}
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize("name", RUN)
 def test_a_combination_can_be_planned_and_every_difference_has_a_reason(name):
     _, rows = combined(name)

@@ -194,6 +194,7 @@ def test_an_order_of_other_prompts_is_not_continued():
     assert len(other.prompts.take(4)) == 4
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_run_says_that_it_compiles_before_it_does(compiled, tmp_path):
     states = []

@@ -34,6 +34,7 @@ TINY = TINY_RUN.replace(iterations=4, minibatches=2)
 LEARN = {"flow-grpo": {}, "tp-grpo": dict(method="tp-grpo"), "ascent": CASES["ascent"]}
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize("case", LEARN)
 def test_methods_learn_the_two_dimensional_world(case):
     config = preset("default").apply(world="mixture", iterations=20, **LEARN[case])
