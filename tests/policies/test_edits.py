@@ -131,6 +131,7 @@ def rows_of(policy, prompts):
     return policy.prompts.rows(policy.encode(prompts).tensors["prompt"])
 
 
+@pytest.mark.satellite
 def test_train_save_resume_and_the_plain_pipelines_image(case, tmp_path):
     """With references of three sizes and a reward that compares the image with them."""
 

@@ -43,6 +43,7 @@ def test_a_finished_run_continues_with_more_iterations(edited, tmp_path, capsys)
     assert json.loads((out / "done.json").read_text()) == {"iterations": 4}
 
 
+@pytest.mark.satellite
 def test_changed_settings_are_named_or_refused_if_they_have_no_effect(tmp_path, capsys):
     out = tmp_path / "run"
     assert flowrl_(f"train {OPTIONS} --iterations 3 --out {out}") == 0
@@ -115,6 +116,7 @@ def test_what_cannot_be_resumed_names_the_command_that_can(line, said, kept, cap
     assert said.format(kept) in shown.err and shown.err.count("\n") == 1 and shown.out == ""
 
 
+@pytest.mark.satellite
 @pytest.mark.parametrize("name", ["best", "last", "2", "000002"])
 def test_a_resume_begins_at_a_checkpoint_by_each_of_its_names(name, kept, tmp_path, capsys):
     run = shutil.copytree(kept / "run", tmp_path / "run")
