@@ -59,13 +59,13 @@ class LibraryLog(logging.Handler):
 @contextmanager
 def library_log() -> Iterator[LibraryLog]:
     """A context in which messages of libraries and Python's warnings go to the log, and progress
-    bars of tqdm are not drawn. Warnings of flowrl itself are printed.
+    bars of tqdm are not drawn. Warnings of flowrl itself are printed, each text once.
     """
     import tqdm
 
     log, root, bar = LibraryLog(), logging.getLogger(), tqdm.tqdm
     call, shown, drawn = logging.Logger.callHandlers, warnings.showwarning, bar.__init__
-    package = str(Path(__file__).parents[1])
+    package, said = str(Path(__file__).parents[1]), set[str]()
 
     def to_log(logger: logging.Logger, record: logging.LogRecord) -> None:
         if record.name.partition(".")[0] not in PRINT:
@@ -77,7 +77,9 @@ def library_log() -> Iterator[LibraryLog]:
         message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any
     ) -> None:
         if filename.startswith(package):
-            print(f"Warning: {message}", file=sys.stderr, flush=True)
+            if str(message) not in said:  # the checks before a run read its files, too
+                print(f"Warning: {message}", file=sys.stderr, flush=True)
+            said.add(str(message))
         else:
             text = f"{filename}:{lineno}: {category.__name__}: {message}"
             logging.getLogger("py.warnings").warning("%s", text)

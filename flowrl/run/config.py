@@ -400,7 +400,7 @@ class RunConfig:
             values = {name: value for name, value in values.items() if name != "format"}
         settings = read_values(values, RunConfig)
         if written:
-            settings = completed(str(source), written, settings, owners(RunConfig))
+            settings = completed(str(source), written, settings, owners(RunConfig), MODEL_ONLY)
         require_trust(settings, source, trust)
         return RunConfig.of(**settings)
 
@@ -475,7 +475,7 @@ def load_config(
     with reading(path):
         settings = read_settings(path, RunConfig).settings
         if "format" in values:
-            settings = completed(path, values["format"], settings, owners(RunConfig))
+            settings = completed(path, values["format"], settings, owners(RunConfig), MODEL_ONLY)
         kept = {name: value for name, value in settings.items() if name not in changes}
         require_trust(kept, path, trust)
         return Preset(str(path), settings).apply(planned=planned, **changes)

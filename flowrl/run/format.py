@@ -39,24 +39,26 @@ def require_format(path: Path | str, values: Any) -> None:
 
 
 def completed(
-    path: Path | str, written: str, given: Mapping[str, Any], needed: Iterable[str]
+    path: Path | str,
+    written: str,
+    given: Mapping[str, Any],
+    needed: Iterable[str],
+    for_models: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The settings `given` in the file `path`, which flowrl has written in the format `written`,
-    with those that later formats added.
+    with those that later formats added; of a run without a model not those `for_models`.
 
     Raises `ConfigError` unless all `needed` settings are there: of a damaged file, the defaults
     would be another run.
     """
     formats = [*ADDED]
     later = formats[formats.index(written) :] if written in ADDED else []
-    added = {name: value for each in later for name, value in ADDED[each].items()}
-    if "hold_out" in added and not given.get("model"):
-        added["hold_out"] = True  # the default: the setting is for models only
-    settings = {**added, **given}
+    settings = {name: value for each in later for name, value in ADDED[each].items()} | {**given}
     missing = [name for name in needed if name not in settings]
     if missing:
         names = ", ".join(missing[:3]) + (" and others" if len(missing) > 3 else "")
         raise ConfigError(
             f"{path} is damaged: {names} missing; a file with a format contains all settings"
         )
-    return settings
+    unused = () if settings.get("model") else {*for_models} - given.keys()
+    return {name: value for name, value in settings.items() if name not in unused}
