@@ -33,7 +33,13 @@ from flowrl.rollout import (
     transition_weights,
 )
 from flowrl.rollout.groups import PromptStream
-from flowrl.rollout.metrics import Clock, LossMetrics, credit_metrics, reward_metrics
+from flowrl.rollout.metrics import (
+    Clock,
+    LossMetrics,
+    credit_metrics,
+    reward_metrics,
+    source_metrics,
+)
 from flowrl.rollout.rollout import Collector
 from flowrl.rollout.values import OnImages, require_usable
 from flowrl.samplers import RandomSteps, trained_steps, transition_stds, windowed
@@ -249,6 +255,7 @@ class Trainer:
             "phases": clock.phases,
             **updated,
             **credit_metrics(experience, credit),
+            **source_metrics(experience),
         }
         if drop_zeros:
             row["dropped"] = int((experience.decisions.mask.any(-1) & ~(weights > 0).any(-1)).sum())

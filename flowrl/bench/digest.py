@@ -137,7 +137,7 @@ def own_files(config: RunConfig) -> list[Path]:
     that defines the class, and the module's own. Not covered: what these files import or read, and
     classes without Python source.
     """
-    algorithm, reward = config.algorithm, config.environment.reward
+    algorithm, reward = config.algorithm, config.environment.sources.reward
     chosen = {kind: getattr(algorithm, kind) for kind in ("credit", "sampler", "window", "loss")}
     world = {} if config.environment.world == "model" else {"world": config.environment.world}
     specs = {**chosen, "reward": reward, **world}

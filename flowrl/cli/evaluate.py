@@ -136,7 +136,7 @@ class Evaluate:
             end = None if options.model else config.evaluation.eval_samples
             prompts = prompts_of(world, environment.task, "heldout")[:end]
         prompts = prompts[: self.limit]
-        specs = self.reward or tuple(filter(None, [environment.reward]))
+        specs = self.reward or tuple(filter(None, [environment.sources.reward]))
         rewards = {
             spec: evaluation_reward(build("reward", spec, device=options.device)) for spec in specs
         } or {form: world.reward(form) for form in world.forms}
@@ -373,7 +373,7 @@ class Sample:
         """The prompts, and the reward that scores their images."""
         from flowrl.core.types import Prompt
         from flowrl.run.build import make_world
-        from flowrl.run.parts.prompts import read_prompts
+        from flowrl.run.parts.prompts import in_turns, read_sources
         from flowrl.run.parts.registry import build
         from flowrl.run.worlds import prompts_of
 
@@ -381,11 +381,11 @@ class Sample:
         if config.policy.model:
             device = config.policy.device
             reward = build("reward", self.reward, device=device) if self.reward else None
-            file = environment.heldout_prompts or environment.prompts
-            require(bool(texts or file), "prompts", texts, "one or more prompts")
+            sources = environment.sources.heldout or environment.sources.train
+            require(bool(texts or sources), "prompts", texts, "one or more prompts")
             if texts:
                 return list(map(Prompt, texts)), reward
-            return read_prompts(str(file))[:4], reward
+            return in_turns(read_sources(sources))[:4], reward
         require(not self.reward, "reward", self.reward, "left out: the world has its own")
         world = make_world(config)
         if texts := texts or (SHAPES_PROMPTS if world.name == "shapes" else None):

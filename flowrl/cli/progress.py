@@ -151,7 +151,7 @@ class Progress:
             evaluation = row["evaluation"] or {}
             scores = {"training": row.get("reward_mean"), "held out": evaluation.get("reward")}
             scores["strict"] = evaluation.get("strict")
-            scores |= evaluation.get("heldout", {})
+            scores |= evaluation.get("sources", {}) | evaluation.get("heldout", {})
             scores["diversity"] = evaluation.get("diversity")
             for name, value in scores.items():
                 if value is not None and math.isfinite(value):
@@ -282,7 +282,8 @@ def line_text(progress: Progress) -> str:
     if not (evaluation := row["evaluation"]):
         return line
     scores = {"reward": evaluation["reward"], "strict": evaluation.get("strict")}
-    scores |= {short(name): score for name, score in evaluation.get("heldout", {}).items()}
+    named = evaluation.get("sources", {}) | evaluation.get("heldout", {})
+    scores |= {short(name): score for name, score in named.items()}
     scores |= {"diversity": evaluation["diversity"]} if "diversity" in evaluation else {}
     texts = [
         f"{name} {progress.reward_text('held out' if name == 'reward' else name, score)}"

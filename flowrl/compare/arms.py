@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.cli.options import rule_name
-from flowrl.compare.results import REWARDS, run_folder
+from flowrl.compare.results import run_folder
 from flowrl.core.errors import MAX_SEED, ConfigError, require
 from flowrl.methods import METHODS
 from flowrl.run.config import EvaluationConfig, RunConfig
@@ -198,7 +198,8 @@ def check_arms(run: RunConfig, arms: Arms, seeds: Sequence[int]) -> None:
     need = "one file for all arms: of different training prompts, different ones would be held out"
     require(same, "heldout_prompts", first["heldout_prompts"], need)
     given = settings[0]["heldout_rewards"]
-    same = len({tuple(chosen[name] for name in REWARDS) for chosen in settings}) == 1
+    tasks = [config.environment for config in runs.values()]
+    same = len({(task.sources.reward, task.reward_form) for task in tasks}) == 1
     need = "one or more, the first of which compares arms that are trained on different rewards"
     require(same or len(given) > 0, "heldout_rewards", given, need)
 

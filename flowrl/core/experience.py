@@ -193,6 +193,27 @@ class Experience:
             else joined(cast(Tensor, record.features) for record in records),
         )
 
+    def groups(self, rows: Sequence[int]) -> "Experience":
+        """The record of the groups `rows`."""
+        index = torch.tensor(rows)
+
+        def taken(table: Any) -> Any:
+            return None if table is None else table[index.to(table.device)]
+
+        ran, condition = self.trajectories, self.condition
+        return replace(
+            self,
+            prompts=[self.prompts[row] for row in rows],
+            values=taken(self.values),
+            decisions=replace(self.decisions, mask=taken(self.decisions.mask)),
+            valid=taken(self.valid),
+            parts={name: taken(table) for name, table in self.parts.items()},
+            trajectories=ran and replace(ran, states=taken(ran.states), outputs=taken(ran.outputs)),
+            log_probs=taken(self.log_probs),
+            condition=condition and condition.take(index),
+            features=taken(self.features),
+        )
+
     def only(self, fields: Collection[str]) -> "Experience":
         """The record without those of the `LARGER` fields that `fields` does not contain."""
         return replace(self, **{name: None for name in LARGER if name not in fields})

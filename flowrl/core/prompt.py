@@ -101,6 +101,8 @@ class Prompt:
         metadata: data that a verifier needs (for example the requested objects).
         images: the images to which the text refers, which condition the network too: that to edit.
         weight: how often training draws the prompt, relative to the others.
+        source: name of the source that it is from; "" if there is one. Credit is assigned within a
+            source.
 
     Raises:
         ConfigError: the text has a NUL character, or the weight is not a finite number above 0.
@@ -110,6 +112,7 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[ReferenceImage, ...] = ()
     weight: float = 1
+    source: str = ""
 
     def __post_init__(self) -> None:
         number = type(self.weight) in (int, float) and 0 < self.weight < math.inf

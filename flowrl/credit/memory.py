@@ -12,6 +12,7 @@ from torch import Tensor
 from flowrl.core.checks import checked
 from flowrl.core.experience import CreditTable, Decisions, Experience, Needs, ValueTable
 from flowrl.core.options import Share, checked_options
+from flowrl.core.prompt import Prompt
 from flowrl.credit.table import (
     STD_EPSILON,
     Clamp,
@@ -176,7 +177,7 @@ class ValueTracker:
         keys: Sequence[Hashable] = range(len(values))
         memory: dict[Hashable, Tracked] = {}
         if record is not None:
-            keys, memory = [text_key(prompt.key) for prompt in record.prompts], self.memory
+            keys, memory = [prompt_key(prompt) for prompt in record.prompts], self.memory
         members = decisions.mask.any(-1)
         require_columns(values, decisions, self, last_column(decisions.mask))
         final = values[..., -1].double()
@@ -215,7 +216,12 @@ def tracked(values: Tensor) -> Tracked:
     return Tracked(float(len(values)), float(mean), float((values - mean).square().mean()))
 
 
+def prompt_key(prompt: Prompt) -> int:
+    """A signed 64-bit hash of what conditions the network, and of the prompt's source."""
+    return text_key(prompt.key + f"\0{prompt.source}" * bool(prompt.source))
+
+
 def text_key(text: str) -> int:
-    """A signed 64-bit hash of a prompt's text, or its key with images."""
+    """A signed 64-bit hash of a text."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big", signed=True)

@@ -205,7 +205,9 @@ def require_columns(
 
 def credit_of(rule: CreditAssigner, experience: Experience) -> Credit:
     """The checked credit of a rule: the result of ``assign(values, decisions)``, or of
-    ``assign(values, decisions, record)`` if its `Needs` name fields of the record.
+    ``assign(values, decisions, record)`` if its `Needs` name fields of the record. If the prompts
+    are from several sources, whose rewards need not be on one scale, the rule is applied to the
+    groups of each source separately.
 
     Args:
         rule: the credit rule.
@@ -219,6 +221,17 @@ def credit_of(rule: CreditAssigner, experience: Experience) -> Credit:
         CreditError: the result has a wrong type or shape, is not finite where the mask is true, or
             has weights outside [0, 1] or of 0 only.
     """
+    groups = dict[str, list[int]]()
+    for row, prompt in enumerate(experience.prompts):
+        groups.setdefault(prompt.source, []).append(row)
+    if len(groups) > 1:
+        order = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
+        parts = [credit_of(rule, experience.groups(rows)) for rows in groups.values()]
+        advantages, weights = (
+            torch.cat([cast(Tensor, getattr(part, name)) for part in parts])[order]
+            for name in ("advantages", "weights")
+        )
+        return Credit(advantages, weights)
     fields, mask = needs_of(rule).fields, experience.decisions.mask
     record = (experience.only(fields),) if fields else ()
     call, assign = f"{type(rule).__name__}.assign", cast(Any, rule.assign)

@@ -17,7 +17,7 @@ from flowrl.core.errors import RewardError, require
 from flowrl.core.options import allowed, checked_options
 from flowrl.core.protocols import AnyReward, GroupReward, RewardModel
 from flowrl.core.types import ImagesOrVideos, Prompt
-from flowrl.rewards.contract import checked_scores
+from flowrl.rewards.contract import checked_scores, refusal
 from flowrl.rewards.images import Frames, Images, chosen_frames, is_video
 
 Finite = Annotated[float, Gt(-math.inf), Lt(math.inf)]
@@ -177,6 +177,111 @@ class GroupSum(RewardSum):
     def score_groups(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """The weighted sum [prompt, member]."""
         return self.total(self.group_parts(images, prompts))
+
+
+@dataclass(frozen=True)
+class SourceRewards:
+    """A reward for each source of prompts; what `BySource` and `GroupBySource` share.
+
+    Args:
+        models: rewards by name.
+        sources: by source (`Prompt.source`) the name of its reward; empty: the sources are the
+            names.
+    """
+
+    models: Mapping[str, Any]
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        fits = bool(self.models) and {*self.sources.values()} <= self.models.keys()
+        need = f"a source: the name of one of the models {', '.join(self.models)}"
+        require(fits, f"{type(self).__name__}.sources", dict(self.sources), need)
+
+    def name(self, prompt: Prompt) -> str:
+        """The name of the reward of a prompt. Raises `RewardError` if its source has none."""
+        names = self.sources or {name: name for name in self.models}
+        if prompt.source not in names:
+            raise RewardError(
+                f"by-source: the prompt {prompt.text!r:.60} is of the source {prompt.source!r};"
+                f" allowed: {', '.join(names)}"
+            )
+        return names[prompt.source]
+
+    def refuses(self, prompt: Prompt) -> str:
+        """Why the reward of the prompt's source cannot score its images; "" if it can."""
+        return refusal(self.models[self.name(prompt)], prompt)
+
+    def each(
+        self, scores: Callable[..., Tensor], images: Tensor, prompts: Sequence[Prompt]
+    ) -> Tensor:
+        """`scores` of each reward for the prompts of its sources."""
+        names, parts, order = [self.name(prompt) for prompt in prompts], list[Tensor](), list[int]()
+        for name in dict.fromkeys(names):
+            rows = [row for row, other in enumerate(names) if other == name]
+            some = [prompts[row] for row in rows]
+            parts.append(scores(self.models[name], images[rows], some, f"reward {name!r}").float())
+            order += rows
+        return torch.cat(parts)[torch.tensor(order).argsort().to(parts[0].device)]
+
+
+@checked_options
+@dataclass(frozen=True)
+class BySource(SourceRewards):
+    """R = the reward of the source that the prompt is from.
+
+    Scores of different sources need not be on one scale: credit is assigned within a source. The
+    components of a weighted sum in `models` are not logged. A run with several sources of prompts
+    makes this reward itself, as in ``--prompts "signs.txt @ ocr" "objects.jsonl @ geneval"``.
+
+    Args:
+        models: reward models of single samples, by name.
+        sources: by source (`Prompt.source`) the name of its reward; empty: the sources are the
+            names.
+
+    Raises:
+        ConfigError: there are no models, or a source has none.
+    """
+
+    models: Mapping[str, RewardModel]
+
+    def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """Scores [sample]. Raises `RewardError` for a prompt of another source."""
+        return self.each(checked_scores, images, prompts)
+
+
+@checked_options
+@dataclass(frozen=True)
+class GroupBySource(SourceRewards):
+    """`BySource` if some of the rewards compare the members of a group."""
+
+    models: Mapping[str, AnyReward]
+
+    @property
+    def evaluation(self) -> RewardModel:
+        """The evaluation reward of each source."""
+        single = {name: evaluation_reward(model) for name, model in self.models.items()}
+        return BySource(single, self.sources)
+
+    def score_groups(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """Scores [prompt, member]. Raises `RewardError` for a prompt of another source."""
+        return self.each(scores_of_members, images, prompts)
+
+
+def by_source(
+    models: Mapping[str, AnyReward], sources: Mapping[str, str] | None = None
+) -> BySource | GroupBySource:
+    """A reward for each source of prompts: `BySource`, or `GroupBySource` if some compare the
+    members of a group.
+
+    Args:
+        models: rewards by name.
+        sources: by source the name of its reward; None: the sources are the names.
+
+    Raises:
+        ConfigError: there are no models, or a source has none.
+    """
+    grouped = any(isinstance(model, GroupReward) for model in models.values())
+    return (GroupBySource if grouped else BySource)(models, sources or {})  # pyright: ignore
 
 
 def scores_of_members(

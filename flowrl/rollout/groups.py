@@ -20,7 +20,8 @@ class PromptStream:
 
     In a pass over n prompts with weights w_i, prompt i is drawn n w_i / sum(w) times, rounded up or
     down at random so that this is the mean, and n draws are made: with equal weights each prompt
-    once.
+    once. Prompts of several sources are drawn in turns, each source as often as the weights of its
+    prompts say.
 
     Args:
         prompts: the training prompts.
@@ -47,8 +48,11 @@ class PromptStream:
         """The indices of the prompts of one pass; of unequal weights, by systematic sampling."""
         order = torch.randperm(len(self.prompts), generator=self.generator)
         given = [prompt.weight for prompt in self.prompts]
-        if len({*given}) == 1:
+        names = {prompt.source: number for number, prompt in enumerate(self.prompts)}
+        source = torch.tensor([names[prompt.source] for prompt in self.prompts])
+        if len(names) == len({*given}) == 1:
             return order
+        order = order[source[order].argsort(stable=True)]
         weights = torch.tensor(given, dtype=torch.float64)
         # each index is drawn as often as its interval of the cumulative weights has a point of a
         # grid of spacing 1 with a random offset
@@ -57,7 +61,16 @@ class PromptStream:
         points = torch.arange(len(order), dtype=torch.float64) + offset
         drawn = torch.searchsorted(ends, points / len(order) * ends[-1], right=True)
         drawn = order[drawn.clamp(max=len(order) - 1)]
-        return drawn[torch.randperm(len(order), generator=self.generator)]
+        drawn = drawn[torch.randperm(len(order), generator=self.generator)]
+        if len(names) == 1:
+            return drawn
+        # the k-th of a source's m draws at (k + u) / m of the pass
+        place = torch.empty(len(order), dtype=torch.float64)
+        for number in names.values():
+            rows = source[drawn] == number
+            offset = torch.rand((), generator=self.generator, dtype=torch.float64)
+            place[rows] = (torch.arange(int(rows.sum())) + offset) / rows.sum()
+        return drawn[place.argsort(stable=True)]
 
     def upcoming(self, count: int) -> list[Prompt]:
         """The distinct prompts among the next `count`, in order; the position does not change."""

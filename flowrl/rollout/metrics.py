@@ -60,6 +60,24 @@ def reward_metrics(values: Tensor) -> Row:
     return metrics
 
 
+def source_metrics(experience: Experience) -> Row:
+    """The mean reward of each source, and its share of groups with equal rewards; nothing for
+    prompts of one source.
+    """
+    names = [prompt.source for prompt in experience.prompts]
+    if len({*names}) < 2:
+        return {}
+    final = experience.values[..., -1]
+    equal = final.nan_to_num(-torch.inf).amax(1) - final.nan_to_num(torch.inf).amin(1) < 1e-6
+    rows = {name: torch.tensor([name == other for other in names]) for name in sorted({*names})}
+    return {
+        "sources": {name: float(final[row].nanmean()) for name, row in rows.items()},
+        "zero_spread_sources": {
+            name: float(equal[row].float().mean()) for name, row in rows.items()
+        },
+    }
+
+
 def gradient_noise(first: float, share: float, whole: float) -> Row:
     """Signal |G|^2 and noise N, the trace of the covariance, of a mini-batch's gradient with mean
     G, from |g_s|^2 = `first` of its first micro-batch with share s of its weights, and |g|^2 =

@@ -20,6 +20,7 @@ from flowrl.core.protocols import (
     GroupReward,
     MultistepSolver,
     RewardModel,
+    Stateful,
     TimeDraw,
     World,
 )
@@ -54,9 +55,9 @@ def make_world(config: RunConfig, distributed: Distributed = Distributed()) -> W
     """
     environment, model = config.environment, config.policy.model
     if model:
-        parts = environment.prompts, environment.heldout_prompts, environment.reward
         device = environment.reward_device or config.policy.device
-        chosen = ModelWorld(model, *parts, device, distributed, environment.hold_out)
+        given = environment.sources, device, distributed, environment.hold_out
+        chosen = ModelWorld(model, *given)
     else:
         chosen = world(environment.world)
     for name, value, known in (
@@ -142,6 +143,16 @@ def make_method(config: RunConfig) -> Method:
             scale = getattr(config.policy, name)
             require(scale is None, name, scale, need)
         trained = first_trained_steps(config)
+    several = len(config.environment.sources.train) > 1
+    fits = not (
+        several
+        and isinstance(method.credit, Stateful)
+        and "prompts" not in needs_of(method.credit).fields
+    )
+    allowed = (
+        "one without a memory, or with a memory by prompt: there are several sources of prompts"
+    )
+    require(fits, "credit", type(method.credit).__name__, allowed)
     # if the sampler draws no transition, the initial noise is the only decision
     fits = bool((stds > 0).any()) or isinstance(method.credit.probe, NoProbe)
     sampler = part_text("sampler", method.sampler)
@@ -167,8 +178,8 @@ def make_reward(config: RunConfig) -> AnyReward:
     and bias.
     """
     environment = config.environment
-    if environment.reward:
-        spec, device = environment.reward, environment.reward_device or config.policy.device
+    if spec := environment.sources.reward:
+        device = environment.reward_device or config.policy.device
         model: AnyReward = build("reward", spec, device=device)
     else:
         model = make_world(config).reward(environment.reward_form)
@@ -186,7 +197,7 @@ def check(config: RunConfig) -> World:
     """
     world = make_world(config)
     make_method(config)
-    if spec := config.environment.reward:
+    if spec := config.environment.sources.reward:
         check_spec("reward", spec)
     RewardGuard.of(config)
     make_heldout_metrics(config, world)

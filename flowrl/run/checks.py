@@ -142,7 +142,7 @@ class _Checks:
         if self.out is None:  # a run that has begun goes on with its prompts
             return ""
         environment, texts = self.config.environment, list[str]()
-        spec = environment.reward
+        spec = environment.sources.reward
         if spec and _can_be_asked("reward", spec):
             reward = make_reward(self.config)
             require_packages(reward)
@@ -170,7 +170,7 @@ class _Checks:
         places of those that it cannot.
         """
         environment, asked = self.config.environment, 0
-        sources = {"train": environment.prompts, "heldout": environment.heldout_prompts}
+        sources = {"train": environment.sources.train, "heldout": environment.sources.heldout}
         for part, prompts in self._prompts.items():
             if part == "heldout" and prompts == self._prompts["train"]:
                 continue
@@ -179,10 +179,17 @@ class _Checks:
             if not reasons:
                 continue
             places = [f"number {number}" for number in range(1, len(prompts) + 1)]
-            if self.config.policy.model and (source := sources[part] or environment.prompts):
-                found = zip(read_prompts(source), prompt_places(source), strict=True)
-                by_prompt = {prompt_lines([one]): place for one, place in reversed([*found])}
-                places = [by_prompt[prompt_lines([one])] for one in prompts]
+            if self.config.policy.model:
+                given = sources[part] or sources["train"]
+                by_prompt = {
+                    _identity(replace(one, source=source.name)): place
+                    + f" of {source.place}" * bool(source.name)
+                    for source in reversed(given)
+                    for one, place in reversed(
+                        [*zip(read_prompts(source.place), prompt_places(source.place), strict=True)]
+                    )
+                }
+                places = [by_prompt[_identity(one)] for one in prompts]
             listed = "; ".join(f"{places[n]}: {reasons[n]}" for n in [*reasons][:SHOWN])
             more = f" and {len(reasons) - SHOWN:,} more" if len(reasons) > SHOWN else ""
             setting = "prompts" if part == "train" else "heldout_prompts"
@@ -261,6 +268,11 @@ class _Checks:
             return ""
         require_no_run(self.out)
         return f"{self.out} is free"
+
+
+def _identity(prompt: Prompt) -> bytes:
+    """A prompt without its weight, which may be that of a source."""
+    return prompt_lines([replace(prompt, weight=1)])
 
 
 def _adapters(pipe: Any, options: PolicyOptions) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Count, NonNegative, Positive, Seed, Share, Text, Unset, Whole
 from flowrl.core.policy_options import Batch, PolicyOptions, Switch
 from flowrl.run.format import completed, require_format
+from flowrl.run.parts.prompt_sources import Sources, sources_of
 from flowrl.run.parts.settings import (
     fields_of,
     flat,
@@ -109,12 +110,13 @@ class EnvironmentConfig:
     """Standard deviation of the noise added to every training score; not added in evaluation."""
     reward_bias: float = 0.0
     """Weight of the mean pixel value added to every training score; not added in evaluation."""
-    prompts: Text = None
+    prompts: tuple[str, ...] = ()
     """Training prompts for `model`: a text file with one prompt per line, a .jsonl file with
     "prompt" and metadata, a slice of a generated list, as in compositional[0:500] (also text,
-    images), or a dataset: hf(name=NAME, split=..., column=...).
+    images), or a dataset: hf(name=NAME, split=..., column=...). Several sources, each with its
+    reward and its share: "ocr.txt @ ocr" "objects.jsonl @ geneval weight=2".
     """
-    heldout_prompts: Text = None
+    heldout_prompts: tuple[str, ...] = ()
     """Evaluation prompts for `model`, in the same forms as `prompts`; default: the preset's, or
     with other `prompts` than the preset's see `hold_out`.
     """
@@ -122,6 +124,11 @@ class EnvironmentConfig:
     """Without `heldout_prompts`, hold a tenth of `prompts` (8 to 64 of 16 or more) out of training
     for evaluations; false: evaluate on the training prompts.
     """
+
+    @property
+    def sources(self) -> Sources:
+        """The sources of the prompts, and the reward of all. Raises `ConfigError`."""
+        return sources_of(self.prompts, self.heldout_prompts, self.reward or "")
 
     @property
     def world_name(self) -> str:

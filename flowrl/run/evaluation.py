@@ -6,7 +6,9 @@ therefore reveal reward hacking. Also the trajectory record of a run.
 
 import itertools
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -156,13 +158,14 @@ class Evaluation:
     """The result of an evaluation.
 
     Args:
-        scores: mean scores by form.
+        scores: mean scores by form. With prompts of several sources, the mean of a score is the
+            mean of the sources' means, weighted by their shares.
         row: the entries of a metrics line: "reward", the trained score (that of the form, or of the
             custom reward); `scores`; "seconds"; with held-out rewards, or errors of the training
             reward, "proxy", its mean with its errors, and "spread", standard deviations over
             samples by name; "heldout", each held-out reward's mean over valid samples;
             "diversity", the mean over prompts of `rewards.diversity.pairwise_diversity` of further
-            samples.
+            samples; "sources", with several, the trained score's mean of each.
         images: images of the first samples; of videos, `stills`.
         image_scores: their scores, by the custom reward if there is one.
         prompts: their prompts.
@@ -221,6 +224,9 @@ def evaluate(
     started = time.perf_counter()
     heldout, share = world.prompts(task, "heldout"), distributed.assign(count)
     prompts = [heldout[i % len(heldout)] for i in range(count)]
+    share_of = Counter[str]()
+    for prompt in heldout:
+        share_of[prompt.source] += prompt.weight  # pyright: ignore[reportArgumentType]
     metrics, training = heldout_metrics, form if reward is None else CUSTOM
     models = {name: world.reward(name) for name in world.forms}
     if reward is not None:
@@ -281,15 +287,30 @@ def evaluate(
         parts: list[Any] = [values[name] for values in gathered]
         return None if any(part is None for part in parts) else torch.cat(parts)
 
-    def mean(name: str, errors: Any = 0.0) -> float | None:
+    def mean(
+        name: str, errors: Any = 0.0, average: Callable[[Tensor], float] | None = None
+    ) -> float | None:
         """The mean over valid samples; None if an optional metric could not be measured."""
         table = together(name)
         if table is None or not bool(table.isnan().all()):
-            return None if table is None else float((table + errors).nanmean())
+            return None if table is None else (average or over_sources)(table + errors)
         error = RewardError(f"evaluation: {name} marked all {len(table)} samples invalid")
         if name in models:
             raise error
         return _warn(name, error)
+
+    def of_source(table: Tensor, source: str) -> float:
+        """The mean over the valid samples of a source; NaN without any."""
+        return float(table[[prompt.source == source for prompt in prompts]].nanmean())
+
+    def over_sources(table: Tensor) -> float:
+        """The mean over valid samples; of several sources the weighted mean of their means."""
+        if len(share_of) == 1:
+            return float(table.nanmean())
+        means = {source: of_source(table, source) for source in share_of}
+        known = {source: value for source, value in means.items() if math.isfinite(value)}
+        weights = sum(share_of[source] for source in known)
+        return sum(share_of[source] * value for source, value in known.items()) / weights
 
     def spread(name: str, errors: Any = 0.0) -> float | None:
         """The standard deviation over valid samples; None as for `mean`."""
@@ -307,9 +328,12 @@ def evaluate(
     if metrics.rewards:
         row["heldout"] = {spec: mean(HELDOUT + spec) for spec in metrics.rewards}
     if metrics.features is not None:
-        row[DIVERSITY] = mean(DIVERSITY)
+        row[DIVERSITY] = mean(DIVERSITY, average=lambda table: float(table.nanmean()))
     images, trained = together("images"), together(training)
     assert images is not None and trained is not None
+    if len(share_of) > 1:
+        means = {source: of_source(trained, source) for source in share_of}
+        row["sources"] = {source: value for source, value in means.items() if math.isfinite(value)}
     return Evaluation(scores, row, images, trained[:keep], prompts[:keep])
 
 

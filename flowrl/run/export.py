@@ -158,7 +158,7 @@ def export_facts(
         parts = read_json(path, dict[str, str]) if path.is_file() else {}
         facts |= {
             "method": config.algorithm.method,
-            "reward": without_folders(str(config.environment.reward or "")),
+            "reward": without_folders(str(config.environment.sources.reward)),
             "iteration": str(iteration),
             "weights": "live" if live else "average",
             "resolution": f"{policy.width or policy.resolution}x{policy.resolution}",

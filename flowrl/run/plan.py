@@ -488,7 +488,7 @@ def times(counts: Plan, config: RunConfig, counted: Memory, card: str) -> Times:
     operations += math.ceil(gradient / micro) * counted.gradient_operations
     operations += math.ceil(rest / micro) * counted.forward_operations
     images = p.reward_calls * share
-    words = re.findall(r"[\w.]+", config.environment.reward or "")
+    words = re.findall(r"[\w.]+", config.environment.sources.reward)
     narrow = config.policy.decode_dtype != "float32"
     decode = counted.decode_flops / (rate if narrow else rate / 2)  # TF32
     return Times(
@@ -578,7 +578,7 @@ def times_text(counts: Plan, config: RunConfig, card: str) -> str:
     evaluations = config.iterations / config.evaluation.eval_every
     hours = (config.iterations * t.iteration + evaluations * t.evaluation) / 3600
     known = [*REWARD_FLOPS, *REWARD_SECONDS]
-    unknown = not set(re.findall(r"[\w.]+", config.environment.reward or "")) & set(known)
+    unknown = not set(re.findall(r"[\w.]+", config.environment.sources.reward)) & set(known)
     lines = {
         **used,
         "iteration": " + ".join(f"{name} {value:.1f}" for name, value in phases.items() if value)

@@ -10,6 +10,7 @@ from flowrl.core.errors import require
 from flowrl.core.protocols import MultistepSolver
 from flowrl.run.build import make_world, run_method
 from flowrl.run.config import RunConfig
+from flowrl.run.parts.prompt_sources import rewards_of
 from flowrl.run.parts.registry import options_of
 from flowrl.run.parts.settings import owners
 from flowrl.run.parts.specs import parse_spec
@@ -55,6 +56,11 @@ def _has_reference(config: RunConfig) -> bool:
     return run_method(config).loss.needs_reference
 
 
+def _texts(config: RunConfig) -> list[tuple[str]]:
+    """The sources of prompts."""
+    return [(text,) for text in (*config.environment.prompts, *config.environment.heldout_prompts)]
+
+
 READ_IF: dict[str, Callable[[RunConfig], bool]] = {
     "noise_level": partial(_takes, "sampler", "noise_level"),
     **{name: partial(_takes, "loss", name) for name in ("clip_range", "kl_weight")},
@@ -74,6 +80,7 @@ READ_IF: dict[str, Callable[[RunConfig], bool]] = {
     ),
     **dict.fromkeys(("tracker_entity", "tracker_tags"), lambda run: run.logging.tracker == "wandb"),
     "reward_form": lambda run: not run.environment.reward,
+    "reward": lambda run: not run.environment.prompts or not all(map(rewards_of, _texts(run))),
     "hold_out": lambda run: bool(run.policy.model) and not run.environment.heldout_prompts,
     "loss_scale": lambda run: run.policy.dtype == "float16",
 }
@@ -88,6 +95,7 @@ NEEDS = {
     **dict.fromkeys(("tracker_project", "tracker_name"), "tracker wandb or trackio"),
     **dict.fromkeys(("tracker_entity", "tracker_tags"), "tracker wandb"),
     "reward_form": "a reward of the task",
+    "reward": "a source of prompts that has no reward of its own",
     "hold_out": "prompts of the user's own, or with heldout_prompts",
 }
 """What a setting needs so that something reads it, in words."""

@@ -294,7 +294,7 @@ def profile_path(trainer: Trainer, config: RunConfig) -> Path:
         "policy": policy,
         "rollout": vars(config.rollout),
         "optim": vars(config.optim),
-        "rewards": [config.environment.reward, config.evaluation.heldout_rewards],
+        "rewards": [config.environment.sources.reward, config.evaluation.heldout_rewards],
         "versions": versions(),
     }
     digest = hashlib.sha256(json.dumps(given, sort_keys=True, default=str).encode())

@@ -8,7 +8,7 @@ built in are in prompts.jsonl and heldout-prompts.jsonl.
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from flowrl.core.protocols import World
 from flowrl.run.checkpoint import Checkpoints, read_values
 from flowrl.run.config import SIZES, TRACKER, RunConfig, load_config
 from flowrl.run.io import write_bytes
+from flowrl.run.parts.prompt_sources import Source, source_of
 from flowrl.run.parts.prompts import prompt_lines, read_prompts
 from flowrl.run.parts.registry import KINDS
 from flowrl.run.parts.settings import options_text
@@ -87,10 +88,23 @@ def differences(
     differ. Sizes that are auto now are as before, and so are the run's own held-out prompts.
     """
     same = [name for name in SIZES if now[name] == "auto"]
-    if now["heldout_prompts"] == str(folder / FILES["heldout"]):
+    if now["heldout_prompts"] == [str(folder / FILES["heldout"])]:
         same.append("heldout_prompts")
-    names = [name for name in now if name in before and name not in same]
-    return {name: [before[name], now[name]] for name in names if now[name] != before[name]}
+    pairs = {
+        name: [_as_now(before[name], now[name]), now[name]]
+        for name in now
+        if name in before and name not in same
+    }
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _as_now(before: Any, now: Any) -> Any:
+    """The value of a setting before, which was one text in earlier versions, as it is written
+    now.
+    """
+    return (
+        [*filter(None, [before])] if isinstance(now, list) and isinstance(before, str) else before
+    )
 
 
 def changed_settings(folder: Path, config: RunConfig) -> dict[str, list[Any]]:
@@ -114,7 +128,7 @@ def told_changes(folder: Path, config: RunConfig) -> dict[str, list[Any]]:
     return {
         name: values
         for name, values in changed.items()
-        if name not in kept or values[-1] != kept[name]
+        if name not in kept or values[-1] != _as_now(kept[name], values[-1])
     }
 
 
@@ -122,8 +136,17 @@ def _is_free(name: str, values: Sequence[Any]) -> bool:
     """Whether a resume may change a setting from one of `values` to the other: it is one of `FREE`,
     or names a file or folder that was moved.
     """
+    if name in SETTINGS.values():
+        moved = [[_without_folder(text) for text in value] for value in values]
+        return all(values) and moved[0] == moved[-1]
     texts = all(isinstance(value, str) and value and "(" not in value for value in values)
     return name in FREE or (texts and len({Path(value).name for value in values}) == 1)
+
+
+def _without_folder(text: str) -> Source:
+    source = source_of(text)
+    place = source.place
+    return replace(source, place=place if "(" in place else Path(place).name)
 
 
 def recorded_changes(
@@ -139,7 +162,7 @@ def recorded_changes(
     else:  # of an earlier version
         changed = changed_settings(folder, config)
     if checkpoint.get("prompts", digest) != digest and "prompts" not in changed:
-        source = config.environment.prompts or config.environment.world_name
+        source = ", ".join(config.environment.prompts) or config.environment.world_name
         changed["prompts"] = [source, f"{source} with other content"]
     _refuse_fixed(folder, config, changed)
     kept = {"iterations"} if config.optim.final_share != 1 else set()
@@ -264,7 +287,8 @@ def changed_prompts(folder: Path, world: World, config: RunConfig) -> dict[str, 
         stored, lines = read_bytes(folder / name), stored_lines(world, environment.task, part)
         if stored != lines:
             setting = SETTINGS[part]
-            source = getattr(environment, setting) or environment.prompts or world.name
+            given = getattr(environment, setting) or environment.prompts
+            source = ", ".join(given) or world.name
             before, now = (text.count(b"\n") for text in (stored, lines))
             changed[part] = f"{setting} {source} ({before} prompts at the start, {now} now)"
     return changed
@@ -276,7 +300,8 @@ def with_stored_prompts(folder: Path, config: RunConfig) -> RunConfig:
     """
     if not config.policy.model or not all((folder / name).exists() for name in FILES.values()):
         return config
-    return config.replace(**{SETTINGS[part]: str(folder / name) for part, name in FILES.items()})
+    files = {SETTINGS[part]: str(folder / name) for part, name in FILES.items()}
+    return config.replace(reward=config.environment.sources.reward, **files)
 
 
 def stored_heldout(folder: Path, config: RunConfig) -> list[Prompt]:
@@ -299,7 +324,7 @@ def resumed_prompts(
 
     Evaluations keep the stored held-out prompts, so that they stay comparable, unless the setting
     `heldout_prompts` has changed. Raises `ConfigError` for changed prompts without consent to a
-    `change`, and for other held-out prompts of a user's world.
+    `change`, and for other held-out prompts of a user's world or of several sources.
     """
     changed = changed_prompts(folder, world, config)
     name, settings = SETTINGS["heldout"], changed_settings(folder, config)
@@ -308,7 +333,8 @@ def resumed_prompts(
     model, held = bool(config.policy.model), folder / FILES["heldout"]
     if not changed:
         return config, ""
-    if not change or ("heldout" in changed and not model):
+    several = len(config.environment.sources.train) > 1
+    if not change or ("heldout" in changed and (several or not model)):
         raise ConfigError(
             f"{folder}: prompts have changed since the run started: {'; '.join(changed.values())}."
             f" Restore them; the run's own are in {folder / FILES['train']} and {held}."

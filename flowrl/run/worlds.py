@@ -19,7 +19,8 @@ from flowrl.core.types import Prompt
 from flowrl.rewards import evaluation_reward
 from flowrl.run.distributed import Distributed
 from flowrl.run.models.load import embed_prompts, load_policy
-from flowrl.run.parts.prompts import held_out, read_prompts
+from flowrl.run.parts.prompt_sources import Sources
+from flowrl.run.parts.prompts import held_out, in_turns, read_sources, with_shares
 from flowrl.run.parts.registry import build, check_part
 from flowrl.run.parts.specs import parse_spec
 from flowrl.run.reading import read_bytes, read_json, reading
@@ -49,10 +50,8 @@ class ModelWorld:
 
     Args:
         model: folder of the pipeline, or its name on the Hub (see `load_policy`).
-        prompts: file of the training prompts.
-        heldout_prompts: file of the held-out prompts; None: see `hold_out`, or else the training
-            prompts.
-        reward: spec of the reward.
+        sources: the sources of the training and held-out prompts, and the reward. Without held-out
+            ones, see `hold_out`, or else the training prompts.
         device: device of the reward's network.
         distributed: the processes.
         hold_out: without held-out prompts, hold some of the training prompts out (`held_out`).
@@ -69,25 +68,24 @@ class ModelWorld:
     def __init__(
         self,
         model: str,
-        prompts: str | None,
-        heldout_prompts: str | None,
-        reward: str | None,
+        sources: Sources,
         device: str = "cpu",
         distributed: Distributed = Distributed(),
         hold_out: bool = False,
     ) -> None:
-        prompts, reward = prompts or "", reward or ""
-        require(prompts != "", "prompts", prompts, "a prompt file, or hf(name=NAME)")
+        train, heldout, reward = sources.train, sources.heldout, sources.reward
+        require(bool(train), "prompts", "", "a prompt file, or hf(name=NAME)")
         allowed = "NAME of a reward or path/to/file.py:Class: a model has none of its own"
         require(reward != "", "reward", reward, allowed)
         self._model, self._spec, self._device = model, reward, device
         files = "a file or a list: a resumed run reads the prompts again"
-        require("-" not in (prompts, heldout_prompts), "prompts", "-", files)
-        self._every = distributed.in_main(lambda: read_prompts(prompts))
-        self._training = self._heldout = self._every
+        require("-" not in {source.place for source in (*train, *heldout)}, "prompts", "-", files)
+        self._every = distributed.in_main(lambda: read_sources(train))
+        self._training, self._sources = self._every, train
+        self._heldout = in_turns(self._every)
         self.evaluated_on = ""
-        if heldout_prompts:
-            self._heldout = distributed.in_main(lambda: read_prompts(heldout_prompts))
+        if heldout:
+            self._heldout = in_turns(distributed.in_main(lambda: read_sources(heldout)))
         elif hold_out:
             self.hold_out(held_out(self._every))
 
@@ -96,9 +94,11 @@ class ModelWorld:
         are both. `evaluated_on` says so.
         """
         keys, count = {prompt.key for prompt in prompts}, len(self._every)
-        self._heldout = list(prompts) or self._every
-        self._training = [prompt for prompt in self._every if prompt.key not in keys]
-        require(bool(self._training), "prompts", count, "one or more that are not held out")
+        self._heldout = in_turns(with_shares(prompts or self._every, self._sources))
+        left = [prompt for prompt in self._every if prompt.key not in keys]
+        every, kept = ({prompt.source for prompt in some} for some in (self._every, left))
+        require(every == kept, "prompts", count, "one or more of each source that are not held out")
+        self._training = with_shares(left, self._sources)
         instead = "--heldout-prompts FILE"
         self.evaluated_on = (
             f"{len(prompts)} prompts are held out of training for evaluations, which leaves"

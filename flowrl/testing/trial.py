@@ -147,7 +147,10 @@ def reward_trial(
         if the new scores differ by more than `SHARE` of the batch's standard deviation, and scores
         of the same samples in the same order do not.
     """
-    setting, spec = "heldout_rewards" if heldout else "reward", heldout or config.environment.reward
+    setting, spec = (
+        "heldout_rewards" if heldout else "reward",
+        heldout or config.environment.sources.reward,
+    )
     if not any(own_parts({setting: spec})):
         return None
     name, grouped = f"{setting}: {spec}", isinstance(reward, GroupReward)

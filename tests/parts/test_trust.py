@@ -39,6 +39,9 @@ from flowrl.run.parts.trust import PARTS, require_trust, trust_option, untrusted
 from flowrl.testing.tiny import TINY, tiny_sd3
 
 
+PROMPTS = ("prompts", "heldout_prompts")
+
+
 @pytest.fixture
 def canary(tmp_path, monkeypatch):
     """The file that hostile code would write: the file evil.py in the current folder and the module
@@ -104,7 +107,8 @@ def write_hostile(finished, folder, setting, spec):
     shutil.copytree(finished, folder)
     run = folder / "runs" / "flow-grpo-seed0"
     value: Any = [spec] if setting in ("heldout_rewards", "observe") else spec
-    group = dict.fromkeys(("reward", "world"), "environment") | {"observe": "logging"}
+    value = [f"p.txt @ {spec}"] if setting in PROMPTS else value
+    group = dict.fromkeys(("reward", "world", *PROMPTS), "environment") | {"observe": "logging"}
     group |= dict.fromkeys(("credit", "sampler", "loss", "window"), "algorithm")
     group = group.get(setting, "evaluation")
     for path in (folder / "config.json", run / "config.json"):
@@ -168,7 +172,9 @@ class Plugin:
         return self.part
 
 
-@pytest.mark.parametrize("setting", [name for name in PARTS if name != "heldout_rewards"])
+@pytest.mark.parametrize(
+    "setting", [name for name in PARTS if name not in ("heldout_rewards", *PROMPTS)]
+)
 def test_parts_of_packages_that_may_connect_need_trust(setting, monkeypatch):
     """All of some kinds, and others that say so; their class is not called."""
     kind = PARTS[setting]
@@ -180,6 +186,8 @@ def test_parts_of_packages_that_may_connect_need_trust(setting, monkeypatch):
         needs = connects or (kind in ("observer", "world") and package == "somebody")
         assert bool(trust_option({setting: "part"})) == needs
     assert not trust_option({"observe": ("budget(nfe=9)",), "world": "shapes"})
+    assert trust_option({"prompts": ["p.txt", "q.txt @ remote(url='http://there')"]})
+    assert not trust_option({"prompts": ["p.txt", "q.txt @ ocr"], "heldout_prompts": ""})
     assert trust_option({"tracker": "trackio"}) and not trust_option({"tracker": "tensorboard"})
 
 
@@ -270,7 +278,7 @@ TEXTS_OF_CODE = (
 @pytest.mark.parametrize("kind", sorted({*PARTS.values()}))
 def test_no_option_of_a_part_in_a_file_names_code(kind):
     """Under every name that an option of a registered part has, and under one that none has."""
-    setting = {k: name for name, k in PARTS.items()}[kind]
+    setting = {k: name for name, k in PARTS.items() if name not in PROMPTS}[kind]
     for name in available(kind):
         for option, text in product({*options_of(kind, name), "nothing"}, TEXTS_OF_CODE):
             spec = f"{name}({option}={text!r})"

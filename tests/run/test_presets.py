@@ -264,7 +264,7 @@ def test_prompts_of_the_user_are_not_evaluated_on_those_of_a_task(
     (tmp_path / "prompts.yaml").write_text("environment: {prompts: p.txt}")
     (tmp_path / "heldout.yaml").write_text("environment: {heldout_prompts: h.txt}")
     base = base_of(f"--preset {SD3},flow-grpo,pickscore{words}".split())
-    assert (base.environment.heldout_prompts or "") == heldout
+    assert base.environment.heldout_prompts == tuple(filter(None, [heldout]))
 
 
 def test_a_preset_is_shown_beside_what_is_published(tmp_path, capsys):

@@ -131,6 +131,7 @@ KINDS: dict[str, Kind] = {
         "flowrl.rewards",
         {
             "aesthetic": "flowrl.rewards.clip:Aesthetic",
+            "by-source": "flowrl.rewards.combine:by_source",
             "clipped": "flowrl.rewards.combine:Clipped",
             "clipscore": "flowrl.rewards.clip:CLIPScore",
             "frame-mean": "flowrl.rewards.combine:FrameMean",

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +23,7 @@ from flowrl.core.prompt import Prompt, ReferenceImage
 from flowrl.rewards.geneval_requests import Clause, Request, request_of
 from flowrl.run.io import cache_folder, require_new_file, write_bytes
 from flowrl.run.parts.prompt_lists import compositional_prompts, image_prompts, text_prompts
+from flowrl.run.parts.prompt_sources import Source
 from flowrl.run.parts.specs import parse_spec
 from flowrl.run.reading import parse_json, read_bytes, read_input, read_text
 
@@ -60,6 +61,8 @@ LINES = (
 )
 FIELDS = ("prompt", "text", "tag", "include", "exclude", "image", "weight", "vqa_list")
 """Fields of a prompt that flowrl and its rewards read (`ocr`, `geneval`, `soft-tifa`)."""
+SOURCE = "prompt_source"
+"""The field of `Prompt.source` in stored prompts."""
 _SIZE = "--resolution, --width and --sizes are those of all prompts"
 REFUSED = {
     "negative_prompt": "--negative-prompt is that of all prompts",
@@ -242,16 +245,53 @@ def _with_tabs(given: _Rows) -> str:
     return f"{text} file with a header" if lines else ""
 
 
+def read_sources(sources: Sequence[Source]) -> list[Prompt]:
+    """The prompts of all sources. Raises `ConfigError` as `read_prompts` does."""
+    prompts = list[Prompt]()
+    for source in sources:
+        prompts += [replace(one, source=source.name) for one in read_prompts(source.place)]
+    return with_shares(prompts, sources)
+
+
+def with_shares(prompts: Sequence[Prompt], sources: Sequence[Source]) -> list[Prompt]:
+    """The prompts of named sources, with weights whose sum over a source is the source's."""
+    share = {source.name: source.weight for source in sources if source.name}
+    total = Counter[str]()
+    for prompt in prompts:
+        total[prompt.source] += prompt.weight  # pyright: ignore[reportArgumentType]
+    return [
+        replace(one, weight=one.weight * share[one.source] / total[one.source])
+        if one.source in share
+        else one
+        for one in prompts
+    ]
+
+
+def in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts in an order in which the sources take turns, each as often as its weights say."""
+    share, before = Counter[str](), Counter[str]()
+    for prompt in prompts:
+        share[prompt.source] += prompt.weight  # pyright: ignore[reportArgumentType]
+    places = list[float]()
+    for prompt in prompts:
+        places.append((before[prompt.source] + 0.5) / share[prompt.source])
+        before[prompt.source] += 1
+    ordered = sorted(zip(places, prompts, strict=True), key=lambda pair: pair[0])
+    return [prompt for _, prompt in ordered]
+
+
 def held_out(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts that a run holds out of training for its evaluations: a tenth of those with
     different keys, 8 to 64, in an order that depends on the texts and images alone; none of fewer
-    than `FEWEST`.
+    than `FEWEST`. So of each source.
     """
-    different = list({prompt.key: prompt for prompt in prompts}.values())
-    if len(different) < FEWEST:
-        return []
-    ordered = sorted(different, key=lambda one: hashlib.sha256(one.key.encode()).digest())
-    return ordered[: min(max(len(different) // 10, 8), 64)]
+    held = list[Prompt]()
+    for source in dict.fromkeys(prompt.source for prompt in prompts):
+        different = {prompt.key: prompt for prompt in prompts if prompt.source == source}
+        if (count := len(different)) >= FEWEST:
+            ordered = sorted(different, key=lambda key: hashlib.sha256(key.encode()).digest())
+            held += [different[key] for key in ordered[: min(max(count // 10, 8), 64)]]
+    return held
 
 
 def _unread(prompts: Sequence[Prompt]) -> str:
@@ -347,11 +387,12 @@ def _from_fields(folder: Path, name: str, files: str, values: dict[str, Any]) ->
     if not text.strip():
         raise ValueError("the prompt is empty")
     given, weight = values.pop(files, None) or [], values.pop("weight", None)
+    source = values.pop(SOURCE, "")
     images = [given] if isinstance(given, str) else given
     if not isinstance(images, list) or not all(isinstance(path, str) for path in images):
         raise TypeError(f"{files!r} is neither a file nor a list of files")
     found = tuple(ReferenceImage.of_file(folder / path, read_bytes) for path in images)
-    return Prompt(text, values, found, 1 if weight in (None, "") else weight)
+    return Prompt(text, values, found, 1 if weight in (None, "") else weight, str(source))
 
 
 def _from_picture(path: Path) -> Prompt:
@@ -391,6 +432,7 @@ def prompt_lines(
         {**prompt.metadata, "prompt": prompt.text}
         | ({"image": [*map(image, prompt.images)]} if prompt.images else {})
         | ({"weight": prompt.weight} if prompt.weight != 1 else {})
+        | ({SOURCE: prompt.source} if prompt.source else {})
         for prompt in prompts
     )
     return "".join(

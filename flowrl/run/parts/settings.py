@@ -62,8 +62,11 @@ def settings_group(group: C) -> C:
 
 def plain(info: Any, value: Any) -> Any:
     """The `value` of a setting, from what a user has typed: None for its value of `Unset`, Booleans
-    of their names, tuples of lists. `info` is pydantic's of the field, or None.
+    of their names, tuples of lists and, for several texts, of one. `info` is pydantic's of the
+    field, or None.
     """
+    if info and info.annotation == tuple[str, ...] and (value is None or isinstance(value, str)):
+        return tuple(filter(None, [value]))
     if isinstance(value, list):
         return tuple(value)
     unset = typed_unset(info) if info else None

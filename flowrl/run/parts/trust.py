@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from flowrl.core.errors import OWN_PACKAGES, ConfigError
 from flowrl.run.io import write_json
 from flowrl.run.parts.plugins import plugin
+from flowrl.run.parts.prompt_sources import rewards_of
 from flowrl.run.parts.registry import KINDS, files_of, find_maker
 from flowrl.run.parts.specs import NESTED, Spec, parse_spec
 from flowrl.run.reading import read_bytes, read_json, reading
@@ -23,6 +24,8 @@ PARTS = {
     "window": "window",
     "loss": "loss",
     "reward": "reward",
+    "prompts": "reward",
+    "heldout_prompts": "reward",
     "heldout_rewards": "reward",
     "diversity": "features",
     "world": "world",
@@ -38,8 +41,12 @@ LOCAL_TRACKERS = (None, "auto", "none", "tensorboard")
 
 
 def _specs(settings: Mapping[str, Any], setting: str) -> tuple[str, ...]:
-    """The specs of a setting; none for a world given as an object, or for that of a model."""
+    """The specs of a setting, of prompts those of their rewards; none for a world given as an
+    object, or for that of a model.
+    """
     value = settings.get(setting) or ()
+    if setting in ("prompts", "heldout_prompts"):
+        return rewards_of((value,) if isinstance(value, str) else value)
     if setting == "world" and (value == "model" or not isinstance(value, str)):
         return ()
     return (value,) if isinstance(value, str) else tuple(value)

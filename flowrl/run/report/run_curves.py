@@ -14,6 +14,8 @@ GROUPS = {
     "Rewards": {
         "training reward": "reward_mean",
         HELD_OUT: "evaluation/reward",
+        "source: ": "sources/",
+        "held-out source: ": "evaluation/sources/",
         "held out: ": "evaluation/heldout/",
         "": "evaluation/",
         "part: ": "parts/",
@@ -23,6 +25,7 @@ GROUPS = {
         "KL to the sampling policy": "approx_kl",
         "clipped share": "clip_fraction",
         "std of rewards within a group": "group_std",
+        "equal rewards in groups: ": "zero_spread_sources/",
         "gradient norm": "grad_norm",
         "seconds of an iteration": "seconds",
     },
