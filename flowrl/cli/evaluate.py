@@ -116,6 +116,7 @@ class Evaluate:
         from flowrl.run.io import new_folder, require_no_links
         from flowrl.run.parts.prompts import read_prompts
         from flowrl.run.parts.registry import build
+        from flowrl.run.parts.specs import parse_spec
         from flowrl.run.report.card import write_card
         from flowrl.run.report.weight_comparison import (
             SamplingSettings,
@@ -137,6 +138,9 @@ class Evaluate:
             prompts = prompts_of(world, environment.task, "heldout")[:end]
         prompts = prompts[: self.limit]
         specs = self.reward or tuple(filter(None, [environment.sources.reward]))
+        of_sources = [spec for spec in specs if parse_spec(spec).name == "by-source"]
+        need = "one or more with --prompts: each source of the run's prompts has its own"
+        require(not (self.prompts and of_sources), "reward", "", need)
         rewards = {
             spec: evaluation_reward(build("reward", spec, device=options.device)) for spec in specs
         } or {form: world.reward(form) for form in world.forms}

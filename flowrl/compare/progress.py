@@ -80,7 +80,7 @@ class Display:
         arms, usual = self.config.examples(), self.config.run.typed()
         first = next(iter(arms.values()))
         tasks = [config.environment for config in arms.values()]
-        rewards = list(dict.fromkeys(task.sources.reward or task.reward_form for task in tasks))
+        rewards = list(dict.fromkeys(task.sources.text or task.reward_form for task in tasks))
         self.say(
             f"Comparing {', '.join(arms)} on {first.policy.model or first.environment.subject} "
             f"({' and '.join(rewards)} reward{'s' if len(rewards) > 1 else ''}), seeds "

@@ -38,7 +38,6 @@ from flowrl.run.parts.specs import NESTED
 from flowrl.run.parts.trust import PARTS, require_trust, trust_option, untrusted
 from flowrl.testing.tiny import TINY, tiny_sd3
 
-
 PROMPTS = ("prompts", "heldout_prompts")
 
 

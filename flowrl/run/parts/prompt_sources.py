@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowrl.core.errors import require
+from flowrl.run.parts.specs import parse_spec
 
 TEXT = re.compile(
-    r"(?P<place>.*?)(?P<at>\s@(?:\s+(?!weight=)(?P<reward>.+?))?)?(?:\s+weight=(?P<weight>\S*))?",
+    r"(?P<place>.*?)(?P<at>(?:^|\s)@(?:\s+(?!weight=)(?P<reward>.+?))?)?(?:\s+weight=(?P<weight>\S*))?",
     flags=re.DOTALL,
 )
 
@@ -45,6 +46,13 @@ class Sources:
     train: tuple[Source, ...]
     heldout: tuple[Source, ...]
     reward: str
+
+    @property
+    def text(self) -> str:
+        """The rewards in words."""
+        if parse_spec(self.reward or "none").name != "by-source":
+            return self.reward
+        return ", ".join(f"{source.reward} for {source.name}" for source in self.train)
 
 
 def source_of(text: str, setting: str = "prompts") -> Source:

@@ -8,6 +8,7 @@ import difflib
 import hashlib
 import io
 import json
+import math
 import re
 import warnings
 from collections import Counter
@@ -249,19 +250,22 @@ def read_sources(sources: Sequence[Source]) -> list[Prompt]:
     """The prompts of all sources. Raises `ConfigError` as `read_prompts` does."""
     prompts = list[Prompt]()
     for source in sources:
-        prompts += [replace(one, source=source.name) for one in read_prompts(source.place)]
+        found = read_prompts(source.place)
+        prompts += [replace(one, source=source.name or one.source) for one in found]
     return with_shares(prompts, sources)
 
 
 def with_shares(prompts: Sequence[Prompt], sources: Sequence[Source]) -> list[Prompt]:
-    """The prompts of named sources, with weights whose sum over a source is the source's."""
+    """The prompts of named sources, with weights whose sum over a source is the source's. Those
+    that have it stay exactly as they are.
+    """
     share = {source.name: source.weight for source in sources if source.name}
     total = Counter[str]()
     for prompt in prompts:
         total[prompt.source] += prompt.weight  # pyright: ignore[reportArgumentType]
     return [
         replace(one, weight=one.weight * share[one.source] / total[one.source])
-        if one.source in share
+        if one.source in share and not math.isclose(total[one.source], share[one.source])
         else one
         for one in prompts
     ]
@@ -274,7 +278,8 @@ def in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
         share[prompt.source] += prompt.weight  # pyright: ignore[reportArgumentType]
     places = list[float]()
     for prompt in prompts:
-        places.append((before[prompt.source] + 0.5) / share[prompt.source])
+        # rounded: equal shares may differ in their last digits
+        places.append(round((before[prompt.source] + 0.5) / share[prompt.source], 6))
         before[prompt.source] += 1
     ordered = sorted(zip(places, prompts, strict=True), key=lambda pair: pair[0])
     return [prompt for _, prompt in ordered]

@@ -152,7 +152,7 @@ def _scores(config: RunConfig, run: RunRecord, number: int) -> dict[str, tuple[f
     result = until[-1]["evaluation"] if until and until[-1]["iteration"] == number else None
     after, before = scalars(result or {}), scalars(untrained_of(until))
     return {
-        config.environment.sources.reward if name == "reward" else name: (before[name], after[name])
+        config.environment.sources.text if name == "reward" else name: (before[name], after[name])
         for name in after
         if name != "seconds" and name in before
     }
