@@ -56,7 +56,8 @@ def make_world(config: RunConfig, distributed: Distributed = Distributed()) -> W
     environment, model = config.environment, config.policy.model
     if model:
         device = environment.reward_device or config.policy.device
-        given = environment.sources, device, distributed, environment.hold_out
+        places = [place for place, _ in config.evaluation.measured if place]
+        given = environment.sources, device, distributed, environment.hold_out, places
         chosen = ModelWorld(model, *given)
     else:
         chosen = world(environment.world)
@@ -170,7 +171,8 @@ def prompts_to_embed(
     evaluation, task = config.evaluation, config.environment.task
     count = max(evaluation.eval_samples, evaluation.diversity_prompts)
     coming = stream.upcoming((config.iterations - done) * config.rollout.groups)
-    return [*prompts_of(world, task, "heldout")[:count], *coming]
+    others = [prompt for found in getattr(world, "others", {}).values() for prompt in found[:count]]
+    return [*prompts_of(world, task, "heldout")[:count], *others, *coming]
 
 
 def make_reward(config: RunConfig) -> AnyReward:

@@ -150,10 +150,11 @@ class _Checks:
             texts.append(f"{spec}, which refuses none of {count:,} prompts")
         elif spec:
             texts.append(f"{spec}, which has no method refuses")
-        for name, reward in make_heldout_metrics(self.config, self.world).rewards.items():
+        metrics = make_heldout_metrics(self.config, self.world)
+        for name, reward in metrics.rewards.items():
             if _can_be_asked("heldout_rewards", name):
                 require_packages(reward)
-                prompts = self._prompts["heldout"]
+                prompts = metrics.own.get(name) or self._prompts["heldout"]
                 refused = [one for one in prompts if refusal(reward, one)]
                 if refused:
                     which = f"{len(refused):,} of {len(prompts):,} held-out prompts"

@@ -13,7 +13,7 @@ from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Count, NonNegative, Positive, Seed, Share, Text, Unset, Whole
 from flowrl.core.policy_options import Batch, PolicyOptions, Switch
 from flowrl.run.format import completed, require_format
-from flowrl.run.parts.prompt_sources import Sources, sources_of
+from flowrl.run.parts.prompt_sources import Sources, place_and_reward, sources_of
 from flowrl.run.parts.settings import (
     fields_of,
     flat,
@@ -306,6 +306,7 @@ class EvaluationConfig:
     heldout_rewards: tuple[str, ...] = ()
     """Rewards that are evaluated but never trained on: names as for `reward`; also strict, graded,
     soft, palette, balance and clarity (shapes), or strict, graded, soft and density (mixture).
+    "FILE @ REWARD" is measured on prompts of its own (`model`).
     """
     diversity: Text = None
     """Features that measure the diversity of one prompt's samples in evaluation: pixels, latents,
@@ -315,6 +316,13 @@ class EvaluationConfig:
     """Held-out prompts whose samples are compared for `diversity`."""
     diversity_samples: Members = 8
     """Samples for each of these prompts."""
+
+    @property
+    def measured(self) -> list[tuple[str, str]]:
+        """The place of its own prompts ("": the held-out ones) and the spec of each held-out
+        reward.
+        """
+        return [place_and_reward(text, "heldout_rewards") for text in self.heldout_rewards]
 
 
 @settings_group

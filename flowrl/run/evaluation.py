@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from flowrl.core.errors import RewardError
+from flowrl.core.errors import RewardError, require
 from flowrl.core.processes import Assignment
 from flowrl.core.protocols import Features, FlowPolicy, RewardModel, World
 from flowrl.core.types import Prompt
@@ -75,6 +75,7 @@ class HeldoutMetrics:
         errors: noise and bias of the training reward, which other scores do not include.
         prompts: number of held-out prompts whose diversity is measured.
         samples: samples of each of these prompts.
+        own: by held-out reward, prompts of its own on which it is measured.
         trials: called once, with the first images, prompts and scores of a held-out reward.
     """
 
@@ -83,6 +84,7 @@ class HeldoutMetrics:
     errors: NoisyReward = NoisyReward(FunctionReward(_none))
     prompts: int = 8
     samples: int = 8
+    own: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
     trials: dict[str, Inspect] = field(default_factory=dict)
 
     def vectors(self, batch: ImageBatch) -> Tensor:
@@ -99,12 +101,17 @@ def make_heldout_metrics(config: RunConfig, world: World) -> HeldoutMetrics:
     evaluation, environment, device = config.evaluation, config.environment, config.policy.device
     errors = environment.reward_noise, environment.reward_bias, config.seed
     space = evaluation.diversity
+    named = dict(zip(evaluation.heldout_rewards, evaluation.measured, strict=True))
+    own = {text: place for text, (place, _) in named.items() if place}
+    others, need = getattr(world, "others", {}), "REWARD: prompts of its own are for a model"
+    require({*own.values()} <= {*others}, "heldout_rewards", [*own], need)
     return HeldoutMetrics(
-        {spec: _heldout_reward(spec, config, world) for spec in evaluation.heldout_rewards},
+        {text: _heldout_reward(spec, config, world) for text, (_, spec) in named.items()},
         build("features", space, device=device) if space else None,
         NoisyReward(FunctionReward(_none), *errors),
         evaluation.diversity_prompts,
         evaluation.diversity_samples,
+        {text: others[place] for text, place in own.items()},
     )
 
 
@@ -265,10 +272,17 @@ def evaluate(
     measures: dict[str, Measure] = {
         name: partial(scored, model) for name, model in (models | optional).items()
     }
+    apart = {HELDOUT + spec: prompts for spec, prompts in metrics.own.items()}
+    common = {name: measure for name, measure in measures.items() if name not in apart}
     trials = {HELDOUT + spec: metrics.trials.pop(spec) for spec in list(metrics.trials)}
     with distributed.shared_errors():
         batches = sample(prompts, EVALUATION_SEED, share)
-        values = _measured(batches, {**measures, "images": first_images}, optional, trials)
+        values = _measured(batches, {**common, "images": first_images}, optional, trials)
+        for name, others in apart.items():
+            repeated = [others[i % len(others)] for i in range(count)]
+            batches = sample(repeated, EVALUATION_SEED, share)
+            tried = {name: trials[name]} if name in trials else {}
+            values |= _measured(batches, {name: measures[name]}, (name,), tried)
     if metrics.features is not None:
         with distributed.shared_errors():
             chosen, each = heldout[: metrics.prompts], metrics.samples
@@ -303,10 +317,13 @@ def evaluate(
         """The mean over the valid samples of a source; NaN without any."""
         return float(table[[prompt.source == source for prompt in prompts]].nanmean())
 
+    def plain_mean(table: Tensor) -> float:
+        return float(table.nanmean())
+
     def over_sources(table: Tensor) -> float:
         """The mean over valid samples; of several sources the weighted mean of their means."""
         if len(share_of) == 1:
-            return float(table.nanmean())
+            return plain_mean(table)
         means = {source: of_source(table, source) for source in share_of}
         known = {source: value for source, value in means.items() if math.isfinite(value)}
         weights = sum(share_of[source] for source in known)
@@ -326,13 +343,16 @@ def evaluate(
         row["spread"] = {"reward": spread(training), "proxy": spread(training, together(ERRORS))}
         row["spread"] |= {spec: spread(HELDOUT + spec) for spec in metrics.rewards}
     if metrics.rewards:
-        row["heldout"] = {spec: mean(HELDOUT + spec) for spec in metrics.rewards}
+        averages = dict.fromkeys(metrics.own, plain_mean)
+        row["heldout"] = {
+            spec: mean(HELDOUT + spec, average=averages.get(spec)) for spec in metrics.rewards
+        }
     if metrics.features is not None:
-        row[DIVERSITY] = mean(DIVERSITY, average=lambda table: float(table.nanmean()))
+        row[DIVERSITY] = mean(DIVERSITY, average=plain_mean)
     images, trained = together("images"), together(training)
     assert images is not None and trained is not None
     if len(share_of) > 1:
-        means = {source: of_source(trained, source) for source in share_of}
+        means = {source: of_source(trained, source) for source in sorted(share_of)}
         row["sources"] = {source: value for source, value in means.items() if math.isfinite(value)}
     return Evaluation(scores, row, images, trained[:keep], prompts[:keep])
 

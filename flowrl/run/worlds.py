@@ -20,7 +20,13 @@ from flowrl.rewards import evaluation_reward
 from flowrl.run.distributed import Distributed
 from flowrl.run.models.load import embed_prompts, load_policy
 from flowrl.run.parts.prompt_sources import Sources
-from flowrl.run.parts.prompts import held_out, in_turns, read_sources, with_shares
+from flowrl.run.parts.prompts import (
+    held_out,
+    in_turns,
+    read_prompts,
+    read_sources,
+    with_shares,
+)
 from flowrl.run.parts.registry import build, check_part
 from flowrl.run.parts.specs import parse_spec
 from flowrl.run.reading import read_bytes, read_json, reading
@@ -55,6 +61,10 @@ class ModelWorld:
         device: device of the reward's network.
         distributed: the processes.
         hold_out: without held-out prompts, hold some of the training prompts out (`held_out`).
+        others: places of further prompts, for rewards that are evaluated only.
+
+    Attributes:
+        others: the prompts in each of these places.
 
     Raises:
         ConfigError: `prompts` or `reward` is empty, or a file of prompts cannot be read.
@@ -72,6 +82,7 @@ class ModelWorld:
         device: str = "cpu",
         distributed: Distributed = Distributed(),
         hold_out: bool = False,
+        others: Sequence[str] = (),
     ) -> None:
         train, heldout, reward = sources.train, sources.heldout, sources.reward
         require(bool(train), "prompts", "", "a prompt file, or hf(name=NAME)")
@@ -83,6 +94,7 @@ class ModelWorld:
         self._every = distributed.in_main(lambda: read_sources(train))
         self._training, self._sources = self._every, train
         self._heldout = in_turns(self._every)
+        self.others = distributed.in_main(lambda: {name: read_prompts(name) for name in others})
         self.evaluated_on = ""
         if heldout:
             self._heldout = in_turns(distributed.in_main(lambda: read_sources(heldout)))

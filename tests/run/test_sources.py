@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_run import flowrl_, model_files, rows_of, words
+from small_run import BASE, flowrl_, model_files, rows_of, words
 
 from flowrl import Prompt
 from flowrl.core.errors import ConfigError, RewardError
@@ -23,8 +23,9 @@ from flowrl.rewards import FunctionReward, WinRate
 from flowrl.rewards.combine import BySource, by_source
 from flowrl.rollout.groups import PromptStream
 from flowrl.rollout.metrics import source_metrics
-from flowrl.run.build import make_method, make_world
+from flowrl.run.build import make_method, make_world, policy_options, prompts_to_embed
 from flowrl.run.config import RunConfig
+from flowrl.run.evaluation import HeldoutMetrics, evaluate, make_heldout_metrics
 from flowrl.run.parts.prompt_sources import Source, source_of, sources_of
 from flowrl.run.parts.prompts import in_turns, prompt_lines, read_prompts, with_shares
 from flowrl.run.parts.registry import build
@@ -283,3 +284,33 @@ def test_two_sources_train_and_resume_exactly(tmp_path, capsys):
     assert flowrl_(f"evaluate --weights {tmp_path}/parts") == 0
     stored = [json.loads(line) for line in (tmp_path / "parts/prompts.jsonl").open()]
     assert {line["prompt_source"] for line in stored} == {"signs", "things"}
+
+
+def test_a_held_out_reward_on_prompts_of_its_own(tmp_path):
+    """Only it is measured there; of the others, nothing changes."""
+    (tmp_path / "own.txt").write_text("own 1\nown 2\n")
+    text = f"{tmp_path}/own.txt @ jpeg-compressibility"
+    config = RunConfig.of(**MODEL, prompts=files(tmp_path)[0], heldout_rewards=[text])
+    world = make_world(config)
+    metrics = make_heldout_metrics(config, world)
+    assert [prompt.text for prompt in metrics.own[text]] == ["own 1", "own 2"]
+    stream = PromptStream(world.prompts("prompts", "train"), 0)
+    assert {"own 1", "own 2"} <= {prompt.text for prompt in prompts_to_embed(config, world, stream)}
+    for wrong, message in (("a @ ocr weight=2", "without a weight"), ("a @", "PLACE @ REWARD")):
+        with pytest.raises(ConfigError, match=message):
+            make_world(config.replace(heldout_rewards=[wrong]))
+    with pytest.raises(ConfigError, match="prompts of its own are for a model"):
+        make_heldout_metrics(BASE.replace(heldout_rewards=["a.txt @ soft"]), make_world(BASE))
+    seen, world = [], make_world(BASE)
+    policy = world.policy(policy_options(BASE))
+
+    def count(images, prompts):
+        seen.append([prompt.text for prompt in prompts])
+        return torch.full((len(images),), 2.0)
+
+    own = world.prompts(BASE.environment.task, "train")[:1]
+    given_ = policy, world, BASE.environment.task, BASE.environment.reward_form, 3, 1
+    metrics = HeldoutMetrics({"x": FunctionReward(count)}, own={"x": own})
+    found = evaluate(*given_, heldout_metrics=metrics)
+    assert seen == [[own[0].text] * 3] and found.row["heldout"] == {"x": 2.0}
+    assert found.row["reward"] == evaluate(*given_).row["reward"]

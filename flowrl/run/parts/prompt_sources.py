@@ -11,7 +11,7 @@ from flowrl.core.errors import require
 from flowrl.run.parts.specs import parse_spec
 
 TEXT = re.compile(
-    r"(?P<place>.*?)(?P<at>(?:^|\s)@(?:\s+(?!weight=)(?P<reward>.+?))?)?(?:\s+weight=(?P<weight>\S*))?",
+    r"(?P<place>.*?)(?P<at>(?:^|\s)@(?:\s+(?!weight=)(?P<reward>.+?))?)?(?:\s+weight=(?P<weight>[^\s()]*))?",
     flags=re.DOTALL,
 )
 
@@ -69,6 +69,17 @@ def source_of(text: str, setting: str = "prompts") -> Source:
     allowed = "PLACE, PLACE @ REWARD or PLACE @ REWARD weight=NUMBER, the number above 0"
     require(complete and parts["weight"] != "" and 0 < weight < math.inf, setting, text, allowed)
     return Source(parts["place"], parts["reward"] or "", weight)
+
+
+def place_and_reward(text: str, setting: str) -> tuple[str, str]:
+    """The parts of ``PLACE @ REWARD``; of a reward alone, "" and the reward. Raises `ConfigError`
+    for a weight.
+    """
+    if not re.search(r"\s@(?:\s|$)", text):
+        return "", text
+    source = source_of(text, setting)
+    require(source.weight == 1, setting, text, "PLACE @ REWARD without a weight")
+    return source.place, source.reward
 
 
 def rewards_of(texts: Sequence[str]) -> tuple[str, ...]:

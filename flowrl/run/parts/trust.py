@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from flowrl.core.errors import OWN_PACKAGES, ConfigError
 from flowrl.run.io import write_json
 from flowrl.run.parts.plugins import plugin
-from flowrl.run.parts.prompt_sources import rewards_of
+from flowrl.run.parts.prompt_sources import place_and_reward, rewards_of
 from flowrl.run.parts.registry import KINDS, files_of, find_maker
 from flowrl.run.parts.specs import NESTED, Spec, parse_spec
 from flowrl.run.reading import read_bytes, read_json, reading
@@ -45,11 +45,12 @@ def _specs(settings: Mapping[str, Any], setting: str) -> tuple[str, ...]:
     object, or for that of a model.
     """
     value = settings.get(setting) or ()
-    if setting in ("prompts", "heldout_prompts"):
-        return rewards_of((value,) if isinstance(value, str) else value)
     if setting == "world" and (value == "model" or not isinstance(value, str)):
         return ()
-    return (value,) if isinstance(value, str) else tuple(value)
+    texts = (value,) if isinstance(value, str) else tuple(value)
+    if setting == "heldout_rewards":
+        return tuple(place_and_reward(text, setting)[1] for text in texts)
+    return rewards_of(texts) if setting in ("prompts", "heldout_prompts") else texts
 
 
 class OwnPart(NamedTuple):
