@@ -196,7 +196,7 @@ class Evaluate:
         import torch
 
         from flowrl.run.reads import require_read
-        from flowrl.run.trained import settings_of
+        from flowrl.run.trained import sampling_settings
 
         changes = {name: getattr(self, name) for name in REPLACED}
         changes = {name: value for name, value in changes.items() if value is not None}
@@ -209,11 +209,11 @@ class Evaluate:
             require(bool(self.prompts), "prompts", self.prompts, "a file, or a slice as text[0:64]")
             require(bool(self.reward), "reward", self.reward, "one or more: --reward NAME")
             changes["prompts"] = self.prompts
-        config = settings_of(found, self.trust, self.model, self.original, **changes)
+        config = sampling_settings(found, self.trust, self.model, self.original, **changes)
         require_read(config, read)
         is_cuda = bool(config.policy.model) and torch.cuda.is_available()
         device = self.device or ("cuda" if is_cuda else "cpu")
-        return config.replace(**changes, device=device, reward_noise=0.0, reward_bias=0.0)
+        return config.replace(device=device, reward_noise=0.0, reward_bias=0.0)
 
 
 def made_evaluation(folder: Path) -> bool:
@@ -358,12 +358,12 @@ class Sample:
         import torch
 
         from flowrl.run.config import preset
-        from flowrl.run.trained import settings_of
+        from flowrl.run.trained import sampling_settings
 
         names = ("guidance_scale", "negative_prompt", "resolution")
         changes = {name: value for name in names if (value := getattr(self, name)) is not None}
         if found or self.model:
-            config = settings_of(found, self.trust, self.model, self.original, **changes)
+            config = sampling_settings(found, self.trust, self.model, self.original, **changes)
         else:
             config = preset("default").apply(world=self.world, **changes)
         on_gpu = bool(config.policy.model) and torch.cuda.is_available()
