@@ -1,8 +1,7 @@
 """`flowrl evaluate` and `flowrl sample`: images from base and trained weights."""
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -65,6 +64,10 @@ class Evaluate:
     """File of prompts, or a generator's slice as text[0:64]; default the run's held-out prompts
     (required without a run).
     """
+    benchmark: str = ""
+    """geneval, ocr or drawbench: rewards, images per prompt, prompts (of drawbench none) and a table
+    as in papers. Other options replace them.
+    """
     reward: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME, NAME(option=value) or path/to/file.py:Class; repeat the option for several rewards.
     Default: the run's.
@@ -81,16 +84,18 @@ class Evaluate:
     """Write report.html as well."""
     trust: bool = False
     """Run code that the settings in `weights` name, and use their addresses and keys."""
-    count: Annotated[int, Ge(1), Le(1000)] = 1
-    """Images per prompt."""
+    count: Annotated[int, Ge(1), Le(1000)] | None = None
+    """Images per prompt [default: the benchmark's, else 1]."""
     num_steps: Annotated[int, Ge(1), Le(1000)] | None = None
     """ODE steps [default: the run's, else 40]."""
     guidance_scale: Annotated[float, Ge(1)] | None = None
-    """Classifier-free guidance of both models [default: the run's, else 1]."""
+    """Classifier-free guidance of both models [default: that of the run's evaluations, else 1]."""
     negative_prompt: str | None = None
     """Negative prompt of the guidance [default: the run's, else empty]."""
     resolution: Count | None = None
-    """Height in pixels, and width without --width [default: the run's, else 512]."""
+    """Height in pixels, and width without --width [default: that of the run's evaluations, else
+    512].
+    """
     width: Count | None = None
     """Width in pixels [default: the run's, else the height]."""
     num_frames: Count | None = None
@@ -108,6 +113,26 @@ class Evaluate:
 
     def main(self) -> int:
         """Compare, show, write."""
+        return self.completed().compared()
+
+    def completed(self) -> "Evaluate":
+        """With the prompts, the rewards and the images per prompt of the benchmark that no option
+        gives.
+        """
+        if not self.benchmark:
+            return replace(self, count=self.count or 1)
+        from flowrl.run.report.benchmarks import benchmark
+
+        chosen = benchmark(self.benchmark, self.prompts)
+        return replace(
+            self,
+            prompts=self.prompts or chosen.prompts,
+            reward=self.reward or chosen.rewards,
+            count=self.count or chosen.count,
+        )
+
+    def compared(self) -> int:
+        """Compare, show, write, with complete options."""
         from rich.progress import Progress
 
         from flowrl.rewards import evaluation_reward
@@ -116,6 +141,7 @@ class Evaluate:
         from flowrl.run.io import new_folder, require_no_links
         from flowrl.run.parts.prompts import read_prompts
         from flowrl.run.parts.registry import build
+        from flowrl.run.report.benchmarks import prompts_note, tasks_of
         from flowrl.run.report.card import write_card
         from flowrl.run.report.weight_comparison import (
             SamplingSettings,
@@ -136,6 +162,9 @@ class Evaluate:
             end = None if options.model else config.evaluation.eval_samples
             prompts = prompts_of(world, environment.task, "heldout")[:end]
         prompts = prompts[: self.limit]
+        if self.benchmark:
+            require(bool(options.model), "benchmark", self.benchmark, "left out without a model")
+        tasks = tasks_of(self.benchmark, prompts)
         specs = self.reward or tuple(filter(None, [environment.reward]))
         rewards = {
             spec: evaluation_reward(build("reward", spec, device=options.device)) for spec in specs
@@ -143,7 +172,7 @@ class Evaluate:
         policy = base_policy(config)
         weights = {str(saved): with_weights(policy, saved) for saved in found}
         steps = config.evaluation.eval_steps
-        how = SamplingSettings(steps, self.count, self.seed, self.batch, self.shown)
+        how = SamplingSettings(steps, self.count or 1, self.seed, self.batch, self.shown)
         first = found[0]
         beside = first.path if first.path.is_dir() else first.path.parent
         out = self.out or beside / "evaluation"
@@ -160,6 +189,9 @@ class Evaluate:
             "dtype": options.dtype,
             "device": options.device,
         }
+        if self.benchmark:
+            note = prompts_note(self.benchmark, self.prompts)
+            facts |= {"benchmark": self.benchmark, "benchmark_prompts": note}
         if beside in out.parents:
             card = ("lora", "full") if of_run else ()
             require_no_links(beside, (out.relative_to(beside).parts[0], *card))
@@ -167,12 +199,12 @@ class Evaluate:
             new_folder(out, "evaluation", made_evaluation, lambda: False),
             Progress(transient=True) as bars,
         ):
-            tasks = {side: bars.add_task(side) for side in ("base", *weights)}
+            sides = {side: bars.add_task(side) for side in ("base", *weights)}
 
             def show(side: str, done: int, total: int) -> None:
-                bars.update(tasks[side], completed=done, total=total)
+                bars.update(sides[side], completed=done, total=total)
 
-            evaluation = compare_weights(policy, weights, prompts, rewards, how, facts, show)
+            evaluation = compare_weights(policy, weights, prompts, rewards, how, facts, show, tasks)
             write_evaluation(evaluation, out, self.html, targets(evaluation.prompts))
         if of_run and all((beside / name).exists() for name in ("done.json", "README.md")):
             write_card(beside)
@@ -228,7 +260,8 @@ def made_evaluation(folder: Path) -> bool:
 
 def table(comparison: "WeightComparison") -> str:
     """The results as text: per reward both means, the difference with its interval, and the
-    fraction of improved prompts; of several weights a table per reward.
+    fraction of improved prompts; of several weights a table per reward. Then the tables of a
+    benchmark.
     """
     from flowrl.run.results import short
 
@@ -243,7 +276,14 @@ def table(comparison: "WeightComparison") -> str:
         text = _aligned(rows)
     how, count = comparison.how, len(comparison.prompts)
     sizes = f"{count} prompts x {how.count} images, {how.steps} ODE steps"
-    return f"{text}\n{sizes}, the same noise; intervals over prompts"
+    text = f"{text}\n{sizes}, the same noise; intervals over prompts"
+    if not comparison.benchmark:
+        return text
+    facts = comparison.facts
+    parts = [f"{facts['benchmark']} on {facts['benchmark_prompts']}"]
+    for one in comparison.benchmark_tables:
+        parts += [*filter(None, [one.title]), _aligned([one.header, *one.rows])]
+    return "\n\n".join([text, "\n".join(parts)])
 
 
 def _of_several(comparison: "WeightComparison", spec: str) -> str:
@@ -254,8 +294,7 @@ def _of_several(comparison: "WeightComparison", spec: str) -> str:
 
     pairs = {(pair.weights, pair.against): pair.scores[spec] for pair in comparison.compared}
     (first, base), *_ = pairs
-    folder = os.path.commonpath([os.path.dirname(name) for name, _ in pairs])
-    names = {name: os.path.relpath(name, folder) if folder else name for name, _ in pairs}
+    names = {name: text for name, text in comparison.names.items() if name != base}
     from_first = f"minus {names[first]} [95%]"
     digits = max(s.digits for s in pairs.values())
     rows = [
