@@ -65,8 +65,8 @@ class Evaluate:
     (required without a run).
     """
     benchmark: str = ""
-    """geneval, ocr or drawbench: rewards, images per prompt, prompts (of drawbench none) and a table
-    as in papers. Other options replace them.
+    """geneval, ocr or drawbench: rewards, images per prompt, prompts (drawbench has none) and a
+    table as in papers. Other options replace them.
     """
     reward: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME, NAME(option=value) or path/to/file.py:Class; repeat the option for several rewards.

@@ -99,10 +99,11 @@ def mean_of_means(groups: Sequence[ArrayLike]) -> Inference:
     """
     require(len(groups) > 0, "groups", len(groups), "one or more")
     value = float(np.mean([mean(group).value for group in groups]))
-    counts = np.array([np.size(group) for group in groups])
+    samples = [np.asarray(group, float) for group in groups]
+    counts = np.array([sample.size for sample in samples])
     if counts.min() < 2:
         return Inference(value, -math.inf, math.inf)
-    shares = np.array([np.var(group, ddof=1) for group in groups]) / counts / len(groups) ** 2
+    shares = np.array([sample.var(ddof=1) for sample in samples]) / counts / len(groups) ** 2
     variance, freedom = float(shares.sum()), float((counts - 1).sum())
     if variance > 0:
         freedom = variance**2 / float((shares**2 / (counts - 1)).sum())
