@@ -155,6 +155,8 @@ class Evaluate:
         found = self.found()
         config = self.settings(found)
         world, options, environment = make_world(config), config.policy, config.environment
+        fits = bool(options.model) or not self.benchmark
+        require(fits, "benchmark", self.benchmark, "left out without a model")
         if self.prompts:
             texts = read_prompts(self.prompts)
             prompts = texts if options.model else [world.parse(prompt.text) for prompt in texts]
@@ -162,8 +164,6 @@ class Evaluate:
             end = None if options.model else config.evaluation.eval_samples
             prompts = prompts_of(world, environment.task, "heldout")[:end]
         prompts = prompts[: self.limit]
-        if self.benchmark:
-            require(bool(options.model), "benchmark", self.benchmark, "left out without a model")
         tasks = tasks_of(self.benchmark, prompts)
         specs = self.reward or tuple(filter(None, [environment.reward]))
         rewards = {

@@ -30,9 +30,10 @@ from flowrl.run.report.weight_comparison import (
     compare_scores,
     sample_and_score,
 )
+from flowrl.run.results import decimals
 from flowrl.run.statistics import mean, mean_of_means
 from flowrl.run.worlds import world
-from flowrl.testing.tiny import tiny_flux_policy, tiny_sd3
+from flowrl.testing.tiny import tiny_flux, tiny_flux_policy, tiny_sd3
 from flowrl.worlds.built_in import PolicyOptions
 
 DARK = """
@@ -163,6 +164,7 @@ def test_a_small_difference_has_digits_in_the_table_and_the_page():
         compared=[Compared("mine", "base", scores)],
         prompts=("a", "b", "c"),
         how=SamplingSettings(),
+        benchmark=[],
     )
     head, small, one, large, _ = table(found).splitlines()
     assert "0.499980  0.500000" in small and "+0.000020 [-0.000005, +0.000045]" in small
@@ -252,19 +254,19 @@ def test_a_size_has_its_time_shift(tmp_path, monkeypatch):
     """sigma = e^mu / (e^mu + 1 / sigma' - 1) for sigma' = 1, 3/4, ... with mu of the tokens."""
     from flowrl.policies.pipeline import PipelinePolicy
 
-    policy, grids = tiny_flux_policy(), []
-    policy.save(tmp_path / "lora")
+    pipe, grids = tiny_flux(), []
+    tiny_flux_policy().save(tmp_path / "lora")
     schedule = PipelinePolicy.schedule
     monkeypatch.setattr(
         PipelinePolicy,
         "schedule",
         lambda policy, steps: grids.append(schedule(policy, steps)) or grids[-1],
     )
-    files = model_files(tmp_path, PROMPTS[:1], policy.pipe)
+    files = model_files(tmp_path, PROMPTS[:1], pipe)
     for options in ({"resolution": 48, "width": 32}, {"resolution": 16}):
         given = {**files, **options, "num_steps": 4, "device": "cpu", "trust": True}
         evaluated(tmp_path / "out", weights=tmp_path / "lora", **given)
-        config, sigma = policy.pipe.scheduler.config, torch.arange(4, 0, -1) / 4
+        config, sigma = pipe.scheduler.config, torch.arange(4, 0, -1) / 4
         tokens = options["resolution"] * options.get("width", 16) / 16
         slope = (config.max_shift - config.base_shift) / (
             config.max_image_seq_len - config.base_image_seq_len
@@ -285,8 +287,9 @@ def test_a_benchmark_has_a_table_of_its_tasks(folder, tmp_path, capsys):
     ]
     assert base["weights"] == "base" and base["score"] == pytest.approx(red["base"])  # two a task
     assert base["low"] < base["score"] < base["high"] and base["tasks"] != trained["tasks"]
+    digits = decimals(trained["score"] - base["score"])
     for text in (shown, (tmp_path / "out" / "report.html").read_text()):
-        assert f"{trained['score']:.3f} [" in text and "single object" in text
+        assert f"{trained['score']:.{digits}f} [" in text and "single object" in text
     assert shown.index("\nbase ") < shown.index("\nrun ")
     (tmp_path / "own.txt").write_text('a cup that says "A"')
     own = run | {"benchmark": "ocr", "prompts": tmp_path / "own.txt", "count": 2}
