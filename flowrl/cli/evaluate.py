@@ -1,8 +1,7 @@
 """`flowrl evaluate` and `flowrl sample`: images from base and trained weights."""
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -65,6 +64,10 @@ class Evaluate:
     """File of prompts, or a generator's slice as text[0:64]; default the run's held-out prompts
     (required without a run).
     """
+    benchmark: str = ""
+    """geneval, ocr or drawbench: rewards, images per prompt, prompts (drawbench has none) and a
+    table as in papers. Other options replace them.
+    """
     reward: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME, NAME(option=value) or path/to/file.py:Class; repeat the option for several rewards.
     Default: the run's.
@@ -81,16 +84,18 @@ class Evaluate:
     """Write report.html as well."""
     trust: bool = False
     """Run code that the settings in `weights` name, and use their addresses and keys."""
-    count: Annotated[int, Ge(1), Le(1000)] = 1
-    """Images per prompt."""
+    count: Annotated[int, Ge(1), Le(1000)] | None = None
+    """Images per prompt [default: the benchmark's, else 1]."""
     num_steps: Annotated[int, Ge(1), Le(1000)] | None = None
     """ODE steps [default: the run's, else 40]."""
     guidance_scale: Annotated[float, Ge(1)] | None = None
-    """Classifier-free guidance of both models [default: the run's, else 1]."""
+    """Classifier-free guidance of both models [default: that of the run's evaluations, else 1]."""
     negative_prompt: str | None = None
     """Negative prompt of the guidance [default: the run's, else empty]."""
     resolution: Count | None = None
-    """Height in pixels, and width without --width [default: the run's, else 512]."""
+    """Height in pixels, and width without --width [default: that of the run's evaluations, else
+    512].
+    """
     width: Count | None = None
     """Width in pixels [default: the run's, else the height]."""
     num_frames: Count | None = None
@@ -108,6 +113,26 @@ class Evaluate:
 
     def main(self) -> int:
         """Compare, show, write."""
+        return self.completed().compared()
+
+    def completed(self) -> "Evaluate":
+        """With the prompts, the rewards and the images per prompt of the benchmark that no option
+        gives.
+        """
+        if not self.benchmark:
+            return replace(self, count=self.count or 1)
+        from flowrl.run.report.benchmarks import benchmark
+
+        chosen = benchmark(self.benchmark, self.prompts)
+        return replace(
+            self,
+            prompts=self.prompts or chosen.prompts,
+            reward=self.reward or chosen.rewards,
+            count=self.count or chosen.count,
+        )
+
+    def compared(self) -> int:
+        """Compare, show, write, with complete options."""
         from rich.progress import Progress
 
         from flowrl.rewards import evaluation_reward
@@ -117,6 +142,7 @@ class Evaluate:
         from flowrl.run.parts.prompts import read_prompts
         from flowrl.run.parts.registry import build
         from flowrl.run.parts.specs import parse_spec
+        from flowrl.run.report.benchmarks import prompts_note, tasks_of
         from flowrl.run.report.card import write_card
         from flowrl.run.report.weight_comparison import (
             SamplingSettings,
@@ -130,6 +156,8 @@ class Evaluate:
         found = self.found()
         config = self.settings(found)
         world, options, environment = make_world(config), config.policy, config.environment
+        fits = bool(options.model) or not self.benchmark
+        require(fits, "benchmark", self.benchmark, "left out without a model")
         if self.prompts:
             texts = read_prompts(self.prompts)
             prompts = texts if options.model else [world.parse(prompt.text) for prompt in texts]
@@ -137,6 +165,7 @@ class Evaluate:
             end = None if options.model else config.evaluation.eval_samples
             prompts = prompts_of(world, environment.task, "heldout")[:end]
         prompts = prompts[: self.limit]
+        tasks = tasks_of(self.benchmark, prompts)
         specs = self.reward or tuple(filter(None, [environment.sources.reward]))
         of_sources = [spec for spec in specs if parse_spec(spec).name == "by-source"]
         need = "one or more with --prompts: each source of the run's prompts has its own"
@@ -147,7 +176,7 @@ class Evaluate:
         policy = base_policy(config)
         weights = {str(saved): with_weights(policy, saved) for saved in found}
         steps = config.evaluation.eval_steps
-        how = SamplingSettings(steps, self.count, self.seed, self.batch, self.shown)
+        how = SamplingSettings(steps, self.count or 1, self.seed, self.batch, self.shown)
         first = found[0]
         beside = first.path if first.path.is_dir() else first.path.parent
         out = self.out or beside / "evaluation"
@@ -164,6 +193,9 @@ class Evaluate:
             "dtype": options.dtype,
             "device": options.device,
         }
+        if self.benchmark:
+            note = prompts_note(self.benchmark, self.prompts)
+            facts |= {"benchmark": self.benchmark, "benchmark_prompts": note}
         if beside in out.parents:
             card = ("lora", "full") if of_run else ()
             require_no_links(beside, (out.relative_to(beside).parts[0], *card))
@@ -171,12 +203,12 @@ class Evaluate:
             new_folder(out, "evaluation", made_evaluation, lambda: False),
             Progress(transient=True) as bars,
         ):
-            tasks = {side: bars.add_task(side) for side in ("base", *weights)}
+            sides = {side: bars.add_task(side) for side in ("base", *weights)}
 
             def show(side: str, done: int, total: int) -> None:
-                bars.update(tasks[side], completed=done, total=total)
+                bars.update(sides[side], completed=done, total=total)
 
-            evaluation = compare_weights(policy, weights, prompts, rewards, how, facts, show)
+            evaluation = compare_weights(policy, weights, prompts, rewards, how, facts, show, tasks)
             write_evaluation(evaluation, out, self.html, targets(evaluation.prompts))
         if of_run and all((beside / name).exists() for name in ("done.json", "README.md")):
             write_card(beside)
@@ -200,7 +232,7 @@ class Evaluate:
         import torch
 
         from flowrl.run.reads import require_read
-        from flowrl.run.trained import settings_of
+        from flowrl.run.trained import sampling_settings
 
         changes = {name: getattr(self, name) for name in REPLACED}
         changes = {name: value for name, value in changes.items() if value is not None}
@@ -213,11 +245,11 @@ class Evaluate:
             require(bool(self.prompts), "prompts", self.prompts, "a file, or a slice as text[0:64]")
             require(bool(self.reward), "reward", self.reward, "one or more: --reward NAME")
             changes["prompts"] = self.prompts
-        config = settings_of(found, self.trust, self.model, self.original, **changes)
+        config = sampling_settings(found, self.trust, self.model, self.original, **changes)
         require_read(config, read)
         is_cuda = bool(config.policy.model) and torch.cuda.is_available()
         device = self.device or ("cuda" if is_cuda else "cpu")
-        return config.replace(**changes, device=device, reward_noise=0.0, reward_bias=0.0)
+        return config.replace(device=device, reward_noise=0.0, reward_bias=0.0)
 
 
 def made_evaluation(folder: Path) -> bool:
@@ -232,7 +264,8 @@ def made_evaluation(folder: Path) -> bool:
 
 def table(comparison: "WeightComparison") -> str:
     """The results as text: per reward both means, the difference with its interval, and the
-    fraction of improved prompts; of several weights a table per reward.
+    fraction of improved prompts; of several weights a table per reward. Then the tables of a
+    benchmark.
     """
     from flowrl.run.results import short
 
@@ -247,7 +280,14 @@ def table(comparison: "WeightComparison") -> str:
         text = _aligned(rows)
     how, count = comparison.how, len(comparison.prompts)
     sizes = f"{count} prompts x {how.count} images, {how.steps} ODE steps"
-    return f"{text}\n{sizes}, the same noise; intervals over prompts"
+    text = f"{text}\n{sizes}, the same noise; intervals over prompts"
+    if not comparison.benchmark:
+        return text
+    facts = comparison.facts
+    parts = [f"{facts['benchmark']} on {facts['benchmark_prompts']}"]
+    for one in comparison.benchmark_tables:
+        parts += [*filter(None, [one.title]), _aligned([one.header, *one.rows])]
+    return "\n\n".join([text, "\n".join(parts)])
 
 
 def _of_several(comparison: "WeightComparison", spec: str) -> str:
@@ -258,8 +298,7 @@ def _of_several(comparison: "WeightComparison", spec: str) -> str:
 
     pairs = {(pair.weights, pair.against): pair.scores[spec] for pair in comparison.compared}
     (first, base), *_ = pairs
-    folder = os.path.commonpath([os.path.dirname(name) for name, _ in pairs])
-    names = {name: os.path.relpath(name, folder) if folder else name for name, _ in pairs}
+    names = {name: text for name, text in comparison.names.items() if name != base}
     from_first = f"minus {names[first]} [95%]"
     digits = max(s.digits for s in pairs.values())
     rows = [
@@ -362,12 +401,12 @@ class Sample:
         import torch
 
         from flowrl.run.config import preset
-        from flowrl.run.trained import settings_of
+        from flowrl.run.trained import sampling_settings
 
         names = ("guidance_scale", "negative_prompt", "resolution")
         changes = {name: value for name in names if (value := getattr(self, name)) is not None}
         if found or self.model:
-            config = settings_of(found, self.trust, self.model, self.original, **changes)
+            config = sampling_settings(found, self.trust, self.model, self.original, **changes)
         else:
             config = preset("default").apply(world=self.world, **changes)
         on_gpu = bool(config.policy.model) and torch.cuda.is_available()

@@ -84,12 +84,14 @@ class PolicyOptions:
     sizes: tuple[str, ...] = ()
     """Sizes of the samples of `model` that iterations of training have in turn, WIDTHxHEIGHT or the
     side of a square in pixels, as in 512 768x512; none: that of `resolution` and `width`, which
-    evaluations always have.
+    evaluations have without `eval_resolution`.
     """
     num_frames: Annotated[int, Ge(1), Le(2**12)] = 1
     """Frames of the videos of `model`; 1 for images."""
     guidance_scale: Annotated[float, Ge(1)] = 1.0
-    """Classifier-free guidance of `model` in sampling, training and evaluation; 1 = off."""
+    """Classifier-free guidance of `model` in sampling, training and, without `eval_guidance`,
+    evaluation; 1 = off.
+    """
     train_guidance_scale: Annotated[NonNegative | None, Unset(0.0)] = None
     """Guidance of the velocities in a forward-process loss; 1 = off (conditional velocities); 0 =
     `guidance_scale`.

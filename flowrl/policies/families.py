@@ -334,7 +334,8 @@ def _require_uncut(family: Family, tokens: int) -> None:
 def require_multiples(height: int, width: int, unit: int, largest: int = 2**30) -> None:
     """Raise `ConfigError` unless height and width are multiples of `unit`, at most `largest`."""
     for name, side in (("height", height), ("width", width)):
-        allowed = f"a multiple of {unit}, at most {largest} (settings resolution, width, sizes)"
+        settings = "settings resolution, width, sizes, eval_resolution"
+        allowed = f"a multiple of {unit}, at most {largest} ({settings})"
         require(side % unit == 0 and side <= largest, name, side, allowed)
 
 

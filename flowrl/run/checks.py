@@ -26,7 +26,7 @@ from flowrl.rewards.contract import refusal, require_packages
 from flowrl.run.begin import require_start
 from flowrl.run.build import check, make_reward, policy_options, require_room
 from flowrl.run.config import RunConfig
-from flowrl.run.evaluation import make_heldout_metrics
+from flowrl.run.evaluation import as_evaluated, make_heldout_metrics
 from flowrl.run.models.hub import find_source
 from flowrl.run.models.load import quantization
 from flowrl.run.models.sources import Source
@@ -235,7 +235,8 @@ class _Checks:
             pipe, family = self.source.on_meta(), self.source.family
             policy = PipelinePolicy(pipe, family, options, **_adapters(pipe, options))
         require_room(self.config, policy, self.processes)
-        self.policy = policy
+        with as_evaluated(policy, self.config):  # the size and the guidance are allowed
+            self.policy = policy
         count = sum(parameter.numel() for parameter in policy.trainable().values())
         trained = f"LoRA of rank {options.lora_rank}" if options.trained == "lora" else "full"
         latents, pixels = (" x ".join(map(str, s)) for s in (policy.latent_shape, options.size))

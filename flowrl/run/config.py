@@ -11,7 +11,7 @@ from pydantic import PlainValidator, ValidationInfo, field_validator, model_vali
 
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Count, NonNegative, Positive, Seed, Share, Text, Unset, Whole
-from flowrl.core.policy_options import Batch, PolicyOptions, Switch
+from flowrl.core.policy_options import Batch, Pixels, PolicyOptions, Switch
 from flowrl.run.format import completed, require_format
 from flowrl.run.parts.prompt_sources import Sources, place_and_reward, sources_of
 from flowrl.run.parts.settings import (
@@ -303,6 +303,12 @@ class EvaluationConfig:
     """Denoising steps during evaluation."""
     eval_solver: Literal["euler", "heun", "dpm++", "unipc", "sa"] = "euler"
     """euler, heun (two evaluations per step), dpm++, unipc or sa."""
+    eval_resolution: Annotated[Pixels | None, Unset(0)] = None
+    """Height in pixels of the samples of `model` in evaluations, with the ratio of `width` to
+    `resolution` and the time grid of this size; 0 = `resolution`.
+    """
+    eval_guidance: Annotated[Annotated[float, Ge(1)] | None, Unset(0.0)] = None
+    """Classifier-free guidance of `model` in evaluations; 1 = off, 0 = `guidance_scale`."""
     heldout_rewards: tuple[str, ...] = ()
     """Rewards that are evaluated but never trained on: names as for `reward`; also strict, graded,
     soft, palette, balance and clarity (shapes), or strict, graded, soft and density (mixture).
@@ -456,6 +462,16 @@ class RunConfig:
 
         trained = guidance_passes(self.loss_guidance().scales(self.policy.guidance_scale)[0])
         return trained if self.policy.guidance_gradient == "both" else 1
+
+    def as_evaluated(self) -> "RunConfig":
+        """This run with the size and the guidance of its evaluations for all samples."""
+        policy, changes = self.policy, dict[str, Any]()
+        if height := self.evaluation.eval_resolution:
+            width = policy.width and round(policy.width * height / policy.resolution)
+            changes |= {"resolution": height, "width": width}
+        if (guidance := self.evaluation.eval_guidance) is not None:
+            changes["guidance_scale"] = guidance
+        return self.replace(**changes, sizes=(), eval_resolution=None, eval_guidance=None)
 
     def flat(self) -> dict[str, Any]:
         """All settings by their own names."""

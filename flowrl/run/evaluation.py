@@ -10,6 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from flowrl.core.errors import RewardError, require
 from flowrl.core.processes import Assignment
-from flowrl.core.protocols import Features, FlowPolicy, RewardModel, World
+from flowrl.core.protocols import Features, FlowPolicy, RewardModel, World, extras
 from flowrl.core.types import Prompt
 from flowrl.probes import Completion
 from flowrl.rewards import FunctionReward, NoisyReward, require_single, stills
@@ -183,6 +184,19 @@ class Evaluation:
     images: Tensor
     image_scores: Tensor
     prompts: list[Prompt]
+
+
+@contextmanager
+def as_evaluated(policy: FlowPolicy, config: RunConfig) -> Iterator[None]:
+    """Within this context the samples of a model have the size, with its time grid, and the
+    guidance of the run's evaluations. Raises `ConfigError` for a size that the model does not have.
+    """
+    if not config.policy.model:
+        yield
+        return
+    chosen, model = config.as_evaluated().policy, extras(policy, "at_size", "guided")
+    with model.at_size(*chosen.size), model.guided(chosen.guidance_scale):
+        yield
 
 
 def evaluate(

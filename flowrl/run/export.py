@@ -153,7 +153,7 @@ def export_facts(
         "base_model_license": base.licence_name,
     }
     if config is not None and run is not None:
-        policy, evaluation = config.policy, config.evaluation
+        policy, evaluation = config.as_evaluated().policy, config.evaluation
         path = run / METHOD_FILE
         parts = read_json(path, dict[str, str]) if path.is_file() else {}
         facts |= {

@@ -6,7 +6,7 @@ from typing import Any
 
 from flowrl.core.errors import ConfigError, require
 
-FORMAT = "flowrl-run-7"
+FORMAT = "flowrl-run-8"
 """The format of a run's config.json and config.yaml, which their entry "format" names. It changes
 when a setting is added, since files of a format have all of its settings.
 """
@@ -24,6 +24,7 @@ ADDED: dict[str, dict[str, Any]] = {
     },
     "flowrl-run-5": {"sizes": ()},
     "flowrl-run-6": {"hold_out": False},
+    "flowrl-run-7": {"eval_resolution": 0, "eval_guidance": 0.0},
 }
 """By earlier format that can be read, the settings that the next one added, with the values of
 runs at that time.

@@ -51,6 +51,7 @@ from flowrl.run.distributed import Distributed
 from flowrl.run.ended import forget_error, record_error
 from flowrl.run.evaluation import (
     Evaluation,
+    as_evaluated,
     evaluate,
     make_heldout_metrics,
     write_trajectory,
@@ -632,9 +633,10 @@ class Run:
         if environment.reward and not config.policy.model:  # the only reward of a model's world
             exact = config.replace(reward_noise=0.0, reward_bias=0.0)
             custom = evaluation_reward(make_reward(exact))
-        with self._trainer.averaged(), self._guard.explained():
+        policy = self._trainer.policy
+        with self._trainer.averaged(), self._guard.explained(), as_evaluated(policy, config):
             self._evaluation = evaluate(
-                self._trainer.policy,
+                policy,
                 self._world,
                 environment.task,
                 environment.reward_form,

@@ -74,7 +74,8 @@ class Plan:
         forwards: forward equivalents of the iteration's network evaluations
             (`run.costs.Prices`), without decodes and reward calls.
         reward_calls: scored images.
-        evaluation_nfe: network evaluations of an evaluation.
+        evaluation_nfe: network evaluations of an evaluation on held-out prompts.
+        evaluation_passes: forward passes of each of them.
     """
 
     processes: int
@@ -99,6 +100,7 @@ class Plan:
     forwards: float
     reward_calls: int
     evaluation_nfe: int
+    evaluation_passes: int
 
 
 def plan(config: RunConfig, processes: int = 1, launch: Launch = "ddp") -> Plan:
@@ -165,7 +167,9 @@ def plan(config: RunConfig, processes: int = 1, launch: Launch = "ddp") -> Plan:
     calls, images = _rollout(shape, probe)
     nfe = whole(sum(latents * fraction for latents, fraction in calls))
     largest = math.ceil(max(latents for latents, _ in calls) * groups / rollout.groups)
-    largest, passes = max(largest, evaluation.eval_samples // processes), guidance_passes(own)
+    passes, evaluated = map(guidance_passes, (own, config.as_evaluated().policy.guidance_scale))
+    calls_of = (largest, passes), (evaluation.eval_samples // processes, evaluated)
+    most_rows = max(min(batches.max_batch, latents) * each for latents, each in calls_of)
     # the last step of Heun's method is one of Euler's
     heun = evaluation.eval_solver == "heun"
     solver_nfe = 2 * evaluation.eval_steps - 1 if heun else evaluation.eval_steps
@@ -185,7 +189,7 @@ def plan(config: RunConfig, processes: int = 1, launch: Launch = "ddp") -> Plan:
         nfe=nfe,
         probe_nfe=whole(nfe - sum(shape.rows[:-1])),
         sequential_calls=len(calls),
-        rows_per_call=batches.rows or min(batches.max_batch, largest) * passes,
+        rows_per_call=batches.rows or most_rows,
         train_nfe=train_nfe,
         gradient_nfe=gradient_nfe,
         passes_per_evaluation=passes,
@@ -193,6 +197,7 @@ def plan(config: RunConfig, processes: int = 1, launch: Launch = "ddp") -> Plan:
         forwards=whole(prices.passes * nfe + prices.update(train_nfe, gradient_nfe)),
         reward_calls=images,
         evaluation_nfe=evaluation.eval_samples * solver_nfe,
+        evaluation_passes=evaluated,
     )
 
 
@@ -214,7 +219,12 @@ def _rollout(shape: Shape, probe: Probe) -> tuple[list[tuple[int, float]], int]:
 def plan_text(counts: Plan, config: RunConfig) -> str:
     """The plan as text, as ``flowrl train --plan`` prints it."""
     p, rollout, evaluation = counts, config.rollout, config.evaluation
-    guidance = f" x {p.passes_per_evaluation} (guidance)" if p.passes_per_evaluation > 1 else ""
+    guidance, evaluated = (
+        f" x {passes} (guidance)" * (passes > 1)
+        for passes in (p.passes_per_evaluation, p.evaluation_passes)
+    )
+    policy, sampled = config.policy, config.as_evaluated().policy
+    size = f" of {' x '.join(map(str, sampled.size[::-1]))} pixels" * (policy.size != sampled.size)
     micro, most = (f"{n} {getattr(config.batches, n)}" for n in ("micro_batch", "max_batch"))
     lines = {
         "trajectories": f"{rollout.groups} groups x {rollout.group_size} members ="
@@ -234,8 +244,8 @@ def plan_text(counts: Plan, config: RunConfig) -> str:
         f" with backward passes {p.forwards:,} forward equivalents",
         "reward": f"{p.reward_calls:,} images scored"
         f" ({p.reward_calls / p.trajectories:.1f} per trajectory)",
-        "evaluation": f"{evaluation.eval_samples} samples every {evaluation.eval_every} iterations:"
-        f" {p.evaluation_nfe:,} network evaluations{guidance}",
+        "evaluation": f"{evaluation.eval_samples} samples{size} every {evaluation.eval_every}"
+        f" iterations: {p.evaluation_nfe:,} network evaluations{evaluated}",
         "in all": f"{config.iterations * p.updates:,} optimizer steps,"
         f" {config.iterations * p.forwards:,} forward equivalents of the network in training",
     }
@@ -258,9 +268,13 @@ def known_architecture(config: RunConfig) -> Architecture | None:
     return architecture_of(model) if model else None
 
 
+SAMPLED = ("rollout", "decode")
+"""The parts of `Memory` that evaluations need too."""
+
+
 def memory(counts: Plan, config: RunConfig) -> Memory | None:
     """GPU memory of a process, counted (`policies.count_memory`); None for a model of unknown
-    architecture. Groups that branch store less.
+    architecture. Groups that branch store less. Evaluations may have larger samples than training.
     """
     rollout, groups = config.rollout, counts.groups_per_process
     known = known_architecture(config)
@@ -273,7 +287,13 @@ def memory(counts: Plan, config: RunConfig) -> Memory | None:
     shards, reshard = 1 if counts.launch == "ddp" else counts.processes, counts.launch == "fsdp2"
     height, width = max(config.policy.training_sizes, key=math.prod)
     options = replace(policy_options(config), resolution=height, width=width)
-    return count_memory(known, options, *rows, images, stored, shards, reshard)
+    counted = count_memory(known, options, *rows, images, stored, shards, reshard)
+    if config.as_evaluated().policy.size == config.policy.size:
+        return counted
+    batch = config.batches.max_batch * rollout.groups // groups
+    evaluated = memory(replace(counts, reward_calls=batch), config.as_evaluated())
+    larger = {name: max(getattr(m, name) for m in (counted, evaluated)) for name in SAMPLED}
+    return replace(counted, **larger)
 
 
 def memory_text(counts: Plan, config: RunConfig) -> str:
@@ -474,13 +494,14 @@ def times(counts: Plan, config: RunConfig, counted: Memory, card: str) -> Times:
         calls = math.ceil(rows / each)
         return max(rows * flops / rate, calls * operations * OPERATION)
 
-    def sampled(evaluations: float) -> tuple[float, float]:
-        rows = evaluations * p.passes_per_evaluation
+    def sampled(rows: float, size: Memory) -> tuple[float, float]:
         calls = max(math.ceil(rows / most), p.sequential_calls)
-        operations = calls * counted.forward_operations
-        return max(rows * counted.forward_flops / rate, operations * OPERATION), operations
+        operations = calls * size.forward_operations
+        return max(rows * size.forward_flops / rate, operations * OPERATION), operations
 
-    sampling, operations = sampled(p.nfe * share)
+    run = config.as_evaluated()
+    evaluated = counted if run == config else cast(Memory, memory(counts, run))
+    sampling, operations = sampled(p.nfe * share * p.passes_per_evaluation, counted)
     gradient = p.evaluations * share * config.branches
     rest = p.train_nfe * share * p.passes_per_evaluation - gradient
     update = seconds(gradient, micro, counted.gradient_flops, counted.gradient_operations)
@@ -490,15 +511,18 @@ def times(counts: Plan, config: RunConfig, counted: Memory, card: str) -> Times:
     images = p.reward_calls * share
     words = re.findall(r"[\w.]+", config.environment.sources.reward)
     narrow = config.policy.decode_dtype != "float32"
-    decode = counted.decode_flops / (rate if narrow else rate / 2)  # TF32
+    decode, evaluated_decode = (
+        size.decode_flops / (rate if narrow else rate / 2)  # TF32
+        for size in (counted, evaluated)
+    )
     return Times(
         sampling,
         images * decode,
         images * sum(REWARD_FLOPS.get(word, 0) for word in words) / rate,
         images * sum(REWARD_SECONDS.get(word, 0) for word in words) / CORES,
         update,
-        sampled(p.evaluation_nfe / p.processes)[0]
-        + config.evaluation.eval_samples / p.processes * decode,
+        sampled(p.evaluation_nfe / p.processes * p.evaluation_passes, evaluated)[0]
+        + config.evaluation.eval_samples / p.processes * evaluated_decode,
         operations / max(p.evaluations * share, 1),
     )
 

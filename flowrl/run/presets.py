@@ -240,6 +240,8 @@ MODEL_ONLY = (
     "gradient_checkpointing",
     "train_guidance_scale",
     "reference_guidance_scale",
+    "eval_resolution",
+    "eval_guidance",
 )
 """Settings of a model only."""
 

@@ -48,8 +48,8 @@ def _guides_training(config: RunConfig) -> bool:
 
 
 def _guides(config: RunConfig) -> bool:
-    own = config.policy.guidance_scale
-    return {own, *config.loss_guidance().scales(own)} != {1}
+    own, evaluated = (run.policy.guidance_scale for run in (config, config.as_evaluated()))
+    return {own, evaluated, *config.loss_guidance().scales(own)} != {1}
 
 
 def _has_reference(config: RunConfig) -> bool:
@@ -89,7 +89,8 @@ READ_IF: dict[str, Callable[[RunConfig], bool]] = {
 NEEDS = {
     **dict.fromkeys(("adapter", "frozen_adapters"), "tuning lora"),
     **dict.fromkeys(("lora_rank", "lora_alpha", "lora_targets"), "tuning lora"),
-    **dict.fromkeys(("negative_prompt", "guidance_gradient"), "a guidance_scale above 1"),
+    "negative_prompt": "a guidance_scale or eval_guidance above 1",
+    "guidance_gradient": "a guidance_scale above 1",
     **dict.fromkeys(("diversity_prompts", "diversity_samples"), "diversity"),
     "strict": "observe",
     **dict.fromkeys(("tracker_project", "tracker_name"), "tracker wandb or trackio"),

@@ -41,7 +41,7 @@ class MetricsRow:
 SCORED = (
     *("reward", "reward_form", "heldout_prompts", "hold_out"),
     *("eval_samples", "eval_steps", "eval_solver"),
-    *("guidance_scale", "negative_prompt", "max_sequence_length"),
+    *("guidance_scale", "eval_guidance", "negative_prompt", "max_sequence_length"),
 )
 """Settings on which the scores of an evaluation depend, besides the weights."""
 TRAINED_ON = ("prompts", "reward_noise", "reward_bias")

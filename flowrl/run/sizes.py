@@ -256,7 +256,10 @@ def measured_sizes(
         found["compile"] = compiling_pays(trainer, config, batch, rate, deadline)
     if "decode_batch" in wanted:
         most = max(1, min(samples, MOST_IMAGES))
-        found["decode_batch"] = max(1, grow(trainer, config, "decode", most, deadline)[1])
+        run = config.policy, config.as_evaluated().policy
+        largest = max((size for one in run for size in one.training_sizes), key=math.prod)
+        with extras(policy, "at_size").at_size(*largest):  # evaluations may have larger samples
+            found["decode_batch"] = max(1, grow(trainer, config, "decode", most, deadline)[1])
     return {name: value for name, value in found.items() if name in wanted}
 
 
@@ -292,6 +295,7 @@ def profile_path(trainer: Trainer, config: RunConfig) -> Path:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "processes": [shared.world_size, shared.sharded, getattr(shared, "replicas", 1)],
         "policy": policy,
+        "evaluated": config.as_evaluated().policy.size,
         "rollout": vars(config.rollout),
         "optim": vars(config.optim),
         "rewards": [config.environment.sources.reward, config.evaluation.heldout_rewards],

@@ -63,7 +63,9 @@ FIXED = {
     **dict.fromkeys(("seed", "loss_scale"), Fixed(BEGUN, "start_from")),
     **dict.fromkeys(("adapter", "start_from"), Fixed(BEGUN)),
     "task": Fixed("evaluations and the samples before training are of this task", "start_from"),
-    **dict.fromkeys(("resolution", "width", "num_frames"), Fixed(ONE_SIZE, "start_from")),
+    **dict.fromkeys(
+        ("resolution", "width", "num_frames", "eval_resolution"), Fixed(ONE_SIZE, "start_from")
+    ),
     **dict.fromkeys(
         ("method", "credit", "sampler", "loss", "window", "initial_noise", "num_steps"),
         Fixed(OF_METHOD, "start_from"),

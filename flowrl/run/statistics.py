@@ -81,6 +81,35 @@ def mean(values: ArrayLike, null: float = 0.0) -> Inference:
     return t_interval(value, value, error, count - 1, null)
 
 
+def mean_of_means(groups: Sequence[ArrayLike]) -> Inference:
+    """The mean of the means of groups of independent values, every group with the same weight.
+
+    Its variance is the sum of s_g^2 / (n_g G^2) over the G groups, with the degrees of freedom of
+    Welch and Satterthwaite; for one group this is `mean`.
+
+    Args:
+        groups: the values of every group [value].
+
+    Returns:
+        The mean, its t interval and the p-value of a mean of 0; the interval is infinite if a group
+        has a single value.
+
+    Raises:
+        ConfigError: there is no group, or as `mean`.
+    """
+    require(len(groups) > 0, "groups", len(groups), "one or more")
+    value = float(np.mean([mean(group).value for group in groups]))
+    samples = [np.asarray(group, float) for group in groups]
+    counts = np.array([sample.size for sample in samples])
+    if counts.min() < 2:
+        return Inference(value, -math.inf, math.inf)
+    shares = np.array([sample.var(ddof=1) for sample in samples]) / counts / len(groups) ** 2
+    variance, freedom = float(shares.sum()), float((counts - 1).sum())
+    if variance > 0:
+        freedom = variance**2 / float((shares**2 / (counts - 1)).sum())
+    return t_interval(value, value, math.sqrt(variance), freedom, 0.0)
+
+
 def t_interval(
     value: float, centre: float, error: float, freedom: float, null: float, level: float = LEVEL
 ) -> Inference:

@@ -52,6 +52,22 @@ def settings_of(
     return with_stored_prompts(runs[0], first)
 
 
+def sampling_settings(
+    weights: Sequence[SavedWeights],
+    trust: bool = False,
+    model: str = "",
+    original: str = "",
+    **changes: Any,
+) -> RunConfig:
+    """`settings_of`, with the size and the guidance of the run's evaluations, unless `changes` have
+    them.
+    """
+    own = {"resolution": "eval_resolution", "guidance_scale": "eval_guidance"}
+    chosen = changes | {other: None for name, other in own.items() if name in changes}
+    config = settings_of(weights, trust, model, original, **chosen)
+    return config.as_evaluated().replace(**changes)
+
+
 def base_policy(config: RunConfig) -> FlowPolicy:
     """The policy of a run before training; of a model, without a trained LoRA and with fixed
     weights.

@@ -22,14 +22,18 @@ from flowrl.core.errors import ConfigError
 from flowrl.rewards.combine import FunctionReward
 from flowrl.run.config import load_config
 from flowrl.run.io import write_json
+from flowrl.run.parts.prompts import read_prompts
+from flowrl.run.report.benchmarks import benchmark_score, tasks_of
 from flowrl.run.report.weight_comparison import (
     Compared,
     SamplingSettings,
     compare_scores,
     sample_and_score,
 )
+from flowrl.run.results import decimals
+from flowrl.run.statistics import mean, mean_of_means
 from flowrl.run.worlds import world
-from flowrl.testing.tiny import tiny_flux_policy, tiny_sd3
+from flowrl.testing.tiny import tiny_flux, tiny_flux_policy, tiny_sd3
 from flowrl.worlds.built_in import PolicyOptions
 
 DARK = """
@@ -160,6 +164,7 @@ def test_a_small_difference_has_digits_in_the_table_and_the_page():
         compared=[Compared("mine", "base", scores)],
         prompts=("a", "b", "c"),
         how=SamplingSettings(),
+        benchmark=[],
     )
     head, small, one, large, _ = table(found).splitlines()
     assert "0.499980  0.500000" in small and "+0.000020 [-0.000005, +0.000045]" in small
@@ -243,3 +248,119 @@ def words_of(options):
     weights = options.pop("weights")
     weights = weights if isinstance(weights, list) else [weights]
     return ["--weights", *map(str, weights), *words(**options)]
+
+
+def test_a_size_has_its_time_shift(tmp_path, monkeypatch):
+    """sigma = e^mu / (e^mu + 1 / sigma' - 1) for sigma' = 1, 3/4, ... with mu of the tokens."""
+    from flowrl.policies.pipeline import PipelinePolicy
+
+    pipe, grids = tiny_flux(), []
+    tiny_flux_policy().save(tmp_path / "lora")
+    schedule = PipelinePolicy.schedule
+    monkeypatch.setattr(
+        PipelinePolicy,
+        "schedule",
+        lambda policy, steps: grids.append(schedule(policy, steps)) or grids[-1],
+    )
+    files = model_files(tmp_path, PROMPTS[:1], pipe)
+    for options in ({"resolution": 48, "width": 32}, {"resolution": 16}):
+        given = {**files, **options, "num_steps": 4, "device": "cpu", "trust": True}
+        evaluated(tmp_path / "out", weights=tmp_path / "lora", **given)
+        config, sigma = pipe.scheduler.config, torch.arange(4, 0, -1) / 4
+        tokens = options["resolution"] * options.get("width", 16) / 16
+        slope = (config.max_shift - config.base_shift) / (
+            config.max_image_seq_len - config.base_image_seq_len
+        )
+        shift = math.exp(config.base_shift + slope * (tokens - config.base_image_seq_len))
+        assert_close(grids[-1].times[:4], shift / (shift + 1 / sigma - 1))
+
+
+def test_a_benchmark_has_a_table_of_its_tasks(folder, tmp_path, capsys):
+    run = {"weights": folder / "run", "trust": True, "benchmark": "geneval"}
+    cheap = {"reward": redness(folder), "num_steps": 1, "limit": 12, "html": True}
+    values, red = evaluated(tmp_path / "out", **run, **cheap)
+    shown, (base, trained) = capsys.readouterr().out, values["benchmark_scores"]
+    assert (values["count"], values["prompts"], values["benchmark"]) == (4, 12, "geneval")
+    assert "compositional[0:64], generated prompts; published scores" in shown
+    assert [*base["tasks"]] == [
+        prompt.metadata["tag"] for prompt in read_prompts("compositional[0:6]")
+    ]
+    assert base["weights"] == "base" and base["score"] == pytest.approx(red["base"])  # two a task
+    assert base["low"] < base["score"] < base["high"] and base["tasks"] != trained["tasks"]
+    digits = decimals(trained["score"] - base["score"])
+    for text in (shown, (tmp_path / "out" / "report.html").read_text()):
+        assert f"{trained['score']:.{digits}f} [" in text and "single object" in text
+    assert shown.index("\nbase ") < shown.index("\nrun ")
+    (tmp_path / "own.txt").write_text('a cup that says "A"')
+    own = run | {"benchmark": "ocr", "prompts": tmp_path / "own.txt", "count": 2}
+    rewards = [redness(folder), f"{folder}/dark.py:Dark"]
+    values, _ = evaluated(tmp_path / "out", **own, reward=rewards, num_steps=1)
+    shown = capsys.readouterr().out
+    assert values["count"] == 2 and values["benchmark_prompts"] == str(tmp_path / "own.txt")
+    header = shown.splitlines()[-4]
+    assert (
+        header.split("  ")[0] == "weights"
+        and header.count("[95%]") == 2
+        and "overall" not in header
+    )
+    assert "[one prompt]" in shown and values["benchmark_scores"][0]["low"] is None
+
+
+def test_the_benchmarks_rewards_and_prompts_are_those_of_its_name(tmp_path, monkeypatch):
+    from flowrl.cli.evaluate import Evaluate
+
+    chosen = Evaluate(("run",), benchmark="ocr").completed()
+    assert (chosen.reward, chosen.prompts, chosen.count) == (
+        ("ocr(form=released)",),
+        "text[0:64]",
+        1,
+    )
+    chosen = Evaluate(("run",), benchmark="geneval", count=2, reward=("ocr",)).completed()
+    assert (chosen.reward, chosen.prompts, chosen.count) == (("ocr",), "compositional[0:64]", 2)
+    assert Evaluate(("run",)).completed().count == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--benchmark genevl", "unknown benchmark 'genevl' (did you mean 'geneval'?)"),
+        (
+            "--benchmark drawbench",
+            "allowed: a file with DrawBench, 200 prompts, as text or a table",
+        ),
+        ("--benchmark geneval --limit 5", "of color_attr there is none"),
+        ("--benchmark geneval --prompts text[0:2]", "tag of the prompt 'a"),
+    ],
+)
+def test_what_a_benchmark_lacks_is_said(options, message, folder, capsys):
+    given = ["evaluate", "--weights", str(folder / "run"), "--trust", *options.split()]
+    assert main([*given, "--reward", redness(folder)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_benchmark_is_of_a_model(tmp_path, capsys):
+    assert main(["train", *words(preset="tiny", world="mixture", out=tmp_path / "run")]) == 0
+    assert main(["evaluate", *words(weights=tmp_path / "run", benchmark="ocr")]) == 2
+    assert (
+        "benchmark = 'ocr' is not allowed; allowed: left out without a" in capsys.readouterr().err
+    )
+
+
+def test_tasks_have_equal_weights():
+    """Golden: Welch's interval for the difference of two means, halved."""
+    generator = seeded(4)
+    first, second = torch.randn(9, generator=generator), 3 * torch.randn(5, generator=generator)
+    found = mean_of_means([first, second])
+    test = stats.ttest_ind(first.double(), -second.double(), equal_var=False)
+    interval = test.confidence_interval(0.95)  # pyright: ignore[reportAttributeAccessIssue]
+    halves = interval.low / 2, interval.high / 2
+    assert (found.low, found.high) == pytest.approx(halves, abs=1e-6)
+    assert mean_of_means([first]) == mean(first)
+    assert mean_of_means([[1.0, 1.0], [0.0, 0.0]]).text() == "0.500 [0.500, 0.500]"
+    assert mean_of_means([[1.0, 0.0], [0.0]]).high == math.inf
+    scores = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, math.nan], [math.nan, math.nan]])
+    one = benchmark_score("base", "ocr", scores, ["a", "a", "b", "b"])
+    assert one.tasks == {"a": 0.75, "b": 0.0} and one.score == 0.375
+    with pytest.raises(ConfigError, match=r"one or more images of every task \(b\)"):
+        benchmark_score("base", "ocr", scores, ["a", "a", "a", "b"])
+    assert tasks_of("", []) is None and tasks_of("ocr", read_prompts("text[0:2]")) == ["", ""]

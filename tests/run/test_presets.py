@@ -328,10 +328,10 @@ def test_a_run_folder_of_another_format_is_one_line(tmp_path, capsys):
     for option in (f"--resume {tmp_path}", f"--config {path}"):
         error = error_of(f"train {option}", capsys)
         assert f"{path}: format = 'flowrl-run-2' is not allowed" in error
-        assert "'flowrl-run-7'" in error and error.count("\n") == 1
+        assert "'flowrl-run-8'" in error and error.count("\n") == 1
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         load_run(tmp_path)
-    write_json(path, {"format": "flowrl-run-7", **RunConfig(seed=3).as_dict()})
+    write_json(path, {"format": "flowrl-run-8", **RunConfig(seed=3).as_dict()})
     assert load_config(path) == RunConfig(seed=3)
 
 
@@ -343,7 +343,7 @@ def test_written_settings_are_complete_and_a_users_own_need_not_be(lost, tmp_pat
     path = tmp_path / "config.json"
     write_json(path, values)
     load_config(path)
-    write_json(path, {"format": "flowrl-run-7", **values})
+    write_json(path, {"format": "flowrl-run-8", **values})
     name = "optimizer, learning_rate, lr_schedule and others" if lost == "optim" else lost
     with pytest.raises(ConfigError, match=f"{path} is damaged: {name} missing"):
         load_config(path)

@@ -3,6 +3,7 @@ differences with intervals.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from flowrl.rollout import EVALUATION_SEED, sample_images, score
 from flowrl.run.images import references_of
 from flowrl.run.io import write_bytes, write_json
 from flowrl.run.records import finite
+from flowrl.run.report.benchmarks import BenchmarkScore, ScoreTable, benchmark_score, score_tables
 from flowrl.run.report.figures import NO_TARGETS, REFERENCE, Row, Targets, sample_figure
 from flowrl.run.report.pages import render
 from flowrl.run.report.style import png
@@ -185,6 +187,8 @@ class WeightComparison:
         how: settings of sampling.
         facts: further facts about the weights.
         references: the reference images of the prompts of which images are shown; None without.
+        tasks: of a benchmark, the task of each prompt, "" if it has none; None without a benchmark.
+        sources: the source of each prompt; of several, differences are also those of each.
     """
 
     sides: dict[str, ScoredImages]
@@ -192,6 +196,8 @@ class WeightComparison:
     how: SamplingSettings
     facts: dict[str, Any]
     references: Tensor | None = None
+    tasks: Sequence[str] | None = None
+    sources: Sequence[str] = ()
 
     @cached_property
     def compared(self) -> list[Compared]:
@@ -202,9 +208,40 @@ class WeightComparison:
             Compared(name, against, self._differences(against, name)) for name, against in pairs
         ]
 
+    @property
+    def names(self) -> dict[str, str]:
+        """Short names of the weights by label: without the folder that all share."""
+        base, *others = self.sides
+        folder = os.path.commonpath([os.path.dirname(name) for name in others])
+        return {base: base} | {
+            name: os.path.relpath(name, folder) if folder else name for name in others
+        }
+
+    @cached_property
+    def benchmark(self) -> list[BenchmarkScore]:
+        """The scores of a benchmark, those of the base first; none without a benchmark."""
+        return [
+            benchmark_score(name, reward, scores, self.tasks)
+            for name, side in self.sides.items()
+            for reward, scores in side.scores.items()
+            if self.tasks is not None
+        ]
+
+    @property
+    def benchmark_tables(self) -> list[ScoreTable]:
+        """`benchmark` as in papers."""
+        return score_tables(self.benchmark, self.names)
+
     def _differences(self, before: str, after: str) -> dict[str, ScoreDifference]:
         tables = self.sides[before].scores, self.sides[after].scores
-        return {name: compare_scores(tables[0][name], tables[1][name]) for name in tables[0]}
+        pairs = {name: (tables[0][name], tables[1][name]) for name in tables[0]}
+        every, sources = dict(pairs), sorted({*self.sources})
+        for source in sources if len(sources) > 1 else ():
+            rows = [one == source for one in self.sources]
+            for name, pair in pairs.items():
+                label = source if len(pairs) == 1 else f"{source}: {name}"
+                every[label] = (pair[0][rows], pair[1][rows])
+        return {name: compare_scores(*pair) for name, pair in every.items()}
 
     @property
     def scores(self) -> dict[str, ScoreDifference]:
@@ -219,6 +256,8 @@ class WeightComparison:
         values = {**self.facts, **settings, "scores": asdict(self.compared[0])["scores"]}
         if len(self.compared) > 1:
             values["compared"] = [asdict(pair) for pair in self.compared]
+        if self.benchmark:
+            values["benchmark_scores"] = [asdict(one) for one in self.benchmark]
         return finite(values)
 
 
@@ -234,6 +273,7 @@ def compare_weights(
     how: SamplingSettings,
     facts: dict[str, Any],
     progress: Callable[[str, int, int], None] = lambda weights, done, total: None,
+    tasks: Sequence[str] | None = None,
 ) -> WeightComparison:
     """Sample and score with the weights of `policy`, and again with each of the trained ones.
 
@@ -246,6 +286,7 @@ def compare_weights(
         how: settings of sampling, the same for all weights.
         facts: facts about the weights, stored in the result.
         progress: called with (label, done, total).
+        tasks: of a benchmark, the task of each prompt (`benchmarks.tasks_of`).
 
     Returns:
         Scores and images of all weights.
@@ -257,7 +298,8 @@ def compare_weights(
     shown = sides[BASE].shown
     references = references_of(prompts[: len(shown)], (shown.shape[-2], shown.shape[-1]))
     texts = tuple(prompt.text for prompt in prompts)
-    return WeightComparison(sides, texts, how, facts, references)
+    sources = tuple(prompt.source for prompt in prompts)
+    return WeightComparison(sides, texts, how, facts, references, tasks, sources)
 
 
 def sample_grid(comparison: WeightComparison, targets: Targets) -> Figure:
