@@ -282,6 +282,9 @@ def test_two_sources_train_and_resume_exactly(tmp_path, capsys):
     mixed = (found["sources"]["signs"] + 3 * found["sources"]["things"]) / 4
     assert found["reward"] == pytest.approx(mixed, abs=1e-6)
     assert flowrl_(f"evaluate --weights {tmp_path}/parts") == 0
+    scores = json.loads((tmp_path / "parts/evaluation/evaluation.json").read_text())["scores"]
+    assert [*scores][1:] == ["signs", "things"]
+    assert [scores[name]["prompts"] for name in scores] == [16, 8, 8]
     stored = [json.loads(line) for line in (tmp_path / "parts/prompts.jsonl").open()]
     assert {line["prompt_source"] for line in stored} == {"signs", "things"}
 
