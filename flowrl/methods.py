@@ -132,8 +132,8 @@ def tempflow_weights() -> Method:
 
 @_published
 def dense_grpo() -> Method:
-    """DenseGRPO (arXiv 2601.20218): gains of ODE completions, normalised over the members step by
-    step.
+    """DenseGRPO's credit (arXiv 2601.20218): gains of ODE completions, normalised over the members
+    step by step. Its second half, a noise level per step that is set before training, is not here.
     """
     return Method("dense-grpo", credit=DenseGain())
 

@@ -1013,7 +1013,8 @@ lesson.check_quiz(quiz)
 # - Savani et al. 2026, *Stepwise credit assignment for GRPO on flow-matching models* (arXiv 2603.28718): the paper of this lesson. No code is public.
 # - Schulman et al. 2015, *High-dimensional continuous control using generalized advantage estimation* (arXiv 1506.02438): equation 16 is the sum before exercise 7.
 # - He et al. 2025, *TempFlow-GRPO* (arXiv 2508.04324): credit of a step from branches, and weights by the noise of a step.
-# - *DenseGRPO* (arXiv 2601.20218): gains of ODE completions, normalised step by step.
+# - *DenseGRPO* (arXiv 2601.20218): gains of ODE completions, normalised step by step; its noise level per step is not in
+#   `dense-grpo`.
 # - Ng, Harada and Russell 1999, *Policy invariance under reward transformations* (ICML): why differences of a potential, such as gains, do not change the optimal policy.
 #
 # **Next:** [7 · TP-GRPO](07_tp_grpo.ipynb) gives some steps credit for everything that follows them.

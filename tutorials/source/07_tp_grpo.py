@@ -1062,7 +1062,8 @@ lesson.check_quiz(quiz)
 # ## Further reading
 #
 # - Tong et al. 2026, *Alleviating sparse rewards by modeling step-wise and long-term sampling effects in flow-based GRPO* (arXiv 2602.06422), with code at github.com/YunzeTong/TurningPoint-GRPO. The differences between paper and code are listed in `docs/papers/tp-grpo.md`.
-# - *DenseGRPO* (arXiv 2601.20218): increments of ODE completions without turning points, the natural control for this method.
+# - *DenseGRPO* (arXiv 2601.20218): increments of ODE completions without turning points, the natural control for this
+#   method; its noise level per step is not in `dense-grpo`.
 # - Wang and Yu 2025, *CPS* (arXiv 2509.05952): the kernel of TP-GRPO's released code.
 # - Arjona-Medina et al. 2018, *RUDDER* (arXiv 1806.07857): redistribution of a delayed reward over the steps that caused it.
 # - Harutyunyan et al. 2019, *Hindsight credit assignment* (arXiv 1912.02503): another definition of the credit of an action, from what happened later.
