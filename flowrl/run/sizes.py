@@ -256,9 +256,9 @@ def measured_sizes(
         found["compile"] = compiling_pays(trainer, config, batch, rate, deadline)
     if "decode_batch" in wanted:
         most = max(1, min(samples, MOST_IMAGES))
-        run = config.policy, config.as_evaluated().policy
-        largest = max((size for one in run for size in one.training_sizes), key=math.prod)
-        with extras(policy, "at_size").at_size(*largest):  # evaluations may have larger samples
+        own = config.evaluation.eval_resolution is not None
+        sizes = (*config.policy.training_sizes, config.as_evaluated().policy.size)
+        with policy.at_size(*max(sizes, key=math.prod)) if own else nullcontext():
             found["decode_batch"] = max(1, grow(trainer, config, "decode", most, deadline)[1])
     return {name: value for name, value in found.items() if name in wanted}
 
