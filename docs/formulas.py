@@ -59,7 +59,10 @@ FORMULAS = {
     "flowrl.credit.gains": r"g_i = R_{i+1} - R_i, \qquad \sum_i g_i = R_T - R_0",
     "flowrl.credit.reward_to_go": r"R_T - R_i",
     "flowrl.credit.generalised_gains": r"\sum_{k \ge 0} (\gamma\lambda)^k\, g_{i+k}",
-    "flowrl.credit.Uniform": r"A_i = Z(R_T) \quad\text{for every step } i",
+    "flowrl.credit.Uniform": (
+        rf"A_i = Z(R_T) \quad\text{{for every step }} i \qquad \text{{or}} \qquad"
+        rf" \frac{{R_T - {MEAN}(R_T)}}{{{MEAN}(R_T)}} \text{{ (std=mean)}}"
+    ),
     "flowrl.credit.StepwiseGain": (
         r"A_i = Z\Big(\sum_{k \ge 0} (\gamma\lambda)^k\, g_{i+k}\Big), \qquad g_i = R_{i+1} - R_i"
     ),

@@ -85,8 +85,8 @@ def test_options_of_a_policy_are_checked_and_sized():
 
 
 DEFAULTS = {
-    Uniform: "std='group', clamp=5.0, limit='clamp', probe=NoProbe()",
-    Weighted: "weights='noise', rule=Uniform(std='group', clamp=5.0, limit='clamp', probe=NoProbe())",
+    Uniform: "std='group', clamp=5.0, limit='clamp', probe=NoProbe(), all_failed='zero'",
+    Weighted: "weights='noise', rule=Uniform(std='group', clamp=5.0, limit='clamp', probe=NoProbe(), all_failed='zero')",
     StepwiseGain: (
         "normalise='joint', lam=0.0, gamma=1.0, pool='prompt', clamp=5.0, probe=Substeps(count=5)"
     ),
@@ -96,7 +96,7 @@ DEFAULTS = {
         "consistent=True, balance='aggregate', balance_scope='batch', first_step=True, "
         "normalise='step', combine='replace', clamp=5.0, probe=Completion()"
     ),
-    GDPO: "rule=Uniform(std='group', clamp=5.0, limit='clamp', probe=NoProbe()), weights=None, batch=True",
+    GDPO: "rule=Uniform(std='group', clamp=5.0, limit='clamp', probe=NoProbe(), all_failed='zero'), weights=None, batch=True",
     FlowSDE: "noise_level=0.7",
     DanceSDE: "noise_level=0.3",
     CPS: "noise_level=0.7",

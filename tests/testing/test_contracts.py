@@ -16,7 +16,7 @@ from flowrl.bench.probes import SomeMembers
 from flowrl.core.errors import RewardError
 from flowrl.core.experience import Credit, Needs
 from flowrl.core.types import Prompt
-from flowrl.credit import Weighted, group_zscore, zscore
+from flowrl.credit import Uniform, Weighted, group_zscore, zscore
 from flowrl.losses import ClippedLoss, DiffusionNFT, Distillation, RewardAscent
 from flowrl.probes import Completion, LatentReward, NoProbe, Probe, Substeps
 from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
@@ -309,6 +309,12 @@ def test_modes_that_select_advantages_are_not_proportional_to_them(mode):
     assert check_forward_loss(DiffusionNFT(mode=mode)).broken == ["starts_along_the_advantage"]
     for loss in (Distillation(), RewardAscent(Average())):
         assert check_loss(loss).broken == ["starts_along_the_advantage"]
+
+
+@pytest.mark.parametrize("all_failed", ["zero", "keep"])
+def test_advantages_divided_by_the_mean_reward_depend_on_its_zero(all_failed):
+    rule = Uniform(std="mean", clamp=None, all_failed=all_failed)
+    assert check_credit(rule).broken == ["ignores_a_constant", "gives_a_silent_group_zero"]
 
 
 def test_the_points_of_the_mixture_are_no_images():
