@@ -98,7 +98,9 @@ FORMULAS = {
         r"A(\text{leaf}) = Z(R), \qquad A(u) = \sum_{c \in \text{children}(u)} w_c\,A(c)"
     ),
     "flowrl.losses.ClippedLoss": (
-        rf"L = {CLIPPED} + {KL}, \qquad \rho = \frac{{\pi}}{{\pi_\text{{old}}}}"
+        rf"L = {CLIPPED} + {KL}, \qquad \rho = \frac{{\pi}}{{\pi_\text{{old}}}}, \qquad"
+        rf" \mathrm{{KL}} = \frac{{w^2}}{{2}}{MEAN}\,(v - v_\text{{ref}})^2, \quad w ="
+        r" \frac{|\partial\mu/\partial v|}{\text{std}}"
     ),
     "flowrl.losses.GSPO": (
         rf"L = {CLIPPED.replace(RHO, 's')} + {KL}, \qquad"

@@ -272,6 +272,7 @@ class PolicyLossContract(LossContract):
             step=number + 1,
             time=torch.tensor([0.8, 0.6])[number],
             reference=Gaussian(old + 0.1 * far, std.clone()),
+            slope=torch.linspace(0.06, 0.25, 8),
             prompts=(Prompt("a fox"), Prompt("two red cars")),
         )
 

@@ -139,6 +139,7 @@ LOSSES = [
     "flow-dppo(bound=1e-3, kl_weight=0.1)",
     "policy-gradient",
     "policy-gradient(kl_weight=0.1, kl=without_delta)",
+    "policy-gradient(kl_weight=0.1, kl=velocity)",
     "gspo",
     "gspo(clip_range=0.02, kl_weight=0.1)",
     "kl-penalty",
