@@ -137,6 +137,12 @@ FORMULAS = {
         r"L = \operatorname{mean}_i\,\operatorname{sigmoid}(S)\,A_i\,\ell_i(v), \qquad"
         r" S = \frac{\beta}{G}\sum_i A_i\,\big[\ell_i(v) - \ell_i(v_\text{ref})\big]"
     ),
+    "flowrl.losses.CRD": (
+        r"L = \frac{c}{\beta}\operatorname{mean}_i\big[\beta\,(r_i - \bar r) - (u_i -"
+        r" \bar u)\big]^2 + \lambda f_i\,|v - v_\text{ref}|^2, \qquad"
+        r" r_i = \ell_i(v_\text{old}) - \ell_i(v), \quad u_i = \tfrac12 +"
+        r" \tfrac{1}{2c}\operatorname{clip}(A_i, -c, c)"
+    ),
     "flowrl.probes.Tweedie": r"R_j = R(z_j - t_j\,v_j)",
     "flowrl.probes.Continuation": r"R_j \approx V(z_j) = \mathbb E\big[R(z_T) \mid z_j\big]",
 }

@@ -70,6 +70,7 @@ FORWARD = {  # copies that follow late are neither the current weights nor the f
     "nft, own states": dict(loss="diffusion-nft(noise=path)"),
     "awm": dict(method="awm", loss="awm(decay=(0, 0.1, 0.3), times=stratified(count=3))"),
     "dgpo": dict(loss=DGPO.format("decay=(0, 0.1, 0.3), sample_from=1")),
+    "crd": dict(loss="crd(decay=(0, 0.1, 0.3), sampling_decay=(0, 0.2, 0.5))"),
     "dgpo, shared noise": dict(loss=DGPO.format("noise=group-all-times")),
 }
 WHOLE = {

@@ -18,7 +18,15 @@ from torch import Generator, Tensor
 from flowrl.core.checks import checked
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import checked_options
-from flowrl.core.types import Latents, LossResult, LossRows, PerSample, Schedule, Unit
+from flowrl.core.types import (
+    Latents,
+    LossResult,
+    LossRows,
+    PerSample,
+    RowTerms,
+    Schedule,
+    Unit,
+)
 
 Noise = Literal["each", "group", "group-all-times", "path", "difference"]
 """Which rows share their noise; "path" and "difference": the states of the sample's own
@@ -63,7 +71,7 @@ class ForwardBatch(LossRows):
     old: Latents | None = None
     average: Latents | None = None
     reference: Latents | None = None
-    pooled: PerSample | None = None
+    pooled: RowTerms | None = None
 
     @property
     def velocity(self) -> Latents:

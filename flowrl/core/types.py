@@ -35,6 +35,7 @@ Batch = TypeVar("Batch", bound="LossRows")
 Latents = Float[Tensor, "sample *latent"]
 ImagesOrVideos = Float[Tensor, "sample *frame channel height width"]
 PerSample = Float[Tensor, " sample"]
+RowTerms = Float[Tensor, "sample *term"]
 StepIndex = Int[Tensor, " sample"]
 """Annotations of most signatures, compared with the arguments at every call (`core.checks`)."""
 
@@ -392,7 +393,7 @@ def pooled_units(loss: Any, rows: LossRows) -> tuple[Tensor, ...]:
 
 
 @checked
-def unit_means(values: PerSample, units: Sequence[Tensor], weight: PerSample) -> PerSample:
+def unit_means(values: RowTerms, units: Sequence[Tensor], weight: PerSample) -> RowTerms:
     """For each row, the weighted mean of `values` over the rows that agree with it in all of
     `units`; 0 if their weights are 0.
 
@@ -401,13 +402,16 @@ def unit_means(values: PerSample, units: Sequence[Tensor], weight: PerSample) ->
     rows at once.
 
     Args:
-        values: the values [sample]; those of weight 0 may be NaN.
+        values: the values, one or several of each row [sample] or [sample, term]; those of weight 0
+            may be NaN.
         units: the numbers that identify each row's unit, as from `LossRows.units`.
         weight: the weights [sample].
 
     Returns:
-        The means [sample].
+        The means, in the shape of `values`.
     """
+    if values.ndim > 1:
+        return torch.stack([unit_means(term, units, weight) for term in values.unbind(1)], 1)
     same = (weight > 0)[None, :].expand(len(values), -1)
     for number in units:
         same = same & (number[:, None] == number[None, :])
@@ -458,7 +462,7 @@ class LossBatch(LossRows):
     reference: Gaussian | None = None
     velocity: Float[Tensor, "evaluation *latent"] | None = None
     slope: PerSample | None = None
-    pooled: PerSample | None = None
+    pooled: RowTerms | None = None
     prompts: Sequence[Prompt] = ()
 
     def __post_init__(self) -> None:

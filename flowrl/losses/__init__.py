@@ -2,7 +2,7 @@
 advantages and weights.
 """
 
-from flowrl.losses.forward import AWM, DGPO, DiffusionNFT
+from flowrl.losses.forward import AWM, CRD, DGPO, DiffusionNFT
 from flowrl.losses.policy import (
     GSPO,
     RSM,
@@ -18,6 +18,7 @@ from flowrl.losses.policy import (
 
 __all__ = [
     "AWM",
+    "CRD",
     "DGPO",
     "GSPO",
     "RSM",

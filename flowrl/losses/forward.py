@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from flowrl.core.checks import checked
 from flowrl.core.errors import require
@@ -105,6 +106,11 @@ def combined(
             total, shown[PENALTIES[network]] = total + factor * penalty, penalty.detach()
     shown["matching"] = mean_over(matching(rows.new.detach(), rows.target), rows.weight)
     return LossResult(loss=total, metrics={**shown, **metrics}, policy_term=policy_loss)
+
+
+def _require_equal_times(loss: Any) -> None:
+    shared, name = getattr(loss.times, "shared", True), f"{type(loss).__name__}.times"
+    require(shared, name, loss.times, "shared=True: a group needs equal times")
 
 
 @checked_options
@@ -407,8 +413,7 @@ class DGPO:
     noise: Noise = "group"
 
     def __post_init__(self) -> None:
-        shared = getattr(self.times, "shared", True)
-        require(shared, "DGPO.times", self.times, "shared=True: a group needs equal times")
+        _require_equal_times(self)
         _ = self.copies
 
     @property
@@ -452,3 +457,128 @@ class DGPO:
                 new = torch.where(expand(clipped, new), new.detach(), new)
         terms = weight * rows.advantages * error
         return combined(self, rows, terms, {"reference": self.kl_weight}, metrics, new=new)
+
+
+@checked_options
+@dataclass(frozen=True)
+class CRD:
+    """Forward-process loss of Centered Reward Distillation: the reward that the network implies
+    shall equal the reward that was given, both minus their means over the group.
+
+    (c/beta) (beta (r - r_group) - (u - u_group))^2 + kl_weight f |v - v_ref|^2, r = l(v_old) -
+    l(v).
+
+    The mean over rows; l = mean over latent elements of (v - v*)^2, u = clip(A / (2c) + 1/2, 0, 1),
+    and r_group, detached, and u_group are means over the rows of one prompt at one time, which
+    share their noise. A constant of the prompt, such as its normaliser, cancels in both
+    differences. With `form` "bce" the square is replaced by the binary cross entropy of the
+    probability sigmoid(beta (r - r_group)) from sigmoid(u - u_group).
+
+    At v = v_old the gradient of the squares is that of `AWM` with weight "uniform", (A - A_group)
+    grad l for |A| <= c; that of "bce" is c (sigmoid(u - u_group) - 1/2) grad l, an eighth of it to
+    first order. Away from v_old, the squares add c beta (r - r_group)^2, so a larger beta holds the
+    network closer to v_old.
+
+    The means need whole groups: in one batch, or by two passes (see `protocols.PolicyLoss`). In the
+    code that was read they run over the rows of a micro-batch on all processes, whatever their
+    prompts and times. Its centring by advantages (weight_temp) is not offered.
+
+    Metrics: policy_loss, implied_reward (r), old_distance (|v - v_old|^2), matching (l), kl if
+    kl_weight > 0. `loss` raises `ConfigError` if a velocity is missing. Sources: CRD (arXiv
+    2603.14128), abstract, and a port (Flow-Factory, commit 396dd6e; its settings for SD3.5-Medium:
+    beta 1, "mse", "normalised", kl_weight 0.1 with `kl` "reward" and a reference with guidance 4.5,
+    decays (75, 0.0075, 0.999) for sampling and 0.25 + 0.005 s up to 0.999 for v_old, which `decay`
+    cannot start at 0.25).
+
+    Args:
+        beta: scale of the implied reward, above 0.
+        advantage_clip: c, above 0.
+        form: "mse" or "bce".
+        error: "velocity": l as above; "normalised": l divided by the detached mean |v - v*|, at
+            least 1e-5, each network by its own (adaptive_logp in the port).
+        kl_weight: weight of the distance from the base model, 0 or more.
+        kl: f: "uniform": 1; "reward": m + u (1 - m) with m = min(1e-4 / kl_weight, 1), so that good
+            samples are held closer.
+        decay: (start, rate, cap) of v_old, as in `forward.Decay`; updated once per iteration.
+        sampling_decay: the same of the copy that samples; None: the current weights sample.
+        times: the training times, the same for all samples of a group.
+        noise: which rows share their noise (see `forward.ForwardLoss`).
+
+    Raises:
+        ConfigError: a field is out of range.
+    """
+
+    beta: Positive = 1.0
+    advantage_clip: Positive = 5.0
+    form: Literal["mse", "bce"] = "mse"
+    error: Literal["velocity", "normalised"] = "velocity"
+    kl_weight: NonNegative = 0.1
+    kl: Literal["uniform", "reward"] = "reward"
+    decay: tuple[float, float, float] = (0, 0.001, 0.5)
+    sampling_decay: tuple[float, float, float] | None = (0, 0.001, 0.5)
+    times: TimeDraw = PermutedTimes(shared=True)
+    noise: Noise = "group"
+
+    def __post_init__(self) -> None:
+        _require_equal_times(self)
+        _ = self.copies
+
+    @property
+    def copies(self) -> Mapping[str, WeightCopy]:
+        """The copy `old` of the implied reward, and `average`, which samples."""
+        old = {"old": WeightCopy(Decay(*self.decay))}
+        if self.sampling_decay is None:
+            return old
+        samples = WeightCopy(Decay(*self.sampling_decay), sample_from=0, evaluated=False)
+        return {**old, "average": samples}
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference is part of the loss (`kl_weight` > 0)."""
+        return self.kl_weight > 0
+
+    @property
+    def unit(self) -> Unit:
+        """The members of a group at one time."""
+        return "group"
+
+    def _error(self, velocity: Latents, rows: ForwardBatch) -> PerSample:
+        if self.error == "velocity":
+            return matching(velocity, rows.target)
+        return normalised_error(velocity, rows.target, torch.ones_like(rows.time))
+
+    def _rewards(self, rows: ForwardBatch) -> Tensor:
+        """r and u of each row [row, 2]."""
+        old = self._error(rows.velocity_of("old", self), rows)
+        given = (rows.advantages / (2.0 * self.advantage_clip) + 0.5).clamp(0.0, 1.0)
+        return torch.stack([old - self._error(rows.new, rows), given], 1)
+
+    @torch.no_grad()
+    def row_terms(self, batch: ForwardBatch) -> Tensor:
+        """r and u of each row [row, 2], whose means over a group are subtracted."""
+        rows = counted_rows(batch)
+        return torch.where((rows.weight > 0)[:, None], self._rewards(rows), 0.0)
+
+    def loss(self, batch: ForwardBatch) -> LossResult:
+        """The scalar loss over the rows of `batch`, and its metrics."""
+        rows = counted_rows(batch)
+        rewards, means = self._rewards(rows), rows.pooled
+        if means is None:
+            means = unit_means(rewards.detach(), rows.units("group"), rows.weight)
+        implied, given = (rewards - means.detach()).unbind(1)
+        if self.form == "mse":
+            terms = (self.beta * implied - given).square()
+        else:
+            logit = self.beta * implied
+            terms = binary_cross_entropy_with_logits(logit, given.sigmoid(), reduction="none")
+        terms = self.advantage_clip / self.beta * terms
+        scale: PerSample | float = 1.0
+        if self.kl == "reward" and self.kl_weight > 0:
+            least = min(1e-4 / self.kl_weight, 1.0)
+            scale = least + rewards[:, 1] * (1.0 - least)
+        shown = {
+            "implied_reward": rewards[:, 0],
+            "old_distance": matching(rows.new, rows.velocity_of("old", self)),
+        }
+        metrics = {name: mean_over(value.detach(), rows.weight) for name, value in shown.items()}
+        return combined(self, rows, terms, {"reference": self.kl_weight}, metrics, scale)

@@ -248,7 +248,9 @@ class Objective(ABC):
     with_gradient: float = field(default=1, init=False)
     """Network evaluations of a row that carry the gradient."""
     pooled: Tensor | None = field(default=None, init=False)
-    """Means over units that are spread over micro-batches [sample, column]; set by `prepare`."""
+    """Means over units that are spread over micro-batches [sample, column, *term]; set by
+    `prepare`.
+    """
 
     def __post_init__(self) -> None:
         samples, device = self.rollout.samples, self.policy.device
@@ -328,7 +330,7 @@ class Objective(ABC):
                 entries.append((*place, loss.row_terms(batch), weight, *pooled_units(loss, batch)))
             sample, column, terms, weight, *units = map(torch.cat, zip(*entries, strict=True))
             means, kept = unit_means(terms, units, weight), weight > 0
-        table = torch.zeros(self.steps.shape, device=self.policy.device)
+        table = torch.zeros((*self.steps.shape, *means.shape[1:]), device=self.policy.device)
         self.pooled = table.index_put_((sample[kept], column[kept]), means[kept].to(table))
 
     @property

@@ -33,6 +33,7 @@ from flowrl.flow import (
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses import (
     AWM,
+    CRD,
     DGPO,
     ClippedLoss,
     DiffusionNFT,
@@ -122,6 +123,11 @@ DEFAULTS = {
         "decay=(1, 0.001, 0.3), sample_from=200, times=DrawnSteps(shared=True, count=4, "
         "steps=7), noise='group'"
     ),
+    CRD: (
+        "beta=1.0, advantage_clip=5.0, form='mse', error='velocity', kl_weight=0.1, kl='reward', "
+        "decay=(0, 0.001, 0.5), sampling_decay=(0, 0.001, 0.5), "
+        "times=PermutedTimes(shared=True, fraction=0.99), noise='group'"
+    ),
     PermutedTimes: "shared=False, fraction=0.99",
     StratifiedTimes: "shared=False, count=6, fraction=0.9",
     UniformTimes: "shared=False, count=6, low=0.2, high=1.0, shift=3.0",
@@ -155,7 +161,7 @@ LIMITS = [
         {
             **dict.fromkeys((FlowSDE, DanceSDE, DDIMSDE, ExponentialSDE), "noise_level"),
             **dict.fromkeys((ClippedLoss, GRPOGuard, FlowDPPO, PolicyGradientLoss), "kl_weight"),
-            **dict.fromkeys((DiffusionNFT, DGPO), "kl_weight"),
+            **dict.fromkeys((DiffusionNFT, DGPO, CRD), "kl_weight"),
             AWM: "kl_weight average_weight",
         },
     ),
@@ -165,6 +171,7 @@ LIMITS = [
         {
             FlowDPPO: "bound",
             DiffusionNFT: "beta advantage_clip",
+            CRD: "beta advantage_clip",
             AWM: "power clip advantage_clip advantage_scale",
             DGPO: "beta_dpo",
             UniformTimes: "shift",
@@ -185,7 +192,11 @@ LIMITS = [
     (["noise", (1.0,), (0.0, -1.0)], [(), (math.nan,), "equal", [1.0]], {Weighted: "weights"}),
     ([1, 50], [0, -1], {Substeps: "count"}),
     ([1, 7], [8], {DrawnSteps: "count"}),
-    ([DrawnSteps(), PermutedTimes(shared=True)], [PermutedTimes(), "steps"], {DGPO: "times"}),
+    (
+        [DrawnSteps(), PermutedTimes(shared=True)],
+        [PermutedTimes(), "steps"],
+        {DGPO: "times", CRD: "times"},
+    ),
     ([1e-6, 0.5], [0.0, 1.0], {UniformTimes: "low"}),
     ([0.3, 1.0], [0.2, 1.1], {UniformTimes: "high"}),
 ]

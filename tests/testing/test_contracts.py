@@ -165,6 +165,8 @@ FORWARD_LOSSES = [
     "dgpo",
     "dgpo(clip=none, anchor=old, beta_dpo=2000.0)",
     "dgpo(clip_kl=true, kl_weight=1.0)",
+    "crd",
+    "crd(form=bce, error=normalised, kl=uniform, sampling_decay=none)",
 ]
 
 

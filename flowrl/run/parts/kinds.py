@@ -111,6 +111,7 @@ KINDS: dict[str, Kind] = {
             "ascent": "flowrl.losses.policy:RewardAscent",
             "awm": "flowrl.losses.forward:AWM",
             "clipped": "flowrl.losses.policy:ClippedLoss",
+            "crd": "flowrl.losses.forward:CRD",
             "dgpo": "flowrl.losses.forward:DGPO",
             "diffusion-nft": "flowrl.losses.forward:DiffusionNFT",
             "gspo": "flowrl.losses.policy:GSPO",
