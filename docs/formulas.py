@@ -143,6 +143,11 @@ FORMULAS = {
         r" r_i = \ell_i(v_\text{old}) - \ell_i(v), \quad u_i = \tfrac12 +"
         r" \tfrac{1}{2c}\operatorname{clip}(A_i, -c, c)"
     ),
+    "flowrl.losses.RewardAscent": (
+        r"\nabla_\theta\, r = -\rho\sum_{k \in S} \Delta_k\,\frac{\partial r}{\partial x_0}"
+        r"\,\frac{\partial v_k}{\partial\theta}, \qquad"
+        r" \rho = 1 + y\,\Big(\frac{\sum_k\Delta_k}{\sum_{k \in S}\Delta_k} - 1\Big)"
+    ),
     "flowrl.probes.Tweedie": r"R_j = R(z_j - t_j\,v_j)",
     "flowrl.probes.Continuation": r"R_j \approx V(z_j) = \mathbb E\big[R(z_T) \mid z_j\big]",
 }

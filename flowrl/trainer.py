@@ -392,6 +392,7 @@ class Trainer:
             self.reference,
             self.copies.by_name,
             self.updates.guidance,
+            self.reward,
         )
 
     def draw_order(self) -> Tensor:

@@ -59,6 +59,8 @@ class ForwardBatch(LossRows):
         pooled: for a loss whose `unit` is not "transition", the mean of its `row_terms` over the
             unit of each row, if the trainer has computed it; None if the batch contains whole
             units.
+        reward: reward of what the row reaches, for a loss that `ascends` it; None for others.
+        slope: the gradient of this reward with respect to the row's velocity.
     """
 
     time: PerSample
@@ -72,6 +74,8 @@ class ForwardBatch(LossRows):
     average: Latents | None = None
     reference: Latents | None = None
     pooled: RowTerms | None = None
+    reward: PerSample | None = None
+    slope: Latents | None = None
 
     @property
     def velocity(self) -> Latents:
@@ -226,6 +230,11 @@ class ForwardLoss(Protocol):
     - `copies`: the copies of the weights, by the field of `ForwardBatch` for their velocity, "old"
       or "average".
     - `needs_reference`: whether the loss needs the frozen base model's velocity.
+    - `ascends`, optional: the reward whose gradient the batch contains (`reward`, `slope`). Of the
+      run's reward, "image": that of the finished image x_0, whose dependence on the row's velocity
+      is taken to be that of the row's own step, so the gradient is computed once per sample; or
+      "estimate": that of x_t - t v. With "next": that of the node after the row's step, by the
+      loss's `latent_reward`. "image" also needs the attribute `rescale` (`losses.RewardAscent`).
     - `unit`: what one call needs. If not "transition", the loss has a method `row_terms`, as a
       `protocols.PolicyLoss` may have one.
 

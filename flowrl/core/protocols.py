@@ -106,8 +106,9 @@ class FlowPolicy(Protocol):
         ...
 
     def decode(self, latent: Latents) -> ImagesOrVideos:
-        """Images in [0, 1]; samples of a video model always have a frame axis before the
-        channels.
+        """Images in [0, 1]; samples of a video model always have a frame axis before the channels.
+        Differentiable with respect to latents that require a gradient, for losses that ascend the
+        reward (`flowrl.losses.RewardAscent`).
         """
         ...
 

@@ -367,7 +367,7 @@ at one time. A row is a transition or, for a forward-process loss, a (trajectory
 
 class LossRows:
     """What `LossBatch` and `forward.ForwardBatch` have in common: one entry per row in every field,
-    except in `velocity` and `prompts`.
+    except in `velocity`.
     """
 
     def units(self, unit: Unit) -> tuple[Tensor, ...]:
@@ -380,8 +380,7 @@ class LossRows:
     def rows(self: Batch, index: Tensor | slice) -> Batch:
         """The rows `index` of every field; gradients reach this batch's tensors."""
         given = {name: value for name, value in vars(self).items() if name != "velocity"}
-        whole = {"prompts": given.pop("prompts")} if "prompts" in given else {}
-        return type(self)(**{k: v[index] for k, v in given.items() if v is not None}, **whole)
+        return type(self)(**{k: v[index] for k, v in given.items() if v is not None})
 
 
 def pooled_units(loss: Any, rows: LossRows) -> tuple[Tensor, ...]:
@@ -443,7 +442,6 @@ class LossBatch(LossRows):
             not need them.
         slope: |d mean / d velocity| of the step's transition [sample]; None if unknown.
         pooled: as in `forward.ForwardBatch`, for a loss whose `unit` is not "transition".
-        prompts: the prompts of the whole iteration, by `group`; empty if unknown.
 
     Raises:
         ConfigError: the means have another shape than `next_node`.
@@ -463,7 +461,6 @@ class LossBatch(LossRows):
     velocity: Float[Tensor, "evaluation *latent"] | None = None
     slope: PerSample | None = None
     pooled: RowTerms | None = None
-    prompts: Sequence[Prompt] = ()
 
     def __post_init__(self) -> None:
         shape = tuple(self.next_node.shape)

@@ -2,7 +2,7 @@
 advantages and weights.
 """
 
-from flowrl.losses.forward import AWM, CRD, DGPO, DiffusionNFT
+from flowrl.losses.forward import AWM, CRD, DGPO, DiffusionNFT, RewardAscent
 from flowrl.losses.policy import (
     GSPO,
     RSM,
@@ -12,7 +12,6 @@ from flowrl.losses.policy import (
     GRPOGuard,
     KLPenalty,
     PolicyGradientLoss,
-    RewardAscent,
     StepNFT,
 )
 

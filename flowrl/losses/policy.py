@@ -15,12 +15,11 @@ from jaxtyping import Bool
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from flowrl.core.errors import ConfigError, ProbeError
+from flowrl.core.errors import ConfigError
 from flowrl.core.options import Count, NonNegative, Positive, checked_options
 from flowrl.core.types import Gaussian, LossBatch, LossResult, PerSample, Unit
-from flowrl.flow import expand, kl, log_prob, log_prob_without_constants
+from flowrl.flow import kl, log_prob, log_prob_without_constants
 from flowrl.losses.terms import beyond, mean_over, over_units, ratio_metrics, surrogate
-from flowrl.probes import LatentReward
 
 Clip = Annotated[float, Gt(0), Lt(1)]
 
@@ -374,79 +373,6 @@ class Distillation(_Penalised):
             divergence = velocity_distance(rows, self) / 2.0
         never = torch.zeros_like(divergence, dtype=torch.bool)
         return self._combined(rows, log_ratio(rows).exp(), divergence, never)
-
-
-@checked_options
-@dataclass(frozen=True)
-class RewardAscent(_Penalised):
-    """Ascent of a differentiable reward r of noisy latents through one transition; advantages are
-    ignored.
-
-    mean of weight max(target - r(x', t', prompt), 0) + beta KL(new || reference), x' = mu + std
-    eps, with eps the noise that was drawn and t' the time of the next node.
-
-    At the first update x' is the sampled node. The gradient with respect to the velocity of the
-    row's own step is -weight (d mu / d v) grad r, with d mu / d v = -Delta for a step with little
-    noise; none flows through earlier steps, and none reaches r's own parameters. An r that is the
-    value of the state makes this credit per step without variance from later steps; its errors are
-    exploited, and only the target, the KL and the number of updates limit that.
-
-    Metrics as in `ClippedLoss`, with clip_fraction 0, and latent_reward, the mean of r. `loss`
-    raises `ConfigError` if the batch has no prompts, or no reference with `kl_weight` > 0, and
-    `ProbeError` unless r is one number per row and has a gradient with respect to the latents.
-    Source: PRFL (arXiv 2511.21541) and its public code (commit 59ab9d7), which trains one ODE step
-    of a trajectory.
-
-    Args:
-        latent_reward: r.
-        weight: factor of the reward, above 0.
-        target: r from which a row has no gradient; None: no target, a term is -weight r.
-        kl_weight: beta, 0 or more.
-        kl: form of the divergence from the reference (see `ClippedLoss`).
-
-    Raises:
-        ConfigError: a field is out of range.
-    """
-
-    anchored: ClassVar[bool] = True
-
-    latent_reward: LatentReward
-    weight: Positive = 0.1
-    target: float | None = 2.0
-
-    def loss(self, batch: LossBatch) -> LossResult:
-        """The scalar loss over the rows of `batch`, and its metrics."""
-        rows = counted(batch)
-        counts = rows.weight > 0
-        after = rows.next_node + (rows.new.mean - rows.behaviour.mean)
-        after = torch.where(expand(counts, after), after, 0.0)
-        scores = self._scores(after, rows, counts)
-        terms = -scores if self.target is None else (self.target - scores).clamp(min=0.0)
-        never = torch.zeros_like(counts)
-        result = self._combined(rows, log_ratio(rows).exp(), self.weight * terms, never)
-        mean = mean_over(scores, rows.weight).detach()
-        return replace(result, metrics={**result.metrics, "latent_reward": mean})
-
-    def _scores(self, after: Tensor, rows: LossBatch, counts: Bool[Tensor, " sample"]) -> PerSample:
-        """r of the nodes `after` the transitions, whose graph is its linear part; 0 in rows that do
-        not count.
-        """
-        if not rows.prompts:
-            raise ConfigError("RewardAscent needs LossBatch.prompts, which is empty")
-        prompts = [rows.prompts[group] for group in rows.group.tolist()]
-        times = (rows.time - rows.delta).masked_fill(~counts, 0.0)
-        latents = after.detach().requires_grad_()
-        scores = self.latent_reward.score(latents, times, prompts)
-        slope = None
-        if getattr(scores, "shape", None) == times.shape and scores.requires_grad:
-            (slope,) = torch.autograd.grad(scores.sum(), latents, allow_unused=True)
-        if slope is None:
-            raise ProbeError(
-                f"{type(self.latent_reward).__name__}.score must return one number per latent, with"
-                " a gradient with respect to the latents (no detach, no torch.no_grad)"
-            )
-        linear = (slope * (after - after.detach())).flatten(1).sum(1)
-        return torch.where(counts, scores.detach().float() + linear, 0.0)
 
 
 @checked_options

@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from closed_form import ExactValue
 from loss_rows import loss_rows
 from seeded import randn, seeded
 from torch.testing import assert_close
 
-from flowrl.core.errors import ConfigError, ProbeError
+from flowrl.core.errors import ConfigError
 from flowrl.core.types import Gaussian, Schedule
-from flowrl.flow import kl, log_prob, sample, uniform_schedule
+from flowrl.flow import kl, log_prob, sample
 from flowrl.losses import (
     GSPO,
     RSM,
@@ -22,11 +21,9 @@ from flowrl.losses import (
     GRPOGuard,
     KLPenalty,
     PolicyGradientLoss,
-    RewardAscent,
     StepNFT,
 )
 from flowrl.samplers import FlowSDE
-from flowrl.worlds.mixture import split
 
 LOSSES = [
     ClippedLoss(),
@@ -277,45 +274,6 @@ def test_distillation_is_the_penalty_alone():
     assert not gradient(Distillation(), taught).any()
     with pytest.raises(ConfigError, match=r"Distillation needs .*LossBatch\.slope"):
         equal.loss(replace(batch, slope=None))
-
-
-class Detached(ExactValue):
-    def score(self, latents, times, prompts):
-        return super().score(latents.detach(), times, prompts)
-
-
-@pytest.mark.parametrize("noise_level", [1e-4, 0.7])
-def test_the_ascent_follows_the_value_of_the_next_node_through_one_transition(noise_level):
-    """d loss / d v = -weight (d mu / d v) grad V(mu + std eps, t_next), d mu / d v = -Delta without
-    noise; rows at the target have none.
-    """
-    x, old, noise = randn(3, 4, 2, 1, 1)
-    velocity, grid, step = (old + 0.1).requires_grad_(), uniform_schedule(5), torch.arange(4)
-    sampler, two, group = FlowSDE(noise_level), split("direction")["train"][:2], [0, 1, 1, 0]
-    new, behaviour, unit = (
-        sampler.transition(at, v, grid, step)
-        for at, v in ((x, velocity), (x, old), (0 * x, torch.ones_like(x)))
-    )
-    drawn = behaviour.std[:, None, None, None] * noise
-    moved = (new.mean + drawn).detach().requires_grad_()
-    values = ExactValue().score(moved, grid.times[1:5], [two[number] for number in group])
-    uphill = torch.autograd.grad(values.sum(), moved)[0] * unit.mean
-    if noise_level < 0.1:
-        assert_close(unit.mean.flatten(1)[:, 0], -grid.deltas[:4])
-    fields = dict(delta=grid.deltas[:4], time=grid.times[:4], group=torch.tensor(group))
-    batch = loss_rows(new, behaviour, next_node=behaviour.mean + drawn, prompts=two, **fields)
-    target = values.mean().item()
-    for goal, room in ((None, -values), (target, (target - values).clamp(min=0))):
-        result = RewardAscent(ExactValue(), 0.5, goal).loss(batch)
-        assert_close(result.loss, 0.5 * room.mean())
-        kept = (room != 0)[:, None, None, None]
-        (slope,) = torch.autograd.grad(result.loss, velocity, retain_graph=True)
-        assert_close(slope, torch.where(kept, -0.5 * uphill / 4, 0.0))
-    assert_close(result.metrics["latent_reward"], values.mean().detach())
-    with pytest.raises(ProbeError, match=r"Detached.score must return .* with a gradient"):
-        RewardAscent(Detached()).loss(batch)
-    with pytest.raises(ConfigError, match=r"needs LossBatch\.prompts"):
-        RewardAscent(ExactValue()).loss(replace(batch, prompts=()))
 
 
 def test_the_penalty_pulls_to_the_behaviour_also_at_advantage_0():

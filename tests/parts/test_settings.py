@@ -24,6 +24,7 @@ from flowrl.credit import (
 )
 from flowrl.flow import (
     DrawnSteps,
+    LateSteps,
     LogitNormalTimes,
     PermutedTimes,
     StratifiedTimes,
@@ -40,6 +41,7 @@ from flowrl.losses import (
     FlowDPPO,
     GRPOGuard,
     PolicyGradientLoss,
+    RewardAscent,
 )
 from flowrl.probes import Substeps
 from flowrl.run.config import RunConfig, load_config
@@ -133,6 +135,11 @@ DEFAULTS = {
     UniformTimes: "shared=False, count=6, low=0.2, high=1.0, shift=3.0",
     LogitNormalTimes: "shared=False, count=6, mean=0.0, std=1.0, shift=3.0",
     DrawnSteps: "shared=True, count=4, steps=7",
+    LateSteps: "shared=False, count=1, last=None, power=0.0",
+    RewardAscent: (
+        "latent_reward=None, through='image', weight=1.0, target=None, rescale=0.0, kl_weight=0.0, "
+        "times=LateSteps(shared=False, count=3, last=None, power=2.0), noise='path'"
+    ),
 }
 
 
@@ -161,7 +168,7 @@ LIMITS = [
         {
             **dict.fromkeys((FlowSDE, DanceSDE, DDIMSDE, ExponentialSDE), "noise_level"),
             **dict.fromkeys((ClippedLoss, GRPOGuard, FlowDPPO, PolicyGradientLoss), "kl_weight"),
-            **dict.fromkeys((DiffusionNFT, DGPO, CRD), "kl_weight"),
+            **dict.fromkeys((DiffusionNFT, DGPO, CRD, RewardAscent), "kl_weight"),
             AWM: "kl_weight average_weight",
         },
     ),
@@ -172,13 +179,18 @@ LIMITS = [
             FlowDPPO: "bound",
             DiffusionNFT: "beta advantage_clip",
             CRD: "beta advantage_clip",
+            RewardAscent: "weight",
             AWM: "power clip advantage_clip advantage_scale",
             DGPO: "beta_dpo",
             UniformTimes: "shift",
             LogitNormalTimes: "std shift",
         },
     ),
-    ([0.0, 1.0], [-1e-6, 1 + 1e-6], {StepwiseGain: "lam gamma", CPS: "noise_level"}),
+    (
+        [0.0, 1.0],
+        [-1e-6, 1 + 1e-6],
+        {StepwiseGain: "lam gamma", CPS: "noise_level", RewardAscent: "rescale"},
+    ),
     ([0.0, 1.0], [-1e-6, 1.1], {ValueTracker: "decay"}),
     ([0.0, 0.999], [1.0, -1e-6], {MovingAverageGain: "decay"}),
     ([1e-9, 0.999], [0.0, 1.0], dict.fromkeys((ClippedLoss, GRPOGuard), "clip_range")),
@@ -192,6 +204,7 @@ LIMITS = [
     (["noise", (1.0,), (0.0, -1.0)], [(), (math.nan,), "equal", [1.0]], {Weighted: "weights"}),
     ([1, 50], [0, -1], {Substeps: "count"}),
     ([1, 7], [8], {DrawnSteps: "count"}),
+    ([None, 1, 7], [0], {LateSteps: "last"}),
     (
         [DrawnSteps(), PermutedTimes(shared=True)],
         [PermutedTimes(), "steps"],

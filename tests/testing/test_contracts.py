@@ -310,8 +310,10 @@ def test_samplers_without_noise_keep_all_promises_but_that_of_decisions(part):
 @pytest.mark.parametrize("mode", ["positive_only", "negative_only", "one_only", "binary"])
 def test_modes_that_select_advantages_are_not_proportional_to_them(mode):
     assert check_forward_loss(DiffusionNFT(mode=mode)).broken == ["starts_along_the_advantage"]
-    for loss in (Distillation(), RewardAscent(Average())):
-        assert check_loss(loss).broken == ["starts_along_the_advantage"]
+    assert check_loss(Distillation()).broken == ["starts_along_the_advantage"]
+    for loss in (RewardAscent(Average()), RewardAscent(target=0.1), RewardAscent(kl_weight=0.1)):
+        broken = ["starts_along_the_advantage", "trains_zero_advantages_as_declared"]
+        assert check_forward_loss(loss).broken == broken
 
 
 @pytest.mark.parametrize("all_failed", ["zero", "keep"])

@@ -108,7 +108,7 @@ KINDS: dict[str, Kind] = {
         "loss",
         "flowrl.losses",
         {
-            "ascent": "flowrl.losses.policy:RewardAscent",
+            "ascent": "flowrl.losses.forward:RewardAscent",
             "awm": "flowrl.losses.forward:AWM",
             "clipped": "flowrl.losses.policy:ClippedLoss",
             "crd": "flowrl.losses.forward:CRD",
@@ -192,6 +192,7 @@ KINDS: dict[str, Kind] = {
             "uniform": "flowrl.flow.times:UniformTimes",
             "logit-normal": "flowrl.flow.times:LogitNormalTimes",
             "steps": "flowrl.flow.times:DrawnSteps",
+            "late-steps": "flowrl.flow.times:LateSteps",
         },
         ("flowrl.core.forward:TimeDraw",),
         "methods `draws(schedule)` and `draw(schedule, samples, generator)`",
