@@ -13,12 +13,16 @@ from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, ProbeError, RewardError
 from flowrl.core.experience import Decisions
+from flowrl.core.policy_options import PolicyOptions
 from flowrl.flow import LateSteps, PermutedTimes, uniform_schedule
 from flowrl.losses import RewardAscent
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.rewards import FunctionReward, WinRate
 from flowrl.rollout import ForwardObjective, Rows
+from flowrl.rollout.ascent import reward_slopes
 from flowrl.samplers import ODE, FlowSDE, Multistep
+from flowrl.testing.tiny import tiny_sd3_policy
+from flowrl.worlds.built_in import ShapesWorld
 from flowrl.worlds.mixture import DirectionReward, angle_of, ring, split
 
 STEPS, MEMBERS = 5, 3
@@ -180,6 +184,22 @@ def test_a_latent_reward_is_that_of_the_next_node(sampler):
         assert_close(unit.flatten(1)[:, 0], -grid.deltas[step])
     with pytest.raises(ProbeError, match=r"Detached.score must return .* with a gradient"):
         objective_of(RewardAscent(Detached(), times=LateSteps(count=4)), policy).batch(rows)
+
+
+@pytest.mark.parametrize("make", [lambda: ShapesWorld().policy(PolicyOptions()), tiny_sd3_policy])
+def test_rewards_of_images_have_gradients_through_the_decoder(make):
+    """Against a central difference along the gradient; without a gradient in the latents the
+    decoder makes no graph.
+    """
+    policy, red = make(), FunctionReward(lambda images, prompts: images[:, 0].square().mean((1, 2)))
+    latents = 0.3 * torch.randn(2, *policy.latent_shape, generator=seeded())
+    assert not policy.decode(latents).requires_grad
+    rewards, slopes = reward_slopes(policy, red, latents, TWO)
+    assert not rewards.requires_grad and slopes.flatten(1).norm(dim=1).min() > 0
+    step = 1e-2 * slopes / slopes.flatten(1).norm(dim=1).view(-1, *[1] * (slopes.ndim - 1))
+    ahead, behind = (red.score(policy.decode(latents + s * step), TWO) for s in (1, -1))
+    expected = 2 * (step * slopes).flatten(1).sum(1)
+    assert_close(ahead - behind, expected, rtol=0.05, atol=1e-5)
 
 
 class Blind(MixturePolicy):
