@@ -9,6 +9,7 @@ import torch
 from closed_form import ExactValue
 from rollouts import disturbed, rolled
 from seeded import seeded
+from small_run import TINY_RUN, trainer_of
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, ProbeError, RewardError
@@ -186,7 +187,13 @@ def test_a_latent_reward_is_that_of_the_next_node(sampler):
         objective_of(RewardAscent(Detached(), times=LateSteps(count=4)), policy).batch(rows)
 
 
-@pytest.mark.parametrize("make", [lambda: ShapesWorld().policy(PolicyOptions()), tiny_sd3_policy])
+def shapes_policy():
+    return ShapesWorld().policy(PolicyOptions())
+
+
+@pytest.mark.parametrize(
+    "make", [tiny_sd3_policy, pytest.param(shapes_policy, marks=pytest.mark.satellite)]
+)
 def test_rewards_of_images_have_gradients_through_the_decoder(make):
     """Against a central difference along the gradient; without a gradient in the latents the
     decoder makes no graph.
@@ -237,6 +244,12 @@ def test_what_has_no_gradient_is_named(options, error, words):
     policy = policy_of(options.pop("kind", MixturePolicy))
     with pytest.raises(error, match=words):
         gradients(RewardAscent(), policy, **options)
+
+
+def test_a_run_with_such_a_reward_ends_before_its_first_rollout():
+    config = TINY_RUN.replace(loss="ascent", sampler="ode", reward_form="strict")
+    with pytest.raises(RewardError, match=r"DirectionReward\.score has no gradient"):
+        trainer_of(config)
 
 
 @pytest.mark.parametrize(
