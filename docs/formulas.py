@@ -59,7 +59,10 @@ FORMULAS = {
     "flowrl.credit.gains": r"g_i = R_{i+1} - R_i, \qquad \sum_i g_i = R_T - R_0",
     "flowrl.credit.reward_to_go": r"R_T - R_i",
     "flowrl.credit.generalised_gains": r"\sum_{k \ge 0} (\gamma\lambda)^k\, g_{i+k}",
-    "flowrl.credit.Uniform": r"A_i = Z(R_T) \quad\text{for every step } i",
+    "flowrl.credit.Uniform": (
+        rf"A_i = Z(R_T) \quad\text{{for every step }} i \qquad \text{{or}} \qquad"
+        rf" \frac{{R_T - {MEAN}(R_T)}}{{{MEAN}(R_T)}} \text{{ (std=mean)}}"
+    ),
     "flowrl.credit.StepwiseGain": (
         r"A_i = Z\Big(\sum_{k \ge 0} (\gamma\lambda)^k\, g_{i+k}\Big), \qquad g_i = R_{i+1} - R_i"
     ),
@@ -95,7 +98,9 @@ FORMULAS = {
         r"A(\text{leaf}) = Z(R), \qquad A(u) = \sum_{c \in \text{children}(u)} w_c\,A(c)"
     ),
     "flowrl.losses.ClippedLoss": (
-        rf"L = {CLIPPED} + {KL}, \qquad \rho = \frac{{\pi}}{{\pi_\text{{old}}}}"
+        rf"L = {CLIPPED} + {KL}, \qquad \rho = \frac{{\pi}}{{\pi_\text{{old}}}}, \qquad"
+        rf" \mathrm{{KL}} = \frac{{w^2}}{{2}}{MEAN}\,(v - v_\text{{ref}})^2, \quad w ="
+        r" \frac{|\partial\mu/\partial v|}{\text{std}}"
     ),
     "flowrl.losses.GSPO": (
         rf"L = {CLIPPED.replace(RHO, 's')} + {KL}, \qquad"
@@ -131,6 +136,17 @@ FORMULAS = {
     "flowrl.losses.DGPO": (
         r"L = \operatorname{mean}_i\,\operatorname{sigmoid}(S)\,A_i\,\ell_i(v), \qquad"
         r" S = \frac{\beta}{G}\sum_i A_i\,\big[\ell_i(v) - \ell_i(v_\text{ref})\big]"
+    ),
+    "flowrl.losses.CRD": (
+        r"L = \frac{c}{\beta}\operatorname{mean}_i\big[\beta\,(r_i - \bar r) - (u_i -"
+        r" \bar u)\big]^2 + \lambda f_i\,|v - v_\text{ref}|^2, \qquad"
+        r" r_i = \ell_i(v_\text{old}) - \ell_i(v), \quad u_i = \tfrac12 +"
+        r" \tfrac{1}{2c}\operatorname{clip}(A_i, -c, c)"
+    ),
+    "flowrl.losses.RewardAscent": (
+        r"\nabla_\theta\, r = -\rho\sum_{k \in S} \Delta_k\,\frac{\partial r}{\partial x_0}"
+        r"\,\frac{\partial v_k}{\partial\theta}, \qquad"
+        r" \rho = 1 + y\,\Big(\frac{\sum_k\Delta_k}{\sum_{k \in S}\Delta_k} - 1\Big)"
     ),
     "flowrl.probes.Tweedie": r"R_j = R(z_j - t_j\,v_j)",
     "flowrl.probes.Continuation": r"R_j \approx V(z_j) = \mathbb E\big[R(z_T) \mid z_j\big]",

@@ -23,7 +23,7 @@ PAGES = {
     "flow": "Flow: time grids, interpolant, Gaussians",
     "samplers": "Samplers: Flow-SDE, CPS, windows, multistep solvers",
     "credit": "Credit rules: uniform credit, stepwise gains, turning points, trees",
-    "losses": "Losses: clipped, GSPO, GRPO-Guard, Flow-DPPO, DiffusionNFT, AWM, DGPO",
+    "losses": "Losses: clipped, GSPO, GRPO-Guard, Flow-DPPO, DiffusionNFT, AWM, DGPO, CRD, direct reward gradients",
     "probes": "Probes: substeps, ODE completion, branches",
     "rollout": "Rollout: trajectories, values, weights, rows of a loss",
     "rewards": "Rewards: JPEG sizes, motion, sums, win rates, diversity; GenEval, OCR, PickScore, HPS, CLIP",

@@ -20,6 +20,7 @@ from flowrl.rollout import Objective, Rows
 LISTED = 64
 """Largest number of rows that failure.json lists."""
 ADVICE = {
+    "gradient of the reward": "Look at the reward model, or use decode_dtype float32",
     "advantage": "Look at the reward model and the credit rule",
     "sampled latent": "Use bfloat16 instead of float16, or a smaller noise_level",
     "ratio": "Lower learning_rate or minibatches, or raise noise_level",
@@ -128,6 +129,7 @@ def culprit(batch: LossBatch | ForwardBatch) -> tuple[str, Tensor]:
         for name in ("old", "average", "reference"):
             terms[f"velocity of the {name}"] = getattr(batch, name)
         terms["velocity of the network"] = batch.new
+        terms["gradient of the reward"] = batch.slope
     else:
         counts &= batch.behaviour.std > 0
         reference, node = batch.reference, batch.next_node

@@ -399,6 +399,7 @@ class Trainer:
             self.reference,
             self.copies.by_name,
             self.updates.guidance,
+            self.reward,
         )
 
     def draw_order(self) -> Tensor:

@@ -60,16 +60,19 @@ TRANSITIONS = {
     "trajectories": dict(loss="gspo", clip_range=0.003),
     "tree": dict(credit="stepwise-gain(probe='branch(children=(1, 2))')"),
     "tree of edges": dict(credit="backed-up(probe='branch(children=(1, 2), weight=edge)')"),
-    "ascent": dict(loss="ascent(latent_reward='closed_form:ExactValue')", window=":-1"),
     "comb": dict(credit="sibling-relative(probe='comb(branches=2, count=1, strides=(1, 2))')"),
 }
 DGPO = "dgpo(beta_dpo=1.0, clip=none, times=steps(count=2, steps=5), {})"
+VALUE = "latent_reward='closed_form:ExactValue', times=steps(count=5, steps=5)"
 FORWARD = {  # copies that follow late are neither the current weights nor the first
     "nft": dict(method="diffusion-nft", loss="diffusion-nft(decay=(0, 0.2, 0.5))"),
+    "ascent": dict(loss=f"ascent({VALUE})", window=":-1"),
+    "direct": dict(loss="ascent(kl_weight=0.1)", sampler="ode"),
     "nft, late copy": dict(loss="diffusion-nft(decay=(1, 0.3, 0.6))"),
     "nft, own states": dict(loss="diffusion-nft(noise=path)"),
     "awm": dict(method="awm", loss="awm(decay=(0, 0.1, 0.3), times=stratified(count=3))"),
     "dgpo": dict(loss=DGPO.format("decay=(0, 0.1, 0.3), sample_from=1")),
+    "crd": dict(loss="crd(decay=(0, 0.1, 0.3), sampling_decay=(0, 0.2, 0.5))"),
     "dgpo, shared noise": dict(loss=DGPO.format("noise=group-all-times")),
 }
 WHOLE = {

@@ -98,8 +98,8 @@ def test_wrong_shapes_are_refused_by_axis(name):
 
 CONFORMANCE = """
 from flowrl.credit import GDPO, MovingAverageGain, StepwiseGain, TurningPoint, Uniform, ValueTracker, Weighted
-from flowrl.flow import DrawnSteps, LogitNormalTimes, PermutedTimes, StratifiedTimes, UniformTimes
-from flowrl.losses import AWM, DGPO, GSPO, ClippedLoss, DiffusionNFT, FlowDPPO, GRPOGuard, KLPenalty, PolicyGradientLoss
+from flowrl.flow import DrawnSteps, LateSteps, LogitNormalTimes, PermutedTimes, StratifiedTimes, UniformTimes
+from flowrl.losses import AWM, CRD, DGPO, GSPO, ClippedLoss, DiffusionNFT, FlowDPPO, GRPOGuard, KLPenalty, PolicyGradientLoss, RewardAscent
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.small_sd3 import SmallSD3Policy
 from flowrl.core.protocols import (
@@ -117,8 +117,8 @@ kernels: list[Sampler] = [ODE(), FlowSDE(), DanceSDE(), CPS(), DDIMSDE(), Expone
 windows: list[Window] = [FixedWindow(), RandomWindow(1), SlidingWindow(1)]
 solvers: list[MultistepSolver] = [Multistep(), Multistep("sa", tau=0.4)]
 losses: list[PolicyLoss] = [ClippedLoss(), GRPOGuard(), FlowDPPO(), PolicyGradientLoss(), GSPO(), KLPenalty()]
-forward: list[ForwardLoss] = [DiffusionNFT(), AWM(), DGPO()]
-times: list[TimeDraw] = [PermutedTimes(), StratifiedTimes(), UniformTimes(), LogitNormalTimes(), DrawnSteps()]
+forward: list[ForwardLoss] = [DiffusionNFT(), AWM(), DGPO(), CRD(), RewardAscent()]
+times: list[TimeDraw] = [PermutedTimes(), StratifiedTimes(), UniformTimes(), LogitNormalTimes(), DrawnSteps(), LateSteps()]
 rewards: list[RewardModel] = [ShapesReward(), DirectionReward(), FunctionReward(lambda images, prompts: images), WeightedSum({})]
 compared: list[GroupReward] = [WinRate(DirectionReward()), GroupSum({})]
 

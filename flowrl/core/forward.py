@@ -18,7 +18,15 @@ from torch import Generator, Tensor
 from flowrl.core.checks import checked
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import checked_options
-from flowrl.core.types import Latents, LossResult, LossRows, PerSample, Schedule, Unit
+from flowrl.core.types import (
+    Latents,
+    LossResult,
+    LossRows,
+    PerSample,
+    RowTerms,
+    Schedule,
+    Unit,
+)
 
 Noise = Literal["each", "group", "group-all-times", "path", "difference"]
 """Which rows share their noise; "path" and "difference": the states of the sample's own
@@ -51,6 +59,8 @@ class ForwardBatch(LossRows):
         pooled: for a loss whose `unit` is not "transition", the mean of its `row_terms` over the
             unit of each row, if the trainer has computed it; None if the batch contains whole
             units.
+        reward: reward of what the row reaches, for a loss that `ascends` it; None for others.
+        slope: the gradient of this reward with respect to the row's velocity.
     """
 
     time: PerSample
@@ -63,7 +73,9 @@ class ForwardBatch(LossRows):
     old: Latents | None = None
     average: Latents | None = None
     reference: Latents | None = None
-    pooled: PerSample | None = None
+    pooled: RowTerms | None = None
+    reward: PerSample | None = None
+    slope: Latents | None = None
 
     @property
     def velocity(self) -> Latents:
@@ -218,6 +230,11 @@ class ForwardLoss(Protocol):
     - `copies`: the copies of the weights, by the field of `ForwardBatch` for their velocity, "old"
       or "average".
     - `needs_reference`: whether the loss needs the frozen base model's velocity.
+    - `ascends`, optional: the reward whose gradient the batch contains (`reward`, `slope`). Of the
+      run's reward, "image": that of the finished image x_0, whose dependence on the row's velocity
+      is taken to be that of the row's own step, so the gradient is computed once per sample; or
+      "estimate": that of x_t - t v. With "next": that of the node after the row's step, by the
+      loss's `latent_reward`. "image" also needs the attribute `rescale` (`losses.RewardAscent`).
     - `unit`: what one call needs. If not "transition", the loss has a method `row_terms`, as a
       `protocols.PolicyLoss` may have one.
 

@@ -106,8 +106,9 @@ class FlowPolicy(Protocol):
         ...
 
     def decode(self, latent: Latents) -> ImagesOrVideos:
-        """Images in [0, 1]; samples of a video model always have a frame axis before the
-        channels.
+        """Images in [0, 1]; samples of a video model always have a frame axis before the channels.
+        Differentiable with respect to latents that require a gradient, for losses that ascend the
+        reward (`flowrl.losses.RewardAscent`).
         """
         ...
 
@@ -401,12 +402,12 @@ class PolicyLoss(Protocol):
     units whose advantages are all 0 have no gradient, so the trainer does not evaluate them.
 
     Optional: `one_advantage` = True refuses credit that differs between the steps of a trajectory.
-    A loss that depends on a mean over its `unit` has a method `row_terms(batch)`, which returns the
-    terms to be averaged, one per row [row], detached and finite, 0 for rows of weight 0. If whole
-    units fit into micro-batches, the trainer calls `loss` with `pooled` = None. Otherwise it makes
-    two passes: `row_terms` of all rows without gradient, their `types.unit_means` over whole units,
-    and then `loss` on parts of units with these means as `pooled`. This costs one more evaluation
-    per row and network. Both give the same gradient.
+    A loss that depends on a mean over its `unit` has a method `row_terms(batch)`, which returns
+    the terms to be averaged, [row] or [row, term], detached and finite, 0 for rows of weight 0.
+    If whole units fit into micro-batches, the trainer calls `loss` with `pooled` = None.
+    Otherwise it makes two passes: `row_terms` of all rows without gradient, their
+    `types.unit_means` over whole units, and then `loss` on parts of units with these means as
+    `pooled`. This costs one more evaluation per row and network. Both give the same gradient.
     """
 
     @property

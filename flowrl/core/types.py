@@ -35,6 +35,7 @@ Batch = TypeVar("Batch", bound="LossRows")
 Latents = Float[Tensor, "sample *latent"]
 ImagesOrVideos = Float[Tensor, "sample *frame channel height width"]
 PerSample = Float[Tensor, " sample"]
+RowTerms = Float[Tensor, "sample *term"]
 StepIndex = Int[Tensor, " sample"]
 """Annotations of most signatures, compared with the arguments at every call (`core.checks`)."""
 
@@ -366,7 +367,7 @@ at one time. A row is a transition or, for a forward-process loss, a (trajectory
 
 class LossRows:
     """What `LossBatch` and `forward.ForwardBatch` have in common: one entry per row in every field,
-    except in `velocity` and `prompts`.
+    except in `velocity`.
     """
 
     def units(self, unit: Unit) -> tuple[Tensor, ...]:
@@ -379,8 +380,7 @@ class LossRows:
     def rows(self: Batch, index: Tensor | slice) -> Batch:
         """The rows `index` of every field; gradients reach this batch's tensors."""
         given = {name: value for name, value in vars(self).items() if name != "velocity"}
-        whole = {"prompts": given.pop("prompts")} if "prompts" in given else {}
-        return type(self)(**{k: v[index] for k, v in given.items() if v is not None}, **whole)
+        return type(self)(**{k: v[index] for k, v in given.items() if v is not None})
 
 
 def pooled_units(loss: Any, rows: LossRows) -> tuple[Tensor, ...]:
@@ -392,7 +392,7 @@ def pooled_units(loss: Any, rows: LossRows) -> tuple[Tensor, ...]:
 
 
 @checked
-def unit_means(values: PerSample, units: Sequence[Tensor], weight: PerSample) -> PerSample:
+def unit_means(values: RowTerms, units: Sequence[Tensor], weight: PerSample) -> RowTerms:
     """For each row, the weighted mean of `values` over the rows that agree with it in all of
     `units`; 0 if their weights are 0.
 
@@ -401,13 +401,16 @@ def unit_means(values: PerSample, units: Sequence[Tensor], weight: PerSample) ->
     rows at once.
 
     Args:
-        values: the values [sample]; those of weight 0 may be NaN.
+        values: the values, one or several of each row [sample] or [sample, term]; those of weight 0
+            may be NaN.
         units: the numbers that identify each row's unit, as from `LossRows.units`.
         weight: the weights [sample].
 
     Returns:
-        The means [sample].
+        The means, in the shape of `values`.
     """
+    if values.ndim > 1:
+        return torch.stack([unit_means(term, units, weight) for term in values.unbind(1)], 1)
     same = (weight > 0)[None, :].expand(len(values), -1)
     for number in units:
         same = same & (number[:, None] == number[None, :])
@@ -439,7 +442,6 @@ class LossBatch(LossRows):
             not need them.
         slope: |d mean / d velocity| of the step's transition [sample]; None if unknown.
         pooled: as in `forward.ForwardBatch`, for a loss whose `unit` is not "transition".
-        prompts: the prompts of the whole iteration, by `group`; empty if unknown.
 
     Raises:
         ConfigError: the means have another shape than `next_node`.
@@ -458,8 +460,7 @@ class LossBatch(LossRows):
     reference: Gaussian | None = None
     velocity: Float[Tensor, "evaluation *latent"] | None = None
     slope: PerSample | None = None
-    pooled: PerSample | None = None
-    prompts: Sequence[Prompt] = ()
+    pooled: RowTerms | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.next_node.shape)

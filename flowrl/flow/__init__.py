@@ -15,6 +15,7 @@ from flowrl.flow.path import (
 )
 from flowrl.flow.times import (
     DrawnSteps,
+    LateSteps,
     LogitNormalTimes,
     PermutedTimes,
     StratifiedTimes,
@@ -24,6 +25,7 @@ from flowrl.flow.times import (
 __all__ = [
     "DrawnSteps",
     "GaussianMixture",
+    "LateSteps",
     "LogitNormalTimes",
     "PermutedTimes",
     "StratifiedTimes",

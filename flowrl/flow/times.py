@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.core.errors import require
-from flowrl.core.options import Count, Fraction, Positive, checked_options
+from flowrl.core.options import Count, Fraction, NonNegative, Positive, checked_options
 from flowrl.core.types import Schedule
 
 Uniforms = Float[Tensor, "row number"]
@@ -226,3 +226,48 @@ class DrawnSteps(_Times):
         most = f"at most the grid's {schedule.steps} steps"
         require(self.steps <= schedule.steps, "DrawnSteps.steps", self.steps, most)
         return _grid_times(schedule)[uniforms.argsort(dim=1)[:, : self.count]]
+
+
+@checked_options
+@dataclass(frozen=True)
+class LateSteps(_Times):
+    """`count` times of the grid's last `last` steps, drawn without replacement; step k with a
+    weight (k + 1)^`power`.
+
+    For losses on a sample's own states (noise "path" or "difference"), whose steps these are: the
+    last one (``last=1``, DRaFT-1, arXiv 2309.17400), a random late one (``last=11``, ReFL, arXiv
+    2304.05977), three of all (``count=3, power=2``, FlowBP-Sparse, arXiv 2606.11075, its code at
+    34c93f9). `draw` raises `ConfigError` if the grid has too few steps.
+
+    Args:
+        count: times per sample, at most `last`.
+        last: number of steps to draw from, counted from the end; None: all.
+        power: how much late steps are preferred, 0 or more; 0: not at all.
+        shared: draw the times once for all samples.
+
+    Raises:
+        ConfigError: a field is out of range.
+    """
+
+    count: Count = 1
+    last: Count | None = None
+    power: NonNegative = 0.0
+
+    def __post_init__(self) -> None:
+        fits = self.last is None or self.count <= self.last
+        require(fits, "LateSteps.count", self.count, f"at most last = {self.last}")
+
+    def numbers(self, schedule: Schedule) -> int:
+        """The number of steps to draw from: their order selects the times."""
+        name, steps = ("count", self.count) if self.last is None else ("last", self.last)
+        most = f"at most the grid's {schedule.steps} steps"
+        require(steps <= schedule.steps, f"LateSteps.{name}", steps, most)
+        return self.last or schedule.steps
+
+    def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
+        """Times [row, draw]."""
+        late = _grid_times(schedule)[-self.numbers(schedule) :]
+        step = torch.arange(schedule.steps, device=uniforms.device)[-len(late) :]
+        # the smallest of exponential variables with these rates: arXiv 1012.0256
+        waiting = -torch.log1p(-uniforms) / (step + 1.0).pow(self.power)
+        return late[waiting.argsort(dim=1)[:, : self.count]]

@@ -2,7 +2,7 @@
 advantages and weights.
 """
 
-from flowrl.losses.forward import AWM, DGPO, DiffusionNFT
+from flowrl.losses.forward import AWM, CRD, DGPO, DiffusionNFT, RewardAscent
 from flowrl.losses.policy import (
     GSPO,
     RSM,
@@ -12,12 +12,12 @@ from flowrl.losses.policy import (
     GRPOGuard,
     KLPenalty,
     PolicyGradientLoss,
-    RewardAscent,
     StepNFT,
 )
 
 __all__ = [
     "AWM",
+    "CRD",
     "DGPO",
     "GSPO",
     "RSM",

@@ -8,14 +8,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from flowrl.core.checks import checked
-from flowrl.core.errors import require
+from flowrl.core.errors import ConfigError, require
 from flowrl.core.forward import Decay, ForwardBatch, Noise, WeightCopy
-from flowrl.core.options import NonNegative, Positive, checked_options
+from flowrl.core.options import NonNegative, Positive, Share, checked_options
 from flowrl.core.protocols import TimeDraw
 from flowrl.core.types import Latents, LossResult, PerSample, Unit, unit_means
-from flowrl.flow import DrawnSteps, PermutedTimes, StratifiedTimes, expand
+from flowrl.flow import DrawnSteps, LateSteps, PermutedTimes, StratifiedTimes, expand
 from flowrl.losses.terms import (
     beyond,
     mean_over,
@@ -24,6 +25,7 @@ from flowrl.losses.terms import (
     ratio_metrics,
     surrogate,
 )
+from flowrl.probes import LatentReward
 
 VELOCITIES = ("new", "target", "old", "average", "reference")
 LEAST_WEIGHT = 1e-5
@@ -105,6 +107,11 @@ def combined(
             total, shown[PENALTIES[network]] = total + factor * penalty, penalty.detach()
     shown["matching"] = mean_over(matching(rows.new.detach(), rows.target), rows.weight)
     return LossResult(loss=total, metrics={**shown, **metrics}, policy_term=policy_loss)
+
+
+def _require_equal_times(loss: Any) -> None:
+    shared, name = getattr(loss.times, "shared", True), f"{type(loss).__name__}.times"
+    require(shared, name, loss.times, "shared=True: a group needs equal times")
 
 
 @checked_options
@@ -407,8 +414,7 @@ class DGPO:
     noise: Noise = "group"
 
     def __post_init__(self) -> None:
-        shared = getattr(self.times, "shared", True)
-        require(shared, "DGPO.times", self.times, "shared=True: a group needs equal times")
+        _require_equal_times(self)
         _ = self.copies
 
     @property
@@ -452,3 +458,235 @@ class DGPO:
                 new = torch.where(expand(clipped, new), new.detach(), new)
         terms = weight * rows.advantages * error
         return combined(self, rows, terms, {"reference": self.kl_weight}, metrics, new=new)
+
+
+@checked_options
+@dataclass(frozen=True)
+class CRD:
+    """Forward-process loss of Centered Reward Distillation: the reward that the network implies
+    shall equal the reward that was given, both minus their means over the group.
+
+    (c/beta) (beta (r - r_group) - (u - u_group))^2 + kl_weight f |v - v_ref|^2, r = l(v_old) -
+    l(v).
+
+    The mean over rows; l = mean over latent elements of (v - v*)^2, u = clip(A / (2c) + 1/2, 0, 1),
+    and r_group, detached, and u_group are means over the rows of one prompt at one time, which
+    share their noise. A constant of the prompt, such as its normaliser, cancels in both
+    differences. With `form` "bce" the square is replaced by the binary cross entropy of the
+    probability sigmoid(beta (r - r_group)) from sigmoid(u - u_group).
+
+    At v = v_old the gradient of the squares is that of `AWM` with weight "uniform", (A - A_group)
+    grad l for |A| <= c; that of "bce" is c (sigmoid(u - u_group) - 1/2) grad l, an eighth of it to
+    first order. Away from v_old, the squares add c beta (r - r_group)^2, so a larger beta holds the
+    network closer to v_old.
+
+    The means need whole groups: in one batch, or by two passes (see `protocols.PolicyLoss`). In the
+    code that was read they run over the rows of a micro-batch on all processes, whatever their
+    prompts and times. Its centring by advantages (weight_temp) is not offered.
+
+    Metrics: policy_loss, implied_reward (r), old_distance (|v - v_old|^2), matching (l), kl if
+    kl_weight > 0. `loss` raises `ConfigError` if a velocity is missing. Sources: CRD (arXiv
+    2603.14128), abstract, and a port (Flow-Factory, commit 396dd6e; its settings for SD3.5-Medium:
+    beta 1, "mse", "normalised", kl_weight 0.1 with `kl` "reward" and a reference with guidance 4.5,
+    decays (75, 0.0075, 0.999) for sampling and 0.25 + 0.005 s up to 0.999 for v_old, which `decay`
+    cannot start at 0.25).
+
+    Args:
+        beta: scale of the implied reward, above 0.
+        advantage_clip: c, above 0.
+        form: "mse" or "bce".
+        error: "velocity": l as above; "normalised": l divided by the detached mean |v - v*|, at
+            least 1e-5, each network by its own (adaptive_logp in the port).
+        kl_weight: weight of the distance from the base model, 0 or more.
+        kl: f: "uniform": 1; "reward": m + u (1 - m) with m = min(1e-4 / kl_weight, 1), so that good
+            samples are held closer.
+        decay: (start, rate, cap) of v_old, as in `forward.Decay`; updated once per iteration.
+        sampling_decay: the same of the copy that samples; None: the current weights sample.
+        times: the training times, the same for all samples of a group.
+        noise: which rows share their noise (see `forward.ForwardLoss`).
+
+    Raises:
+        ConfigError: a field is out of range.
+    """
+
+    beta: Positive = 1.0
+    advantage_clip: Positive = 5.0
+    form: Literal["mse", "bce"] = "mse"
+    error: Literal["velocity", "normalised"] = "velocity"
+    kl_weight: NonNegative = 0.1
+    kl: Literal["uniform", "reward"] = "reward"
+    decay: tuple[float, float, float] = (0, 0.001, 0.5)
+    sampling_decay: tuple[float, float, float] | None = (0, 0.001, 0.5)
+    times: TimeDraw = PermutedTimes(shared=True)
+    noise: Noise = "group"
+
+    def __post_init__(self) -> None:
+        _require_equal_times(self)
+        _ = self.copies
+
+    @property
+    def copies(self) -> Mapping[str, WeightCopy]:
+        """The copy `old` of the implied reward, and `average`, which samples."""
+        old = {"old": WeightCopy(Decay(*self.decay))}
+        if self.sampling_decay is None:
+            return old
+        samples = WeightCopy(Decay(*self.sampling_decay), sample_from=0, evaluated=False)
+        return {**old, "average": samples}
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference is part of the loss (`kl_weight` > 0)."""
+        return self.kl_weight > 0
+
+    @property
+    def unit(self) -> Unit:
+        """The members of a group at one time."""
+        return "group"
+
+    def _error(self, velocity: Latents, rows: ForwardBatch) -> PerSample:
+        if self.error == "velocity":
+            return matching(velocity, rows.target)
+        return normalised_error(velocity, rows.target, torch.ones_like(rows.time))
+
+    def _rewards(self, rows: ForwardBatch) -> Tensor:
+        """r and u of each row [row, 2]."""
+        old = self._error(rows.velocity_of("old", self), rows)
+        given = (rows.advantages / (2.0 * self.advantage_clip) + 0.5).clamp(0.0, 1.0)
+        return torch.stack([old - self._error(rows.new, rows), given], 1)
+
+    @torch.no_grad()
+    def row_terms(self, batch: ForwardBatch) -> Tensor:
+        """r and u of each row [row, 2], whose means over a group are subtracted."""
+        rows = counted_rows(batch)
+        return torch.where((rows.weight > 0)[:, None], self._rewards(rows), 0.0)
+
+    def loss(self, batch: ForwardBatch) -> LossResult:
+        """The scalar loss over the rows of `batch`, and its metrics."""
+        rows = counted_rows(batch)
+        rewards, means = self._rewards(rows), rows.pooled
+        if means is None:
+            means = unit_means(rewards.detach(), rows.units("group"), rows.weight)
+        implied, given = (rewards - means.detach()).unbind(1)
+        if self.form == "mse":
+            terms = (self.beta * implied - given).square()
+        else:
+            logit = self.beta * implied
+            terms = binary_cross_entropy_with_logits(logit, given.sigmoid(), reduction="none")
+        terms = self.advantage_clip / self.beta * terms
+        scale: PerSample | float = 1.0
+        if self.kl == "reward" and self.kl_weight > 0:
+            least = min(1e-4 / self.kl_weight, 1.0)
+            scale = least + rewards[:, 1] * (1.0 - least)
+        shown = {
+            "implied_reward": rewards[:, 0],
+            "old_distance": matching(rows.new, rows.velocity_of("old", self)),
+        }
+        metrics = {name: mean_over(value.detach(), rows.weight) for name, value in shown.items()}
+        return combined(self, rows, terms, {"reference": self.kl_weight}, metrics, scale)
+
+
+@checked_options
+@dataclass(frozen=True)
+class RewardAscent:
+    """Direct gradients of a differentiable reward r, through single steps of the sampler;
+    advantages are ignored.
+
+    -weight r + kl_weight |v - v_ref|^2, the mean over samples of the sum over the drawn steps k,
+    with dr/dv_k = rho (d x_{k+1} / d v_k) dr/dx_0.
+
+    Trajectories are sampled without gradients, the states x_k are constants, and r is the reward of
+    the sampled image, whose gradient is computed once per sample. For an ODE step d x_{k+1} / d v_k
+    = -Delta_k, so the gradient of r is -rho sum_k Delta_k (dr/dx_0) (dv_k / d theta). The exact one
+    has the factors prod_{j>k} (1 - Delta_j dv_j/dx) between dr/dx_0 and dv_k, which are 1 for a
+    velocity that does not depend on x; they are left out here. rho = 1 + y (sum_k Delta_k / sum_S
+    Delta_k - 1) with y = `rescale` and S the drawn steps.
+
+    `times` is S, one of `flow.LateSteps`, or of the others that draw steps of the grid:
+    ``late-steps(last=1)`` is DRaFT-1 (arXiv 2309.17400), ``late-steps(count=3, power=2)``
+    FlowBP-Sparse (arXiv 2606.11075; its code at 34c93f9), ``permuted(fraction=1.0)`` all steps.
+    With `through` "estimate", r is that of x_k - t_k v_k at the current v_k, and dr/dv_k = -t_k
+    dr/dx: ReFL (arXiv 2304.05977) with ``late-steps(last=11)`` of 40 steps, the same as DRaFT-1 at
+    the last step, and with `noise` "each" the re-noised copies of DRaFT-LV, ``late-steps(last=1)``
+    of the finished image (each row is a new copy; the sampled state itself is not among them).
+
+    With a `latent_reward` r is that of the node after the step, moved by the change of the current
+    velocity: PRFL (arXiv 2511.21541; its code at 59ab9d7: weight 0.1, target 2, one step). If r is
+    the value of the state this is credit per step without variance from later steps; its errors are
+    exploited.
+
+    The sampler must make single steps, unless `through` is "estimate"; ode is the papers'. The
+    reward must be differentiable in its images, and the policy's `decode` in the latents; a reward
+    is ascended beyond what it measures, and only the target, the penalty and the number of updates
+    limit that. The counted costs leave out the decodes, rewards and gradients of this loss.
+
+    Metrics: policy_loss, ascent_reward (the mean of r), matching, kl if kl_weight > 0. `loss`
+    raises `ConfigError` if the batch has no reward or slope, or no reference with `kl_weight` > 0;
+    a batch is made with `RewardError` if the reward has no gradient, with `ProbeError` if the
+    latent reward has none.
+
+    Args:
+        latent_reward: a reward of noisy latents; None: the run's reward.
+        through: "image" or "estimate".
+        weight: factor of the reward, above 0.
+        target: r from which a row has no gradient, -weight max(target - r, 0) in place of r; None:
+            no target.
+        rescale: y in [0, 1], for "image".
+        kl_weight: weight of the distance from the base model, 0 or more.
+        times: the steps.
+        noise: "path", or for "estimate" also "each" or "group" (see `forward.ForwardLoss`).
+
+    Raises:
+        ConfigError: a field is out of range, or does not fit the others.
+    """
+
+    latent_reward: LatentReward | None = None
+    through: Literal["image", "estimate"] = "image"
+    weight: Positive = 1.0
+    target: float | None = None
+    rescale: Share = 0.0
+    kl_weight: NonNegative = 0.0
+    times: TimeDraw = LateSteps(count=3, power=2.0)
+    noise: Literal["path", "each", "group"] = "path"
+
+    def __post_init__(self) -> None:
+        image = self.through == "image"
+        fits = self.latent_reward is None or image
+        require(fits, "RewardAscent.through", self.through, "image with a latent_reward")
+        fits = self.noise == "path" or not image
+        require(fits, "RewardAscent.noise", self.noise, "path unless through is estimate")
+        fits = self.rescale == 0 or self.ascends == "image"
+        require(fits, "RewardAscent.rescale", self.rescale, "0 unless r is that of the image")
+
+    @property
+    def ascends(self) -> Literal["image", "estimate", "next"]:
+        """What the reward is that of (see `forward.ForwardLoss`)."""
+        return self.through if self.latent_reward is None else "next"
+
+    @property
+    def copies(self) -> Mapping[str, WeightCopy]:
+        """None."""
+        return {}
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference is part of the loss (`kl_weight` > 0)."""
+        return self.kl_weight > 0
+
+    @property
+    def unit(self) -> Unit:
+        """Rows are independent."""
+        return "transition"
+
+    def loss(self, batch: ForwardBatch) -> LossResult:
+        """The scalar loss over the rows of `batch`, and its metrics."""
+        if batch.reward is None or batch.slope is None:
+            raise ConfigError("RewardAscent needs ForwardBatch.reward and slope; one is None")
+        rows = counted_rows(batch)
+        counts = rows.weight > 0
+        slope = torch.where(expand(counts, batch.slope), batch.slope.detach(), 0.0)
+        value = torch.where(counts, batch.reward.detach(), 0.0)
+        reward = value + (slope * (rows.new - rows.new.detach())).flatten(1).sum(1)
+        terms = -reward if self.target is None else (self.target - reward).clamp(min=0.0)
+        metrics = {"ascent_reward": mean_over(value, rows.weight)}
+        penalties = {"reference": self.kl_weight}
+        return combined(self, rows, self.weight * terms, penalties, metrics)

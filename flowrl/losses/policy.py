@@ -15,12 +15,11 @@ from jaxtyping import Bool
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from flowrl.core.errors import ConfigError, ProbeError
+from flowrl.core.errors import ConfigError
 from flowrl.core.options import Count, NonNegative, Positive, checked_options
 from flowrl.core.types import Gaussian, LossBatch, LossResult, PerSample, Unit
-from flowrl.flow import expand, kl, log_prob, log_prob_without_constants
+from flowrl.flow import kl, log_prob, log_prob_without_constants
 from flowrl.losses.terms import beyond, mean_over, over_units, ratio_metrics, surrogate
-from flowrl.probes import LatentReward
 
 Clip = Annotated[float, Gt(0), Lt(1)]
 
@@ -62,6 +61,20 @@ def linear_log_ratio(rows: LossBatch) -> PerSample:
     return log_ratio(rows) + kl(rows.new, rows.behaviour)
 
 
+def velocity_distance(rows: LossBatch, loss: object) -> PerSample:
+    """mean (v - v_ref)^2 of each row: its KL times 2 (std / slope)^2; 0 in rows that do not count.
+
+    Raises `ConfigError`, which names the `loss`, if the batch has no reference or no slope.
+    """
+    if rows.reference is None or rows.slope is None:
+        raise ConfigError(
+            f"{type(loss).__name__} needs LossBatch.reference and LossBatch.slope for a distance"
+            " of velocities; one is None"
+        )
+    slope = rows.slope.masked_fill(rows.behaviour.std == 0, 1.0)
+    return 2.0 * kl(rows.new, rows.reference) * (rows.behaviour.std / slope).square()
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Penalised:
     """What all policy losses share: the divergence from the base model, and the metrics."""
@@ -71,7 +84,7 @@ class _Penalised:
     """Whether another penalty than the divergence from the base model acts at advantage 0."""
 
     kl_weight: NonNegative = 0.0
-    kl: Literal["exact", "without_delta"] = "exact"
+    kl: Literal["exact", "without_delta", "velocity"] = "exact"
 
     @property
     def unit(self) -> Unit:
@@ -102,9 +115,11 @@ class _Penalised:
             "approx_kl": mean_over(kl(rows.new, rows.behaviour), rows.weight).detach(),
         }
         if rows.reference is not None:
-            divergence = kl(rows.new, rows.reference)
-            if self.kl == "without_delta":
-                divergence = divergence * rows.delta
+            if self.kl == "velocity":
+                divergence = velocity_distance(rows, self)
+            else:
+                scale = rows.delta if self.kl == "without_delta" else 1.0
+                divergence = kl(rows.new, rows.reference) * scale
             penalty = mean_over(divergence, rows.weight)
             metrics["kl"] = penalty.detach()
             loss = loss + self.kl_weight * penalty if self.kl_weight > 0 else loss
@@ -140,8 +155,13 @@ class ClippedLoss(_Penalised):
         clip_range: c in (0, 1); tiny (1e-4 in Flow-GRPO, 1e-5 in TP-GRPO) because logp is a *mean*
             over latent elements.
         kl_weight: beta, 0 or more.
-        kl: "exact": the transition's KL per element; "without_delta": this KL times Delta, as the
-            public Flow-GRPO code computes it.
+        kl: "exact": the transition's KL per element, w^2 / 2 mean (v - v_ref)^2 with w = |d mu / d
+            v| / std; "without_delta": this KL times Delta, as the public Flow-GRPO code computes
+            it; "velocity": mean (v - v_ref)^2 without w, after UniGRPO (arXiv 2603.23500, abstract
+            read). Early steps, whose noise is large, have small w: on SD3's grid of 10 steps with
+            Flow-SDE a = 0.7 the velocities' distance weights the first step 680 times as much,
+            relative to the last trained one, as the KL does. Equal mean strength over steps is
+            beta_v = beta mean(w^2) / 2, there 0.19 beta.
         log_prob: "exact": the Gaussian log-density; "released_cps": without 1/(2 std^2) and
             constants, as in the public CPS code, which scales each step's log-ratio by 2 std^2.
 
@@ -346,90 +366,13 @@ class Distillation(_Penalised):
     def loss(self, batch: LossBatch) -> LossResult:
         """The scalar loss over the rows of `batch`, and its metrics."""
         rows = counted(batch)
-        teacher, slope = rows.reference, rows.slope
-        if teacher is None or (self.equal and slope is None):
-            raise ConfigError("Distillation needs LossBatch.reference, and with `equal` also slope")
-        divergence = kl(rows.new, teacher)
-        if self.equal and slope is not None:
-            counts = rows.behaviour.std > 0
-            divergence = (
-                divergence * (rows.behaviour.std / slope.masked_fill(~counts, 1.0)).square()
-            )
+        if rows.reference is None:
+            raise ConfigError("Distillation needs LossBatch.reference, which is None")
+        divergence = kl(rows.new, rows.reference)
+        if self.equal:
+            divergence = velocity_distance(rows, self) / 2.0
         never = torch.zeros_like(divergence, dtype=torch.bool)
         return self._combined(rows, log_ratio(rows).exp(), divergence, never)
-
-
-@checked_options
-@dataclass(frozen=True)
-class RewardAscent(_Penalised):
-    """Ascent of a differentiable reward r of noisy latents through one transition; advantages are
-    ignored.
-
-    mean of weight max(target - r(x', t', prompt), 0) + beta KL(new || reference), x' = mu + std
-    eps, with eps the noise that was drawn and t' the time of the next node.
-
-    At the first update x' is the sampled node. The gradient with respect to the velocity of the
-    row's own step is -weight (d mu / d v) grad r, with d mu / d v = -Delta for a step with little
-    noise; none flows through earlier steps, and none reaches r's own parameters. An r that is the
-    value of the state makes this credit per step without variance from later steps; its errors are
-    exploited, and only the target, the KL and the number of updates limit that.
-
-    Metrics as in `ClippedLoss`, with clip_fraction 0, and latent_reward, the mean of r. `loss`
-    raises `ConfigError` if the batch has no prompts, or no reference with `kl_weight` > 0, and
-    `ProbeError` unless r is one number per row and has a gradient with respect to the latents.
-    Source: PRFL (arXiv 2511.21541) and its public code (commit 59ab9d7), which trains one ODE step
-    of a trajectory.
-
-    Args:
-        latent_reward: r.
-        weight: factor of the reward, above 0.
-        target: r from which a row has no gradient; None: no target, a term is -weight r.
-        kl_weight: beta, 0 or more.
-        kl: form of the divergence from the reference (see `ClippedLoss`).
-
-    Raises:
-        ConfigError: a field is out of range.
-    """
-
-    anchored: ClassVar[bool] = True
-
-    latent_reward: LatentReward
-    weight: Positive = 0.1
-    target: float | None = 2.0
-
-    def loss(self, batch: LossBatch) -> LossResult:
-        """The scalar loss over the rows of `batch`, and its metrics."""
-        rows = counted(batch)
-        counts = rows.weight > 0
-        after = rows.next_node + (rows.new.mean - rows.behaviour.mean)
-        after = torch.where(expand(counts, after), after, 0.0)
-        scores = self._scores(after, rows, counts)
-        terms = -scores if self.target is None else (self.target - scores).clamp(min=0.0)
-        never = torch.zeros_like(counts)
-        result = self._combined(rows, log_ratio(rows).exp(), self.weight * terms, never)
-        mean = mean_over(scores, rows.weight).detach()
-        return replace(result, metrics={**result.metrics, "latent_reward": mean})
-
-    def _scores(self, after: Tensor, rows: LossBatch, counts: Bool[Tensor, " sample"]) -> PerSample:
-        """r of the nodes `after` the transitions, whose graph is its linear part; 0 in rows that do
-        not count.
-        """
-        if not rows.prompts:
-            raise ConfigError("RewardAscent needs LossBatch.prompts, which is empty")
-        prompts = [rows.prompts[group] for group in rows.group.tolist()]
-        times = (rows.time - rows.delta).masked_fill(~counts, 0.0)
-        latents = after.detach().requires_grad_()
-        scores = self.latent_reward.score(latents, times, prompts)
-        slope = None
-        if getattr(scores, "shape", None) == times.shape and scores.requires_grad:
-            (slope,) = torch.autograd.grad(scores.sum(), latents, allow_unused=True)
-        if slope is None:
-            raise ProbeError(
-                f"{type(self.latent_reward).__name__}.score must return one number per latent, with"
-                " a gradient with respect to the latents (no detach, no torch.no_grad)"
-            )
-        linear = (slope * (after - after.detach())).flatten(1).sum(1)
-        return torch.where(counts, scores.detach().float() + linear, 0.0)
 
 
 @checked_options

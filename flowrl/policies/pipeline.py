@@ -360,10 +360,10 @@ class PipelinePolicy:
 
     def decode(self, latent: Tensor) -> Tensor:
         """Images [sample, 3, height, width] or videos [sample, frame, 3, height, width] in [0, 1],
-        `decode_batch` at a time.
+        `decode_batch` at a time; without a gradient at pixels that are limited to 0 or 1.
         """
         images, dtype = [], DTYPES[self.options.decode_dtype]
-        with torch.no_grad():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and latent.requires_grad):
             for part in latent.to(dtype).split(self.options.decode_batch or len(latent)):
                 pixels = self.family.decode(self.pipe, part, self.latent_size).float()
                 images.append((pixels / 2 + 0.5).clamp(0, 1).contiguous())

@@ -208,7 +208,7 @@ class SmallSD3Policy:
 
     def decode(self, latent: Tensor) -> Tensor:
         """Images [sample, 3, 64, 64] in [0, 1]."""
-        with torch.no_grad():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and latent.requires_grad):
             return self.network.autoencoder.decode(latent)
 
     def trainable(self) -> Mapping[str, nn.Parameter]:

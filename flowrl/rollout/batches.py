@@ -20,7 +20,7 @@ from flowrl.core.errors import ConfigError, TrainingError, part_call
 from flowrl.core.experience import Decisions
 from flowrl.core.forward import Guidance
 from flowrl.core.processes import Processes
-from flowrl.core.protocols import AnySampler, FlowPolicy, Sampler
+from flowrl.core.protocols import AnyReward, AnySampler, FlowPolicy, Sampler
 from flowrl.core.types import (
     Gaussian,
     LossBatch,
@@ -212,11 +212,12 @@ class Objective(ABC):
         sampler: the sampler of the rollout.
         schedule: the policy's time grid, for drawn times; None for that of the trajectories.
         generator: the source of drawn times and of their noise.
-        prompts: the prompts of the whole iteration, for a loss that reads them.
+        prompts: the prompts of the whole iteration, for a loss that ascends a reward.
         reference: makes contexts in which the policy has the weights of the reference; None for
             those of its base model.
         copies: the copies of the weights that the loss declares (`flowrl.weights.Behaviour`).
         guidance: guidance of the velocities of a forward-process loss.
+        reward: the reward, for a loss that ascends it.
 
     Raises:
         ConfigError: the policy does not support the guidance, or the trajectories do not fit the
@@ -236,6 +237,7 @@ class Objective(ABC):
     reference: Callable[[], AbstractContextManager[None]] | None = None
     copies: Mapping[str, Any] = field(default_factory=dict)
     guidance: Guidance = Guidance()
+    reward: AnyReward | None = None
     draws_times: ClassVar[bool]
     """Whether rows are drawn times and not transitions: any sampler fits, and rows take the credit
     of all decisions, whatever the trained steps.
@@ -248,7 +250,9 @@ class Objective(ABC):
     with_gradient: float = field(default=1, init=False)
     """Network evaluations of a row that carry the gradient."""
     pooled: Tensor | None = field(default=None, init=False)
-    """Means over units that are spread over micro-batches [sample, column]; set by `prepare`."""
+    """Means over units that are spread over micro-batches [sample, column, *term]; set by
+    `prepare`.
+    """
 
     def __post_init__(self) -> None:
         samples, device = self.rollout.samples, self.policy.device
@@ -328,7 +332,7 @@ class Objective(ABC):
                 entries.append((*place, loss.row_terms(batch), weight, *pooled_units(loss, batch)))
             sample, column, terms, weight, *units = map(torch.cat, zip(*entries, strict=True))
             means, kept = unit_means(terms, units, weight), weight > 0
-        table = torch.zeros(self.steps.shape, device=self.policy.device)
+        table = torch.zeros((*self.steps.shape, *means.shape[1:]), device=self.policy.device)
         self.pooled = table.index_put_((sample[kept], column[kept]), means[kept].to(table))
 
     @property
@@ -447,7 +451,6 @@ class TransitionObjective(Objective):
             reference=reference,
             velocity=velocity,
             slope=unit.mean[:, 0].abs(),
-            prompts=self.prompts,
             **self.credit(sample, column, column),
         )
 

@@ -12,6 +12,7 @@ from flowrl.core.errors import require
 from flowrl.core.forward import ForwardBatch
 from flowrl.core.protocols import ForwardLoss, extras
 from flowrl.core.types import expand, to_device
+from flowrl.rollout.ascent import Ascent
 from flowrl.rollout.batches import Objective, Rows, minibatch_rows
 from flowrl.rollout.groups import Groups
 
@@ -106,6 +107,7 @@ class ForwardObjective(Objective):
             draws = self.times.shape[1]
             self.noise = training_noise(self.loss, groups, shape, draws, seed, device)
         self.steps = steps.to(device)
+        self.ascent = Ascent(self, self.images) if hasattr(self.loss, "ascends") else None
         self.decided = credited(self.times, self.decisions.time).to(device)
 
     def rows(self, parts: Sequence[Tensor]) -> list[Rows]:
@@ -171,4 +173,6 @@ class ForwardObjective(Objective):
         new = new.view_as(new)  # as in `TransitionObjective.batch`
         others |= {name: new.detach() for name, copy in copies.items() if copy.is_current}
         credit = self.credit(sample, column, decision)
+        if self.ascent is not None:
+            others |= self.ascent.of(rows, state, time, new)
         return ForwardBatch(time=time, target=target, new=new, **credit, **others)

@@ -2,6 +2,7 @@
 metrics.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from flowrl.core.experience import Credit, Experience
 from flowrl.core.forward import ForwardBatch
 from flowrl.core.types import LossBatch, LossResult
+from flowrl.flow import log_prob
 
 Row = dict[str, Any]
 
@@ -122,6 +124,26 @@ def step_gradients(
     return squares
 
 
+BY_STEP = ("log_prob_noise", "node_mean", "node_rms")
+"""Names of the means of `step_sums`."""
+
+
+@torch.no_grad()
+def step_sums(batch: LossBatch | ForwardBatch, steps: int) -> Tensor:
+    """Per step, the sum over a batch's transitions of their weights, and of weight times |log p -
+    log p_old|, the mean of the node after the transition and its mean square [4, steps]; zeros for
+    a forward-process loss. It does not synchronise.
+    """
+    sums = torch.zeros(4, steps, dtype=torch.float64, device=batch.weight.device)
+    if isinstance(batch, LossBatch):
+        node = batch.next_node.flatten(1)
+        change = log_prob(batch.new, batch.next_node) - log_prob(batch.behaviour, batch.next_node)
+        columns = [torch.ones_like(node[:, 0]), change.abs(), node.mean(1), node.square().mean(1)]
+        rows = torch.where(batch.weight > 0, batch.weight * torch.stack(columns), 0.0)
+        sums.index_add_(1, batch.step, rows.double())
+    return sums
+
+
 class LossMetrics:
     """Means of the loss and its metrics over all evaluated rows of an iteration, and the largest
     "ratio_deviation".
@@ -131,6 +153,9 @@ class LossMetrics:
 
     "ratio_noise" and "ratio_noise_mean" are the largest and the mean |ratio - 1| of the first
     mini-batch: the policy has not changed yet, so only rounding changes a ratio from 1.
+    By step, for transitions and of the first mini-batch, too: "log_prob_noise", the mean |log p -
+    log p_old|, which rounding alone makes differ from 0; "node_mean" and "node_rms", mean and root
+    mean square of the latents after the step. 0 at steps without rows.
     "step_shares" [step] is each step's fraction of the policy term: the sum of `step_gradients`
     over the rows and updates of the iteration, divided by its sum over steps (0 if there is no
     gradient).
@@ -140,6 +165,7 @@ class LossMetrics:
         self.means: Row = {}
         self.merged, self.steps = 0, steps
         self._squares = [0.0] * steps
+        self._sums = [0.0] * 4 * steps
         self._names: list[str] = []
         self._pending: list[tuple[float, Tensor]] = []
         self._part, self._norm, self._share = list[Tensor](), 0.0, 0.0
@@ -163,11 +189,12 @@ class LossMetrics:
             self._names = list(named)
             means = torch.stack([value.detach().double().reshape(()) for value in named.values()])
             squares = weight**2 * step_gradients(result, batch, step, self.steps)
-            self._pending.append((weight / evaluated, torch.cat([means, squares])))
+            first = [step_sums(batch, self.steps).flatten()] if self.merged == 0 else []
+            self._pending.append((weight / evaluated, torch.cat([means, squares, *first])))
 
     def take(self) -> list[Row]:
         """One row per micro-batch since the last call: "weight", "loss", the loss's metrics and the
-        steps' "squares" of gradients.
+        steps' "squares" of gradients; in the first mini-batch also "sums", those of `step_sums`.
         """
         weights, count = [weight for weight, _ in self._pending], len(self._names)
         columns = [v for _, v in self._pending]
@@ -178,8 +205,14 @@ class LossMetrics:
         width = len(fetched) // max(1, len(columns))
         values = [fetched[i * width : (i + 1) * width] for i in range(len(columns))]
         self._pending, self._part = [], []
+        end = count + self.steps
         return [
-            {"weight": weight, "squares": row[count:], **dict(zip(self._names, row, strict=False))}
+            {
+                "weight": weight,
+                "squares": row[count:end],
+                "sums": row[end:],
+                **dict(zip(self._names, row, strict=False)),
+            }
             for weight, row in zip(weights, values, strict=True)
         ]
 
@@ -187,8 +220,10 @@ class LossMetrics:
         """Add the rows of one mini-batch, process by process."""
         means, total = self.means, 0
         for row in (row for part in rows for row in part):
-            weight, squares = row.pop("weight"), row.pop("squares")
+            weight, squares, sums = row.pop("weight"), row.pop("squares"), row.pop("sums")
             total += weight
+            if sums:
+                self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)]
             self._squares = [a + b for a, b in zip(self._squares, squares, strict=True)]
             for key, value in row.items():
                 if key == "ratio_deviation":
@@ -199,6 +234,13 @@ class LossMetrics:
             means["ratio_noise"] = means["ratio_deviation"]
         if self.merged == 0 and "ratio_distance" in means:
             means["ratio_noise_mean"] = means["ratio_distance"] / total
+        counts = self._sums[: self.steps]
+        if self.merged == 0 and any(counts):
+            for place, name in enumerate(BY_STEP, 1):
+                column = self._sums[place * self.steps : (place + 1) * self.steps]
+                pairs = zip(column, counts, strict=True)
+                means[name] = [value / (count or 1.0) for value, count in pairs]
+            means["node_rms"] = [math.sqrt(square) for square in means["node_rms"]]
         means["step_shares"] = [square / (sum(self._squares) or 1.0) for square in self._squares]
         self.merged += 1
 

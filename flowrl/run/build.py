@@ -30,6 +30,7 @@ from flowrl.methods import METHODS, Method, check_one_advantage, try_credit, wit
 from flowrl.probes import NoProbe
 from flowrl.rewards import NoisyReward
 from flowrl.rewards.contract import is_remote, load_reward
+from flowrl.rollout.ascent import reward_slopes
 from flowrl.rollout.groups import PromptStream
 from flowrl.run.config import RunConfig
 from flowrl.run.distributed import Distributed
@@ -269,6 +270,10 @@ def build_trainer(
     """
     rollout, optim, batches = config.rollout, config.optim, config.batches
     prepare_policy(policy, distributed, batches.compile)
+    if getattr(method.loss, "ascends", None) in ("image", "estimate"):
+        # an error of a reward without a gradient should not wait for the first rollout
+        clean = torch.zeros(1, *policy.latent_shape, device=policy.device)
+        reward_slopes(policy, reward, clean, prompts[:1])
     updates = Updates(
         optim.minibatches,
         batches.micro_batch,

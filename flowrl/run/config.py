@@ -181,9 +181,9 @@ class AlgorithmConfig:
     """Initial noise within a group: auto (as the method requires), shared or independent."""
     loss: Text = None
     """Loss; empty: the method's. clipped, gspo, kl-penalty, grpo-guard, flow-dppo, rsm, step-nft,
-    distillation, policy-gradient or ascent, with options as in clipped(kl=without_delta); a plug-in
-    or a file; or diffusion-nft, awm or dgpo. Methods that use one of these three accept no policy
-    loss.
+    distillation or policy-gradient, with options as in clipped(kl=without_delta); a plug-in or a
+    file; or diffusion-nft, awm, dgpo, crd or ascent. Methods that use one of these five accept no
+    policy loss.
     """
     clip_range: Annotated[NonNegative | None, Unset(0.0)] = None
     """Largest |ratio - 1|; transitions outside this range contribute no gradient (losses that

@@ -4,13 +4,14 @@ The thresholds were set on healthy and deliberately broken runs of the built-in 
 (docs/guides/watching-a-run.md).
 """
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flowrl.core.experience import needs_of
-from flowrl.core.protocols import GroupReward, Stateful
+from flowrl.core.protocols import GroupReward, Stateful, extras
 from flowrl.run.config import RunConfig
 from flowrl.run.results import reward_text
 from flowrl.run.statistics import COLLAPSE, HACKED, collapsed, evaluation_noise, hacked
@@ -59,6 +60,7 @@ class Limits:
         zero_spread: largest fraction of groups with equal rewards.
         compared: whether the training reward compares samples: its mean does not rise, and
             evaluations have another scale.
+        guidance: scale of the guidance in sampling and training; 1: none.
     """
 
     clip: float | None = None
@@ -66,6 +68,7 @@ class Limits:
     samples: int = 192
     zero_spread: float = 0.5
     compared: bool = False
+    guidance: float = 1.0
 
 
 def limits_of(trainer: Trainer, config: RunConfig) -> Limits:
@@ -79,6 +82,7 @@ def limits_of(trainer: Trainer, config: RunConfig) -> Limits:
         config.evaluation.eval_samples,
         1.0 if remembers else Limits.zero_spread,
         isinstance(trainer.reward, GroupReward),
+        getattr(extras(trainer.policy, "guided", "guidance_scale"), "guidance_scale", 1.0),
     )
 
 
@@ -128,16 +132,25 @@ def ratio_noise(rows: Sequence[Row], limits: Limits) -> str:
     """Rounding exceeds the clip: a ratio differs from 1 before the first optimizer step of an
     iteration.
 
-    The reasons are half precision, another batch shape, or merged adapters. Tiny clips such as
-    TP-GRPO's 1e-5 (arXiv 2602.06422) and Flow-GRPO's 1e-4 (arXiv 2505.05470) are of this size.
+    The reasons are half precision, another batch shape, merged adapters, and guidance, which
+    multiplies the rounding of the network: with independent errors of the two velocities by
+    sqrt(g^2 + (g-1)^2). Tiny clips such as TP-GRPO's 1e-5 (arXiv 2602.06422) and Flow-GRPO's 1e-4
+    (arXiv 2505.05470) are of this size.
     """
-    noise = rows[-1].get("ratio_noise", 0.0)
+    noise, scale = rows[-1].get("ratio_noise", 0.0), limits.guidance
     if limits.clip is None or noise <= limits.clip:
         return ""
+    by_step = rows[-1].get("log_prob_noise")
+    where = f", most at step {by_step.index(max(by_step))} (the first is 0)" if by_step else ""
+    guided = ""
+    if scale > 1:
+        factor = math.hypot(scale, scale - 1)
+        guided = f" Guidance of {scale:g} makes this rounding {factor:.1f} times as large."
     return (
         f"before any update the ratio, which should be 1, is off by up to {noise:.1e}, more"
-        f" than the clip of {limits.clip:.1e}, so rounding decides which pairs are clipped. Use"
-        " max_batch auto (calls of one shape), a finer dtype (docs/guides/tuning.md), or"
+        f" than the clip of {limits.clip:.1e}{where}, so rounding decides which pairs are"
+        f" clipped.{guided} Use max_batch auto (calls of one shape), a finer dtype"
+        f" (docs/guides/tuning.md), {'less guidance, ' * (scale > 1)}or"
         f" clip_range {3 * noise:.1e} or more"
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowrl.core.errors import FlowrlError
 from flowrl.core.forward import ForwardBatch, Noise
-from flowrl.core.types import Gaussian, LossBatch, Prompt, Unit, pooled_units, unit_means
+from flowrl.core.types import Gaussian, LossBatch, Unit, pooled_units, unit_means
 from flowrl.flow import uniform_schedule
 from flowrl.flow.gaussian import log_prob
 from flowrl.rollout.batches import checked_loss
@@ -272,7 +272,7 @@ class PolicyLossContract(LossContract):
             step=number + 1,
             time=torch.tensor([0.8, 0.6])[number],
             reference=Gaussian(old + 0.1 * far, std.clone()),
-            prompts=(Prompt("a fox"), Prompt("two red cars")),
+            slope=torch.linspace(0.06, 0.25, 8),
         )
 
     def uphill(self, batch: Any) -> Tensor:
@@ -317,7 +317,8 @@ class ForwardLossContract(LossContract):
         over each group.
         """
         sample, number = torch.arange(16) // 2, torch.arange(16) % 2
-        target, error, new, old, average, reference, column = noises(16, 7, tiles)
+        drawn = noises(16, 8, tiles)
+        target, error, new, old, average, reference, column, slope = drawn
         advantages = column[:8, 0, 0].view(2, 4)
         advantages = advantages - advantages.mean(1, keepdim=True)
         base = target + error
@@ -332,6 +333,8 @@ class ForwardLossContract(LossContract):
             old=base + move * old,
             average=base + move * average,
             reference=base + move * reference,
+            reward=column[8:, 0, 0].repeat(2),
+            slope=slope,
         )
 
     def uphill(self, batch: Any) -> Tensor:

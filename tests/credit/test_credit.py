@@ -332,6 +332,51 @@ def test_a_baseline_belongs_to_a_time_and_is_the_mean_over_the_mask():
     assert rule.state_dict()["baseline"].tolist() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("rule", "factor", "order"),
+    [
+        (Uniform(std="mean", clamp=None), 2.440, 3),
+        (Uniform(std="mean", clamp=None, all_failed="keep"), 2.952, 4),
+    ],
+)
+def test_the_expected_gradient_divided_by_the_mean_has_the_order_of_its_group(rule, factor, order):
+    """All 16 outcomes of four rewards of 0 and 1, p = 0.2: the sum of P(outcome) mean_i A_i dlog
+    P(r_i) / dp is (1 - q^order) / p.
+    """
+    p = 0.2
+    outcomes = torch.tensor([*itertools.product((0.0, 1.0), repeat=4)])[..., None]
+    advantages = credit(rule, outcomes.repeat(1, 1, 2))[..., 0]
+    rewards = outcomes[..., 0]
+    chance = torch.where(rewards > 0, p, 1 - p).prod(1)
+    score = (rewards - p) / (p * (1 - p))
+    expected = float((chance * (advantages * score).mean(1)).sum())
+    assert expected == pytest.approx(factor, abs=5e-7)
+    assert expected == pytest.approx((1 - (1 - p) ** order) / p)
+
+
+def test_rewards_divided_by_their_mean_by_hand():
+    """Of two members one success is +-1; groups that fail, members outside the mask, and negative
+    rewards.
+    """
+    values = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.5, 1.5], [2.0, 2.0]])[..., None].repeat(
+        1, 1, 2
+    )
+    zero, keep = Uniform(std="mean"), Uniform(std="mean", all_failed="keep")
+    for rule, failed in ((zero, 0.0), (keep, -1.0)):
+        expected = [[1.0, -1.0], [failed, failed], [-0.5, 0.5], [0.0, 0.0]]
+        assert credit(rule, values)[..., 0].tolist() == expected
+    hidden = values.clone()
+    hidden[0, 0] = -9.0
+    mask = torch.ones(4, 2, 1, dtype=torch.bool)
+    mask[0, 0] = False
+    decisions = replace(Decisions.like(values), mask=mask)
+    assert keep.assign(hidden, decisions)[0, :, 0].tolist() == [0.0, -1.0]
+    with pytest.raises(CreditError, match=r"a reward is -9; allowed: rewards of 0 or more"):
+        credit(zero, hidden)
+    with pytest.raises(ConfigError, match=r"all_failed = 'keep' .* with std=mean only"):
+        Uniform(all_failed="keep")
+
+
 # The table: zeros, clamp, mask, columns
 
 

@@ -14,6 +14,7 @@ from flowrl.core.protocols import TimeDraw
 from flowrl.core.types import Gaussian, Schedule
 from flowrl.flow import (
     DrawnSteps,
+    LateSteps,
     LogitNormalTimes,
     PermutedTimes,
     StratifiedTimes,
@@ -146,6 +147,8 @@ KINDS = [
     LogitNormalTimes(count=2, mean=1.0, std=2.0),
     DrawnSteps(),
     DrawnSteps(count=7, shared=False),
+    LateSteps(count=3, power=2.0),
+    LateSteps(count=2, last=4, shared=True),
 ]
 GRID = shifted_schedule(10)
 
@@ -178,6 +181,8 @@ def counts(kind, samples=4000):
     [
         (PermutedTimes(), [0.9] * 10),
         (DrawnSteps(shared=False), [4 / 7] * 7 + [0] * 3),
+        (LateSteps(last=1), [0.0] * 9 + [1.0]),
+        (LateSteps(count=2, last=4), [0.0] * 6 + [0.5] * 4),
         # steps 1 to 8 in 6 parts: edges 1, 2, 3, 5, 6, 7, 9
         (StratifiedTimes(), [0, 1, 1, 0.5, 0.5, 1, 1, 0.5, 0.5, 0]),
     ],
@@ -217,6 +222,8 @@ def test_times_are_what_the_network_is_told():
     ("kind", "steps", "words"),
     [
         (StratifiedTimes(), 6, "StratifiedTimes.count = 6 .* 4 or fewer for a grid of 6 steps"),
+        (LateSteps(count=6), 5, "LateSteps.count = 6 .* at most the grid's 5 steps"),
+        (LateSteps(last=11), 5, "LateSteps.last = 11 .* at most the grid's 5 steps"),
         (DrawnSteps(), 5, "DrawnSteps.steps = 7 .* at most the grid's 5 steps"),
     ],
 )

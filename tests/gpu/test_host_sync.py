@@ -106,6 +106,7 @@ CASES = {
     "diffusion-nft": dict(method="diffusion-nft", kl_weight=0.1),
     "awm": dict(method="awm", kl_weight=0.1, num_steps=8),
     "dgpo, groups in several micro-batches": dict(method="dgpo", num_steps=8, micro_batch=2),
+    "crd, groups in several micro-batches": dict(loss="crd", num_steps=8, micro_batch=2),
     "offloaded": dict(method="flow-grpo", offload=True, chunk=1),
 }
 

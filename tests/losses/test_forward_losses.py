@@ -1,4 +1,4 @@
-"""DiffusionNFT, AWM and DGPO against closed forms: identities, gradients, sums over groups, parts
+"""DiffusionNFT, AWM, DGPO and CRD against closed forms: identities, gradients, sums over groups, parts
 of groups.
 """
 
@@ -12,7 +12,7 @@ from seeded import seeded
 from torch.testing import assert_close
 
 from flowrl.core.forward import Decay, ForwardBatch, WeightCopy
-from flowrl.losses import AWM, DGPO, DiffusionNFT
+from flowrl.losses import AWM, CRD, DGPO, DiffusionNFT
 from flowrl.losses.terms import quadratic
 
 GROUPS, MEMBERS, DRAWS = 2, 3, 2
@@ -108,6 +108,62 @@ def dgpo(**options):
     return DGPO(**{"kl_weight": 0.0, "clip": None, "beta_dpo": 3.0, **options})
 
 
+@pytest.mark.parametrize("clip", [5.0, 2.0])
+def test_crd_begins_with_the_gradient_of_awm(clip):
+    """The squares; the cross entropy's is c (sigmoid(A / (2 c)) - 1/2) grad l, for small A an eighth
+    of it.
+    """
+    batch = batch_of(2)
+    batch = replace(batch, old=batch.new.detach(), advantages=batch.advantages.clamp(-clip, clip))
+    means = batch.advantages.view(GROUPS, MEMBERS, DRAWS).mean(1, keepdim=True)
+    centred = (batch.advantages.view(GROUPS, MEMBERS, DRAWS) - means).flatten()
+    awm = AWM(weight="uniform", advantage_clip=99.0, advantage_scale=99.0, clip=1e9, **PLAIN)
+    expected = gradient(awm, replace(batch, advantages=centred))
+    for beta in (0.3, 2.0):
+        squares_ = CRD(beta=beta, advantage_clip=clip, kl_weight=0.0)
+        close(gradient(squares_, batch), expected)
+        entropy = replace(squares_, form="bce")
+        weight = clip * ((centred / (2 * clip)).sigmoid() - 0.5)
+        close(gradient(entropy, batch), gradient(awm, replace(batch, advantages=weight)))
+        small = replace(batch, advantages=1e-4 * batch.advantages)
+        close(gradient(entropy, small), 1e-4 * expected / 8, 1e-8)
+
+
+def test_crd_by_hand():
+    """One group of two rows of one element, targets 0, v_old = (1, 1), v = (0.5, 2): r = (0.75, -3),
+    u = (0.6, 0.4): (2 (r - mean) - (u - mean))^2 = 3.65^2, times c / beta = 2.5. Normalised: r = 1 -
+    |v|. Clipped advantages have u = 1 and 0.
+    """
+    one = torch.ones(2, 1)
+    row = torch.arange(2)
+    batch = ForwardBatch(
+        time=torch.full((2,), 0.5),
+        target=0 * one,
+        new=torch.tensor([[0.5], [2.0]], requires_grad=True),
+        advantages=torch.tensor([1.0, -1.0]),
+        weight=torch.ones(2),
+        group=0 * row,
+        sample=row,
+        old=one,
+        reference=0 * one,
+    )
+    loss = CRD(beta=2.0, kl_weight=0.0)
+    result = loss.loss(batch)
+    assert float(result.loss.detach()) == pytest.approx(2.5 * 3.65**2)
+    assert float(result.metrics["implied_reward"]) == pytest.approx(-1.125)
+    assert float(result.metrics["old_distance"]) == pytest.approx((0.25 + 1.0) / 2)
+    normalised = replace(loss, error="normalised").loss(batch).loss
+    assert float(normalised.detach()) == pytest.approx(2.5 * (2 * 0.75 - 0.1) ** 2)
+    far = replace(batch, advantages=torch.tensor([9.0, -50.0]))
+    assert float(loss.loss(far).loss.detach()) == pytest.approx(2.5 * (2 * 1.875 - 0.5) ** 2)
+    probability = torch.tensor([0.1, -0.1]).sigmoid()
+    logit = torch.tensor([3.75, -3.75])
+    entropy = -(probability * logit.sigmoid().log() + (1 - probability) * (-logit).sigmoid().log())
+    assert_close(replace(loss, form="bce").loss(batch).loss, 2.5 * entropy.mean())
+    held = replace(loss, kl_weight=0.1).loss(batch).metrics["kl"]  # f = 1e-3 + u (1 - 1e-3)
+    assert float(held) == pytest.approx((0.6004 * 0.25 + 0.4006 * 4.0) / 2)
+
+
 AVERAGE = Decay(0, 0.001, 0.3)
 
 
@@ -117,6 +173,14 @@ AVERAGE = Decay(0, 0.001, 0.3)
         (AWM(), {"old": WeightCopy(), "average": WeightCopy(AVERAGE)}, True),
         (AWM(off_policy=True), {"average": WeightCopy(AVERAGE, sample_from=0)}, True),
         (dgpo(), {"old": WeightCopy(Decay(1, 0.001, 0.3), "update", 200, False)}, True),
+        (
+            CRD(sampling_decay=(75, 0.0075, 0.999), kl_weight=0.0),
+            {
+                "old": WeightCopy(Decay(0, 0.001, 0.5)),
+                "average": WeightCopy(Decay(75, 0.0075, 0.999), sample_from=0, evaluated=False),
+            },
+            False,
+        ),
         (dgpo(anchor="old"), {"old": WeightCopy(Decay(1, 0.001, 0.3), "update", 200)}, False),
     ],
 )

@@ -24,6 +24,7 @@ from flowrl.credit import (
 )
 from flowrl.flow import (
     DrawnSteps,
+    LateSteps,
     LogitNormalTimes,
     PermutedTimes,
     StratifiedTimes,
@@ -33,12 +34,14 @@ from flowrl.flow import (
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses import (
     AWM,
+    CRD,
     DGPO,
     ClippedLoss,
     DiffusionNFT,
     FlowDPPO,
     GRPOGuard,
     PolicyGradientLoss,
+    RewardAscent,
 )
 from flowrl.probes import Substeps
 from flowrl.run.config import RunConfig, load_config
@@ -85,8 +88,8 @@ def test_options_of_a_policy_are_checked_and_sized():
 
 
 DEFAULTS = {
-    Uniform: "std='group', clamp=5.0, limit='clamp', probe=NoProbe()",
-    Weighted: "weights='noise', rule=Uniform(std='group', clamp=5.0, limit='clamp', probe=NoProbe())",
+    Uniform: "std='group', clamp=5.0, limit='clamp', probe=NoProbe(), all_failed='zero'",
+    Weighted: "weights='noise', rule=Uniform(std='group', clamp=5.0, limit='clamp', probe=NoProbe(), all_failed='zero')",
     StepwiseGain: (
         "normalise='joint', lam=0.0, gamma=1.0, pool='prompt', clamp=5.0, probe=Substeps(count=5)"
     ),
@@ -96,7 +99,7 @@ DEFAULTS = {
         "consistent=True, balance='aggregate', balance_scope='batch', first_step=True, "
         "normalise='step', combine='replace', clamp=5.0, probe=Completion()"
     ),
-    GDPO: "rule=Uniform(std='group', clamp=5.0, limit='clamp', probe=NoProbe()), weights=None, batch=True",
+    GDPO: "rule=Uniform(std='group', clamp=5.0, limit='clamp', probe=NoProbe(), all_failed='zero'), weights=None, batch=True",
     FlowSDE: "noise_level=0.7",
     DanceSDE: "noise_level=0.3",
     CPS: "noise_level=0.7",
@@ -122,11 +125,21 @@ DEFAULTS = {
         "decay=(1, 0.001, 0.3), sample_from=200, times=DrawnSteps(shared=True, count=4, "
         "steps=7), noise='group'"
     ),
+    CRD: (
+        "beta=1.0, advantage_clip=5.0, form='mse', error='velocity', kl_weight=0.1, kl='reward', "
+        "decay=(0, 0.001, 0.5), sampling_decay=(0, 0.001, 0.5), "
+        "times=PermutedTimes(shared=True, fraction=0.99), noise='group'"
+    ),
     PermutedTimes: "shared=False, fraction=0.99",
     StratifiedTimes: "shared=False, count=6, fraction=0.9",
     UniformTimes: "shared=False, count=6, low=0.2, high=1.0, shift=3.0",
     LogitNormalTimes: "shared=False, count=6, mean=0.0, std=1.0, shift=3.0",
     DrawnSteps: "shared=True, count=4, steps=7",
+    LateSteps: "shared=False, count=1, last=None, power=0.0",
+    RewardAscent: (
+        "latent_reward=None, through='image', weight=1.0, target=None, rescale=0.0, kl_weight=0.0, "
+        "times=LateSteps(shared=False, count=3, last=None, power=2.0), noise='path'"
+    ),
 }
 
 
@@ -155,7 +168,7 @@ LIMITS = [
         {
             **dict.fromkeys((FlowSDE, DanceSDE, DDIMSDE, ExponentialSDE), "noise_level"),
             **dict.fromkeys((ClippedLoss, GRPOGuard, FlowDPPO, PolicyGradientLoss), "kl_weight"),
-            **dict.fromkeys((DiffusionNFT, DGPO), "kl_weight"),
+            **dict.fromkeys((DiffusionNFT, DGPO, CRD, RewardAscent), "kl_weight"),
             AWM: "kl_weight average_weight",
         },
     ),
@@ -165,13 +178,19 @@ LIMITS = [
         {
             FlowDPPO: "bound",
             DiffusionNFT: "beta advantage_clip",
+            CRD: "beta advantage_clip",
+            RewardAscent: "weight",
             AWM: "power clip advantage_clip advantage_scale",
             DGPO: "beta_dpo",
             UniformTimes: "shift",
             LogitNormalTimes: "std shift",
         },
     ),
-    ([0.0, 1.0], [-1e-6, 1 + 1e-6], {StepwiseGain: "lam gamma", CPS: "noise_level"}),
+    (
+        [0.0, 1.0],
+        [-1e-6, 1 + 1e-6],
+        {StepwiseGain: "lam gamma", CPS: "noise_level", RewardAscent: "rescale"},
+    ),
     ([0.0, 1.0], [-1e-6, 1.1], {ValueTracker: "decay"}),
     ([0.0, 0.999], [1.0, -1e-6], {MovingAverageGain: "decay"}),
     ([1e-9, 0.999], [0.0, 1.0], dict.fromkeys((ClippedLoss, GRPOGuard), "clip_range")),
@@ -185,7 +204,12 @@ LIMITS = [
     (["noise", (1.0,), (0.0, -1.0)], [(), (math.nan,), "equal", [1.0]], {Weighted: "weights"}),
     ([1, 50], [0, -1], {Substeps: "count"}),
     ([1, 7], [8], {DrawnSteps: "count"}),
-    ([DrawnSteps(), PermutedTimes(shared=True)], [PermutedTimes(), "steps"], {DGPO: "times"}),
+    ([None, 1, 7], [0], {LateSteps: "last"}),
+    (
+        [DrawnSteps(), PermutedTimes(shared=True)],
+        [PermutedTimes(), "steps"],
+        {DGPO: "times", CRD: "times"},
+    ),
     ([1e-6, 0.5], [0.0, 1.0], {UniformTimes: "low"}),
     ([0.3, 1.0], [0.2, 1.1], {UniformTimes: "high"}),
 ]

@@ -63,7 +63,7 @@ TOGETHER = {
     "trajectories": dict(loss="gspo(chunks=(1,))", groups=5, chunk=1, micro_batch=2),
     "tree of edges": dict(groups=5, chunk=1),
     "ascent": dict(groups=5, chunk=1),
-    **{name: {} for name in ("comb", "nft", "awm", "dgpo", *WHOLE)},
+    **{name: {} for name in ("comb", "nft", "awm", "dgpo", "crd", "direct", *WHOLE)},
 }
 IMAGES = preset("tiny").apply(
     method="tp-grpo",

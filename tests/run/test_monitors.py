@@ -84,6 +84,17 @@ def test_every_warning_has_its_condition(kind, columns, text):
     assert text is None or re.search(text, warning)
 
 
+def test_the_noise_of_ratios_names_its_step_and_the_guidance():
+    """sqrt(4.5^2 + 3.5^2) = 5.70."""
+    columns = {"ratio_noise": [4.7e-4], "log_prob_noise": [[0.0, 1e-5, 3e-4, 0.0]]}
+    text = CHECKS["ratio-noise"](rows(**columns), Limits(clip=1e-5, guidance=4.5))
+    assert re.search(r"most at step 2 .* Guidance of 4\.5 .* 5\.7 times .* less guidance", text)
+    assert "uidance" not in CHECKS["ratio-noise"](rows(**columns), Limits(clip=1e-5))
+    run = trainer_of(TINY)
+    run.policy = SimpleNamespace(guided=None, guidance_scale=3.0)
+    assert limits_of(run, TINY).guidance == 3.0
+
+
 def test_a_rule_that_remembers_prompts_is_warned_only_if_all_groups_are_equal():
     limits = {
         credit: limits_of(trainer_of(TINY.replace(credit=credit)), TINY).zero_spread

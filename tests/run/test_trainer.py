@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rollouts import tree_weights
-from small_run import CASES, TINY_RUN, trained, trainer_of, weights
+from small_run import TINY_RUN, trained, trainer_of, weights
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, CreditError
@@ -31,7 +31,13 @@ from flowrl.trainer import asks_for_all
 TINY = TINY_RUN.replace(iterations=4, minibatches=2)
 
 
-LEARN = {"flow-grpo": {}, "tp-grpo": dict(method="tp-grpo"), "ascent": CASES["ascent"]}
+VALUE = "latent_reward='closed_form:ExactValue', times=steps(count=9, steps=9)"
+LEARN = {
+    "flow-grpo": {},
+    "tp-grpo": dict(method="tp-grpo"),
+    "ascent": dict(loss=f"ascent({VALUE})", window=":-1", noise_level=0.7),
+    "direct": dict(loss="ascent", sampler="ode"),
+}
 
 
 @pytest.mark.satellite

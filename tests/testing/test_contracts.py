@@ -16,7 +16,7 @@ from flowrl.bench.probes import SomeMembers
 from flowrl.core.errors import RewardError
 from flowrl.core.experience import Credit, Needs
 from flowrl.core.types import Prompt
-from flowrl.credit import Weighted, group_zscore, zscore
+from flowrl.credit import Uniform, Weighted, group_zscore, zscore
 from flowrl.losses import ClippedLoss, DiffusionNFT, Distillation, RewardAscent
 from flowrl.probes import Completion, LatentReward, NoProbe, Probe, Substeps
 from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
@@ -139,6 +139,7 @@ LOSSES = [
     "flow-dppo(bound=1e-3, kl_weight=0.1)",
     "policy-gradient",
     "policy-gradient(kl_weight=0.1, kl=without_delta)",
+    "policy-gradient(kl_weight=0.1, kl=velocity)",
     "gspo",
     "gspo(clip_range=0.02, kl_weight=0.1)",
     "kl-penalty",
@@ -164,6 +165,8 @@ FORWARD_LOSSES = [
     "dgpo",
     "dgpo(clip=none, anchor=old, beta_dpo=2000.0)",
     "dgpo(clip_kl=true, kl_weight=1.0)",
+    "crd",
+    "crd(form=bce, error=normalised, kl=uniform, sampling_decay=none)",
 ]
 
 
@@ -307,8 +310,16 @@ def test_samplers_without_noise_keep_all_promises_but_that_of_decisions(part):
 @pytest.mark.parametrize("mode", ["positive_only", "negative_only", "one_only", "binary"])
 def test_modes_that_select_advantages_are_not_proportional_to_them(mode):
     assert check_forward_loss(DiffusionNFT(mode=mode)).broken == ["starts_along_the_advantage"]
-    for loss in (Distillation(), RewardAscent(Average())):
-        assert check_loss(loss).broken == ["starts_along_the_advantage"]
+    assert check_loss(Distillation()).broken == ["starts_along_the_advantage"]
+    for loss in (RewardAscent(Average()), RewardAscent(target=0.1), RewardAscent(kl_weight=0.1)):
+        broken = ["starts_along_the_advantage", "trains_zero_advantages_as_declared"]
+        assert check_forward_loss(loss).broken == broken
+
+
+@pytest.mark.parametrize("all_failed", ["zero", "keep"])
+def test_advantages_divided_by_the_mean_reward_depend_on_its_zero(all_failed):
+    rule = Uniform(std="mean", clamp=None, all_failed=all_failed)
+    assert check_credit(rule).broken == ["ignores_a_constant", "gives_a_silent_group_zero"]
 
 
 def test_the_points_of_the_mixture_are_no_images():
