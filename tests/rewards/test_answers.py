@@ -3,11 +3,12 @@ and a judge of transformers' own classes, tiny and random.
 """
 
 import math
+from importlib.util import find_spec
 
 import pytest
 import torch
 from seeded import rand
-from tiny_rewards import WORDS, tiny_judge
+from tiny_rewards import QWEN_IMAGE, WORDS, tiny_judge, tiny_qwen
 
 from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.prompt import Prompt, ReferenceImage
@@ -220,6 +221,35 @@ def test_a_local_judge_is_the_softmax_of_the_first_token(folder):
     torch.testing.assert_close(single.score(images, PROMPTS), scores, atol=1e-5, rtol=0)
     assert LocalJudge(folder, question, mass=0.0).score(images, PROMPTS).dtype == torch.float32
     assert check_reward(judge).ok
+
+
+@pytest.mark.satellite
+@pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen3VL"])
+def test_the_classes_of_unified_reward_are_local_judges(name, tmp_path, monkeypatch):
+    """UnifiedReward's checkpoints named qwen and 2.0-qwen3vl, tiny and random: softmax of the
+    logits by transformers alone, image by image. Without torchvision, which the processor of videos
+    needs, the processor is not loaded from the folder.
+    """
+    import transformers
+
+    processor, words = tiny_qwen(tmp_path, name), WORDS.split()
+    if find_spec("torchvision") is None:
+        load = lambda *_, **__: processor  # noqa: E731
+        monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", load)
+    network = getattr(transformers, f"{name}ForConditionalGeneration").from_pretrained(tmp_path)
+    images, rows = rand(3, 3, 40, 40), []
+    for image, prompt in zip(images, PROMPTS, strict=True):
+        pixels = (image * 255).round().byte().permute(1, 2, 0).numpy()
+        text = f"<s> {QWEN_IMAGE} yes no {prompt.text} ? answer "
+        inputs = processor(text=[text], images=[pixels], return_tensors="pt")
+        with torch.no_grad():
+            row = network(**inputs).logits[0, -1].softmax(0)
+        yes = row[words.index("yes")] + row[words.index("Yes")]
+        rows.append(yes / (yes + row[words.index("no")]))
+    judge = LocalJudge(str(tmp_path), "yes no {prompt} ?", mass=0.0, dtype="float32")
+    scores = judge.score(images, PROMPTS)
+    torch.testing.assert_close(scores, torch.stack(rows), atol=1e-5, rtol=0)
+    assert scores.std() > 0.01 and type(judge.load().network) is type(network)
 
 
 @pytest.mark.satellite
