@@ -3,6 +3,7 @@ and a judge of transformers' own classes, tiny and random.
 """
 
 import math
+import shutil
 from importlib.util import find_spec
 
 import pytest
@@ -20,7 +21,7 @@ from flowrl.rewards.answers import (
     mean_preferences,
 )
 from flowrl.rewards.images import JPEGIncompressibility
-from flowrl.rewards.local_judge import LocalJudge
+from flowrl.rewards.local_judge import LocalJudge, load_judge
 from flowrl.run.parts.registry import build
 from flowrl.testing import check_group_reward, check_reward
 
@@ -271,6 +272,24 @@ def test_a_local_judge_grades_and_compares(folder):
     torch.testing.assert_close(rates.mean(1), torch.full((2,), 0.5))
     tifa = build("reward", f"soft-tifa(reward=local-judge(model='{folder}', mass=0.0))")
     assert 0 < tifa.score(image, [COWS]).item() < 1
+
+
+@pytest.mark.satellite
+def test_a_local_judge_does_not_think(folder, tmp_path):
+    """Its template is told so; a template that begins to think all the same is refused."""
+    image, prompts = rand(1, 3, 40, 40), [Prompt("one")]
+    plain = LocalJudge(folder, mass=0.0).score(image, prompts)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    template = tmp_path / "chat_template.jinja"
+    told = "{% if enable_thinking is not false %} <think>{% endif %}"
+    template.write_text(template.read_text() + told)
+    assert LocalJudge(str(tmp_path), mass=0.0).score(image, prompts).equal(plain)
+    load_judge.cache_clear()
+    template.write_text(template.read_text() + " <think> ")
+    with pytest.raises(
+        ConfigError, match=r"thinking model = .*allowed: a model that answers at once"
+    ):
+        LocalJudge(str(tmp_path)).load()
 
 
 @pytest.mark.satellite
