@@ -3,9 +3,10 @@
     python benchmarks/flops.py
 
 prints a table and writes benchmarks/results/flops.json, and the counts of the presets that
-`flowrl train --plan` reads (flowrl/data/counts.json; --counts: only these; --ocr: only the measured
-seconds of a score by OCR). Networks of published size are built on
-PyTorch's "meta" device, so nothing is downloaded and two minutes of one core are enough. Matrix
+`flowrl train --plan` reads (flowrl/data/counts.json). --counts writes only these; --rewards and --ocr
+only print the counts of the rewards, and the measured seconds of a score by OCR. Networks of
+published size are built on PyTorch's "meta" device, so nothing is downloaded and two minutes of one
+core are enough. Matrix
 products, convolutions and attention are counted; a multiplication and an addition count as two.
 "update" is a forward with its backward pass over the forward pass of sampling, for which
 a LoRA is merged into the weights.
@@ -87,25 +88,151 @@ def sd35_medium() -> dict[str, dict[str, int]]:
     return table
 
 
-def pickscore() -> int:
-    """CLIP-H for an image and a prompt of 77 tokens."""
+CLIPS = {  # width, layers and heads of the text and of the image encoder, patch, features
+    "ViT-H/14": ((1024, 24, 16), (1280, 32, 16), 14, 1024),
+    "ViT-L/14": ((768, 12, 12), (1024, 24, 16), 14, 768),
+    "ViT-B/32": ((512, 12, 8), (768, 12, 12), 32, 512),
+}
+QWEN_TOKENS = 800
+"""Of HPSv3: 786 without the prompt, for an image of 448 x 448 pixels and Qwen's vocabulary."""
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor without values."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def clip(name: str) -> tuple[int, int]:
+    """CLIP for an image of 224 x 224 pixels, and for a prompt of 77 tokens."""
     from transformers import CLIPConfig, CLIPModel
 
-    shared = {"projection_dim": 1024, "num_attention_heads": 16}
-    text = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, **shared}
-    vision = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, **shared}
-    config: Any = CLIPConfig(text_config=text, vision_config={**vision, "patch_size": 14})
-    with torch.device("meta"):
-        clip: Any = CLIPModel(config).requires_grad_(False)
-    image = torch.empty(1, 3, 224, 224, device="meta")
-    tokens = torch.zeros(1, 77, dtype=torch.long, device="meta")
-    return sum(
-        flops(call)[0]
-        for call in (
-            lambda: clip.get_image_features(pixel_values=image),
-            lambda: clip.get_text_features(input_ids=tokens),
-        )
+    *encoders, patch, features = CLIPS[name]
+    text, vision = (
+        {
+            "hidden_size": width,
+            "intermediate_size": 4 * width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+        }
+        for width, layers, heads in encoders
     )
+    config: Any = CLIPConfig(
+        text_config=text, vision_config={**vision, "patch_size": patch}, projection_dim=features
+    )
+    with torch.device("meta"):
+        model: Any = CLIPModel(config).requires_grad_(False)
+    image, tokens = meta(1, 3, 224, 224), meta(1, 77, dtype=torch.long)
+    return (
+        flops(lambda: model.get_image_features(pixel_values=image))[0],
+        flops(lambda: model.get_text_features(input_ids=tokens))[0],
+    )
+
+
+def image_reward() -> int:
+    """BLIP for an image of 224 x 224 pixels and a prompt of 35 tokens, without the head."""
+    from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
+
+    seeing = BlipVisionConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        image_size=224,
+        patch_size=16,
+    )
+    # BERT-base
+    reading = BlipTextConfig(
+        vocab_size=30524, encoder_hidden_size=1024, num_attention_heads=12, num_hidden_layers=12
+    )
+    with torch.device("meta"), torch.no_grad():
+        vision, text = BlipVisionModel(seeing), BlipTextModel(reading, add_pooling_layer=False)
+        tokens, patches = torch.zeros(1, 35, dtype=torch.long), meta(1, 197, 1024)
+        read = partial(text, input_ids=tokens, encoder_hidden_states=patches)
+        return flops(lambda: vision(pixel_values=meta(1, 3, 224, 224)))[0] + flops(read)[0]
+
+
+def hpsv3() -> int:
+    """Qwen2-VL-7B without the output layer, for an image of 448 x 448 pixels."""
+    from transformers import Qwen2VLConfig, Qwen2VLModel
+
+    words = {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 151658,
+        "rope_parameters": {
+            "rope_type": "default",
+            "mrope_section": [16, 24, 24],
+            "rope_theta": 1e6,
+        },
+    }
+    config: Any = Qwen2VLConfig(text_config=words, vision_config={"hidden_size": 3584})
+    with torch.device("meta"):
+        model: Any = Qwen2VLModel(config).requires_grad_(False)
+    side = 448 // config.vision_config.patch_size
+    see = partial(
+        model.visual,
+        meta(side**2, 3 * config.vision_config.temporal_patch_size * (448 // side) ** 2),
+        grid_thw=torch.tensor([[1, side, side]]),
+        position_ids=meta(side**2, 2),
+    )
+    read = partial(
+        model.language_model,
+        inputs_embeds=meta(1, QWEN_TOKENS, words["hidden_size"]),
+        position_ids=meta(3, 1, QWEN_TOKENS, dtype=torch.long),
+        use_cache=False,
+    )
+    return flops(see)[0] + flops(read)[0]
+
+
+def detector() -> int:
+    """Mask2Former with Swin-S for an image of 384 x 384 pixels: GenEval's detector, on the CPU
+    because its attention needs values.
+    """
+    from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
+
+    swin = SwinConfig(
+        embed_dim=96,
+        depths=[2, 2, 18, 2],
+        num_heads=[3, 6, 12, 24],
+        window_size=7,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )
+    config: Any = Mask2FormerConfig(backbone_config=swin, num_labels=80)
+    model: Any = Mask2FormerForUniversalSegmentation(config).eval().requires_grad_(False)
+    return flops(lambda: model(pixel_values=torch.zeros(1, 3, 384, 384)))[0]
+
+
+def rewards() -> dict[str, dict[str, int]]:
+    """A score of each reward with a network, and the part of it for the prompt; for GenEval also
+    the parts for the detector and an object with a colour.
+    """
+    from flowrl.rewards.geneval import TEMPLATES
+    from flowrl.rewards.geneval_requests import COLOURS
+
+    table = {}
+    for name, size in (
+        ("pickscore", "ViT-H/14"),
+        ("hpsv2.1", "ViT-H/14"),
+        ("clipscore", "ViT-B/32"),
+    ):
+        image, prompt = clip(size)
+        table[name] = {"reward": image + prompt, "prompt": prompt}
+    image, prompt = clip("ViT-L/14")
+    parts = {
+        "detector": detector(),
+        "object": image,
+        "prompt": prompt * len(COLOURS) * len(TEMPLATES),
+    }
+    return {
+        **table,
+        "aesthetic": {"reward": image},
+        "image-reward": {"reward": image_reward()},
+        "hpsv3": {"reward": hpsv3()},
+        "geneval": {"reward": sum(parts.values()), **parts},
+    }
 
 
 def ocr_seconds() -> float:
@@ -130,7 +257,7 @@ def ocr_seconds() -> float:
 def counted() -> dict[str, dict[str, int]]:
     """All counts by model."""
     table = {name: world(name) for name in ("mixture", "shapes")}
-    return {**table, **sd35_medium(), "pickscore": {"reward": pickscore()}}
+    return {**table, **sd35_medium(), **rewards()}
 
 
 def preset_counts() -> dict[str, list[Any]]:
@@ -149,9 +276,21 @@ def preset_counts() -> dict[str, list[Any]]:
     return table
 
 
+def show(by_model: dict[str, dict[str, int]]) -> None:
+    """Print counts by model."""
+    for model, row in by_model.items():
+        update = f"{row['gradient'] / row['forward']:.3f}" if "gradient" in row else "-"
+        print(
+            f"{model:42s} update {update:>6s}  " + "  ".join(f"{k} {v:,}" for k, v in row.items())
+        )
+
+
 if __name__ == "__main__":
     if "--ocr" in sys.argv:
         print(f"{ocr_seconds():.2f} s")
+        sys.exit()
+    if "--rewards" in sys.argv:
+        show(rewards())
         sys.exit()
     rows = [f' "{key}": {json.dumps(row)}' for key, row in preset_counts().items()]
     COUNTS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
@@ -159,8 +298,4 @@ if __name__ == "__main__":
         sys.exit()
     by_model = counted()
     write_json(RESULTS, by_model)
-    for model, row in by_model.items():
-        update = f"{row['gradient'] / row['forward']:.3f}" if "gradient" in row else "-"
-        print(
-            f"{model:42s} update {update:>6s}  " + "  ".join(f"{k} {v:,}" for k, v in row.items())
-        )
+    show(by_model)

@@ -3,6 +3,7 @@ rewards that use them.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 
@@ -70,30 +71,36 @@ def tiny_detector(folder, seed=0):
 WORDS = "<pad> <unk> <s> </s> <image> yes Yes no first second one 1 two 2 three 3 four 4 answer"
 TEMPLATE = (
     "<s> {% for message in messages %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}<image> {% else %}{{ part.text }} {% endif %}"
+    "{% if part.type == 'image' %}IMAGE {% else %}{{ part.text }} {% endif %}"
     "{% endfor %}{% endfor %}{% if add_generation_prompt %}answer {% endif %}"
 )
+
+
+def words_tokenizer(special, **options):
+    """A tokenizer of words between spaces, with some special tokens, and the number of each."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    distinct = dict.fromkeys((*WORDS.split(), *CHARACTERS, *special))
+    words = {word: i for i, word in enumerate(distinct)}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = import_module("transformers").PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="</s>",
+        additional_special_tokens=list(special),
+        **options,
+    )
+    return tokenizer, words
 
 
 def tiny_judge(folder, seed=0):
     """Write a LLaVA of two layers for images of 32 pixels, with a tokenizer of some words and a
     chat template, to `folder`; returns it. Its processor does not need torchvision.
     """
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     transformers = import_module("transformers")
-    distinct = dict.fromkeys((*WORDS.split(), *CHARACTERS))
-    words = {word: i for i, word in enumerate(distinct)}
-    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        additional_special_tokens=["<image>"],
-    )
+    tokenizer, words = words_tokenizer(["<image>"], bos_token="<s>")
     layers = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     vision = transformers.CLIPVisionConfig(**layers, image_size=32, patch_size=8)
     text = transformers.LlamaConfig(
@@ -111,7 +118,65 @@ def tiny_judge(folder, seed=0):
         tokenizer,
         patch_size=8,
         vision_feature_select_strategy="default",
-        chat_template=TEMPLATE,
+        chat_template=TEMPLATE.replace("IMAGE", "<image>"),
         num_additional_image_tokens=1,
     ).save_pretrained(folder)
     return folder
+
+
+QWEN_IMAGE = "<|vision_start|> <|image_pad|> <|vision_end|>"
+
+
+def tiny_qwen(folder, name, seed=0):
+    """Write a "Qwen2_5_VL" or "Qwen3VL" of two layers, which divides images into 4 x 4 patches, to
+    `folder`; returns its processor. Its processor of videos needs torchvision: without it none of
+    the processor is written, and the one that is returned knows images only.
+    """
+    transformers = import_module("transformers")
+    tokenizer, words = words_tokenizer([*QWEN_IMAGE.split(), "<|video_pad|>"])
+    patch, own = {
+        "Qwen2_5_VL": (14, dict(window_size=56, fullatt_block_indexes=[1])),
+        "Qwen3VL": (16, dict(deepstack_visual_indexes=[0], num_position_embeddings=16)),
+    }[name]
+    layers = dict(hidden_size=16, intermediate_size=32)
+    text = dict(
+        **layers,
+        vocab_size=len(words),
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.5,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1]),
+    )
+    vision = dict(**layers, depth=2, num_heads=2, patch_size=patch, out_hidden_size=16, **own)
+    numbers = {
+        f"{token}_token_id": words[f"<|{word}|>"]
+        for token, word in (
+            ("image", "image_pad"),
+            ("video", "video_pad"),
+            ("vision_start", "vision_start"),
+            ("vision_end", "vision_end"),
+        )
+    }
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text, vision_config=vision, **numbers
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        getattr(transformers, f"{name}ForConditionalGeneration")(config).save_pretrained(folder)
+    sizes = {"shortest_edge": (4 * patch) ** 2, "longest_edge": (4 * patch) ** 2}
+    images = transformers.Qwen2VLImageProcessorPil(patch_size=patch, size=sizes)
+    kind = getattr(transformers, f"{name}Processor")
+    template = TEMPLATE.replace("IMAGE", QWEN_IMAGE)
+    if find_spec("torchvision"):
+        video = f"{'Qwen2VL' if name == 'Qwen2_5_VL' else name}VideoProcessor"
+        videos = getattr(transformers, video)()
+        kind(images, tokenizer, videos, chat_template=template).save_pretrained(folder)
+        return kind.from_pretrained(folder)
+
+    class ImagesOnly(kind):
+        def check_argument_for_proper_class(self, name, argument):
+            """Without a check that there is a processor of videos."""
+
+    return ImagesOnly(images, tokenizer, None, chat_template=template)

@@ -49,13 +49,22 @@ class Vocabulary:
         return found
 
 
+def conversation(processor: Any, pictures: int, text: str) -> str:
+    """The model's input for a question about some pictures, up to its answer."""
+    content = [*({"type": "image"} for _ in range(pictures)), {"type": "text", "text": text}]
+    talk = [{"role": "user", "content": content}]
+    thinks = "enable_thinking" in str(processor.chat_template or processor.tokenizer.chat_template)
+    options = {"enable_thinking": False} if thinks else {}
+    return processor.apply_chat_template(talk, add_generation_prompt=True, **options)
+
+
 @lru_cache(maxsize=2)
 def load_judge(model: str, device: str, dtype: str) -> Vocabulary:
     """The network and the processor in the folder `model`, or of that name on the Hub, loaded once
     per setting.
 
-    Raises `ConfigError` for a model that cannot be loaded, lacks weights or a chat template, or a
-    device that does not exist.
+    Raises `ConfigError` for a model that cannot be loaded, lacks weights or a chat template, or
+    whose chat template begins to think, or a device that does not exist.
     """
     with loading(model):
         from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -65,6 +74,9 @@ def load_judge(model: str, device: str, dtype: str) -> Vocabulary:
         words = processor.tokenizer
         template = processor.chat_template or words.chat_template
         require(bool(template), f"chat template of {model}", template, "one")
+        begun = conversation(processor, 0, "").rpartition("</think>")[2]
+        allowed = "a model that answers at once, such as Qwen3-VL's Instruct"
+        require("<think>" not in begun, "thinking model", model, allowed)
         if words.pad_token is None:
             words.pad_token = words.eos_token
         tokens: dict[str, list[int]] = {}
@@ -86,8 +98,10 @@ class LocalJudge:
     are padded on the left.
 
     The network is any class of `AutoModelForImageTextToText` with a chat template, in safetensors
-    files. Qwen3-VL-8B-Instruct is the judge of GenEval 2. Of UnifiedReward (arXiv 2503.05236), the
-    checkpoints named qwen are `Qwen2_5_VLForConditionalGeneration` and those named 2.0-qwen3vl
+    files. Thinking is disabled by the chat template's option ``enable_thinking``; a template that
+    begins to think all the same is an error. Qwen3-VL-8B-Instruct is the judge of GenEval 2. Of
+    UnifiedReward (arXiv 2503.05236), the checkpoints named qwen are
+    `Qwen2_5_VLForConditionalGeneration` and those named 2.0-qwen3vl
     `Qwen3VLForConditionalGeneration`; those of LLaVA-OneVision (UnifiedReward-7b, -0.5b) are in
     LLaVA-NeXT's own format, which transformers cannot read: serve these and use `judge`. Their
     training answers in sentences, which a first token does not capture. Processors of most models
@@ -166,12 +180,7 @@ class LocalJudge:
         """Probabilities of the first token [question, token], on the CPU."""
         loaded = load_judge(self.model, self.device, self.dtype)
         processor, bos = loaded.processor, loaded.processor.tokenizer.bos_token
-        texts: list[str] = []
-        for question in questions:
-            content = [*({"type": "image"} for _ in question.pictures)]
-            content += [{"type": "text", "text": question.text}]
-            talk = [{"role": "user", "content": content}]
-            texts.append(processor.apply_chat_template(talk, add_generation_prompt=True))
+        texts = [conversation(processor, len(one.pictures), one.text) for one in questions]
         begun = bool(bos) and texts[0].startswith(bos)
         inputs = processor(
             text=texts,

@@ -9,9 +9,9 @@ from flowrl.core.forward import Guidance, guidance_passes
 from flowrl.run.results import scoring_seconds
 
 __all__ = [
-    "CLIP_H",
     "COUNTS",
     "RATE",
+    "REWARD_FLOPS",
     "SHAPES",
     "STATED",
     "STATED_NAME",
@@ -128,8 +128,19 @@ WORLDS = {
     ),
 }
 """Prices of the built-in worlds, without guidance."""
-CLIP_H = 381_679_304_704
-"""FLOPs of a score by CLIP ViT-H/14 (``python benchmarks/flops.py``)."""
+REWARD_FLOPS = {
+    "pickscore": 381_681_664_000,
+    "hpsv2.1": 381_681_664_000,
+    "hpsv3": 12_183_551_344_640,
+    "image-reward": 137_779_544_064,
+    "clipscore": 14_777_163_776,
+    "aesthetic": 162_025_537_536,
+    "geneval": 666_598_207_488,
+}
+"""FLOPs of a score with its prompt, by the rewards with a network
+(``python benchmarks/flops.py --rewards``). That of hpsv3 is for 800 tokens, that of geneval for one
+object with a colour; without a colour it is 105,582,170,112.
+"""
 SD35_MEDIUM = {
     "forward": 2_442_642_604_032,
     "gradient": 5_259_447_582_720,
@@ -145,7 +156,7 @@ RATE = 200e12
 STATED = Prices(
     "SD3.5-Medium at 512 x 512 pixels: counted FLOPs",
     SD35_MEDIUM["decode"] / SD35_MEDIUM["forward"],
-    CLIP_H / SD35_MEDIUM["forward"],
+    REWARD_FLOPS["pickscore"] / SD35_MEDIUM["forward"],
     gradient=SD35_MEDIUM["gradient"] / SD35_MEDIUM["forward"],
     passes=2,
     gradient_passes=2,

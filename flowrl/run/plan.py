@@ -32,8 +32,9 @@ from flowrl.run.build import (
     trial_stds,
 )
 from flowrl.run.config import SIZES, RunConfig
-from flowrl.run.costs import CLIP_H, Prices
+from flowrl.run.costs import REWARD_FLOPS, Prices
 from flowrl.run.models.memory import Architecture, Memory, architecture_of, count_memory
+from flowrl.run.parts.specs import parse_spec
 from flowrl.run.worlds import prompts_of
 from flowrl.trainer import asks_for_all
 
@@ -394,12 +395,29 @@ CUDA's work space and fragmentation.
 """
 MOST_ROWS = 32
 """Largest number of network rows of a counted profile."""
-REWARD_FLOPS = {"pickscore": CLIP_H, "hpsv2.1": CLIP_H}
-"""FLOPs of the scores that are computed on the GPU, as far as they were counted."""
 REWARD_SECONDS = {"ocr": 0.25}
 """Seconds of a score on one core: RapidOCR, a line of text in 512 x 512 pixels, measured on an AMD
 EPYC (``python benchmarks/flops.py --ocr``).
 """
+
+
+def scored_by(config: RunConfig) -> dict[str, float]:
+    """The rewards that score images, those within others included, and how often each scores an
+    image, in the mean over the sources of prompts.
+    """
+
+    def leaves(spec: str) -> list[str]:
+        part = parse_spec(spec, "reward")
+        inner = [text for kind, text in part.nested() if kind == "reward"]
+        return [name for text in inner for name in leaves(text)] or [part.name]
+
+    sources = config.environment.sources
+    given = [(source.weight, source.reward) for source in sources.train] or [(1, sources.reward)]
+    total, calls = sum(weight for weight, _ in given), dict[str, float]()
+    for weight, spec in given:
+        for name in leaves(spec) if spec else ():
+            calls[name] = calls.get(name, 0) + weight / total
+    return calls
 
 
 def named_card(name: str) -> str:
@@ -509,7 +527,7 @@ def times(counts: Plan, config: RunConfig, counted: Memory, card: str) -> Times:
     operations += math.ceil(gradient / micro) * counted.gradient_operations
     operations += math.ceil(rest / micro) * counted.forward_operations
     images = p.reward_calls * share
-    words = re.findall(r"[\w.]+", config.environment.sources.reward)
+    priced = scored_by(config)
     narrow = config.policy.decode_dtype != "float32"
     decode, evaluated_decode = (
         size.decode_flops / (rate if narrow else rate / 2)  # TF32
@@ -518,8 +536,8 @@ def times(counts: Plan, config: RunConfig, counted: Memory, card: str) -> Times:
     return Times(
         sampling,
         images * decode,
-        images * sum(REWARD_FLOPS.get(word, 0) for word in words) / rate,
-        images * sum(REWARD_SECONDS.get(word, 0) for word in words) / CORES,
+        images * sum(REWARD_FLOPS.get(name, 0) * calls for name, calls in priced.items()) / rate,
+        images * sum(REWARD_SECONDS.get(name, 0) * calls for name, calls in priced.items()) / CORES,
         update,
         sampled(p.evaluation_nfe / p.processes * p.evaluation_passes, evaluated)[0]
         + config.evaluation.eval_samples / p.processes * evaluated_decode,
@@ -601,14 +619,15 @@ def times_text(counts: Plan, config: RunConfig, card: str) -> str:
     slowest = max(phases, key=phases.__getitem__)
     evaluations = config.iterations / config.evaluation.eval_every
     hours = (config.iterations * t.iteration + evaluations * t.evaluation) / 3600
-    known = [*REWARD_FLOPS, *REWARD_SECONDS]
-    unknown = not set(re.findall(r"[\w.]+", config.environment.sources.reward)) & set(known)
+    unknown = ", ".join(
+        sorted(scored_by(config).keys() - REWARD_FLOPS.keys() - REWARD_SECONDS.keys())
+    )
     lines = {
         **used,
         "iteration": " + ".join(f"{name} {value:.1f}" for name, value in phases.items() if value)
         + f" = {t.iteration:.1f} s"
         + (f"; rewards in parallel on {CORES} cores {t.scoring:.1f} s" if t.scoring else "")
-        + ("; without the reward" if unknown else ""),
+        + (f"; without the reward {unknown}" if unknown else ""),
         "bottleneck": f"{slowest}, {phases[slowest] / t.iteration:.0%} of an iteration",
         "operations": f"{t.operations:,.0f} dispatched per trained pair",
         "in all": f"{config.iterations} iterations and {evaluations:.0f} evaluations of"

@@ -8,11 +8,13 @@ import base64
 import io
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -64,11 +66,15 @@ SCORE = re.compile(
 )
 TRANSIENT_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 """HTTP status codes after which the request is repeated."""
-
-MAX_BYTES = 1 << 22
+REJECTED = (400, 422)
+"""HTTP status codes of a request with a field or a value that the endpoint does not allow."""
+MAX_BYTES = 1 << 24
 """Largest response in bytes."""
 TOP = 20
 """Number of first tokens whose probabilities are requested: the most that OpenAI allows."""
+THOUGHT, ENDED = "<think>", "</think>"
+OWN = ("model", "messages", "stream", "n", "logprobs")
+"""Fields of a request that `Judge.request` cannot set."""
 
 
 @checked_options
@@ -87,6 +93,18 @@ class Judge:
     token and the log-probabilities of the 20 most probable ones (`logprobs`, `top_logprobs`), which
     are summed as described in `flowrl.rewards.answers`; tokens that are not sent count as 0. An
     endpoint that sends no log-probabilities is an error.
+
+    `request` has fields of the protocol that are added to every request or replace its own; None
+    removes one. An endpoint that allows fewer log-probabilities needs ``{'top_logprobs': 5}``.
+
+    A model that thinks before it answers is an error with `answers`, unless its thinking is
+    disabled, by ``{'chat_template_kwargs': {'enable_thinking': False}}`` (vLLM, SGLang) or
+    ``{'reasoning_effort': 'none'}`` (OpenAI), or allowed some tokens, as in ``{'max_tokens':
+    2048}``. Then the answer is the first token after ``</think>`` that is not white space, and its
+    probabilities are conditioned on the thoughts. Thinking is noticed by ``<think>``, or by the
+    fields `reasoning` or `reasoning_content` of an endpoint that separates it. If the chat template
+    begins the thoughts and the endpoint does not separate them, it is not noticed: a first word
+    such as "First" then counts as an answer.
 
     Every image is one request at temperature 0, with the image as PNG. An attempt fails without a
     connection, without an answer within `timeout` seconds, at an overloaded server, or by an
@@ -116,6 +134,7 @@ class Judge:
         answers: value by answer, for two or more answers of one word, of which none begins with
             another; empty for a rating in words.
         mass: smallest total probability of the answers; below it an answer is unusable.
+        request: fields of every request, in place of its own.
 
     Raises:
         ConfigError: an option is out of range, or the extra `remote` is not installed.
@@ -135,11 +154,14 @@ class Judge:
     mark_invalid: bool = False
     answers: Mapping[Any, float] = field(default_factory=dict[Any, float])
     mass: Share = 0.5
+    request: Mapping[str, Any] = field(default_factory=dict[str, Any])
     connects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_endpoint("judge", self.url)
         require(self.low < self.high, "low, high", (self.low, self.high), "low below high")
+        fits = not self.request.keys() & {*OWN}
+        require(fits, "request", dict(self.request), f"fields other than {', '.join(OWN)}")
         if self.answers:
             check_question(self.question, check_answers(self.answers))
             words = self.low, self.high, self.tokens
@@ -201,6 +223,7 @@ class Judge:
                 ]
                 messages = [{"role": "user", "content": content}]
                 body = {"model": self.model, "messages": messages, "temperature": 0, **options}
+                body = {name: v for name, v in {**body, **self.request}.items() if v is not None}
                 return self._answer(question, json.dumps(body).encode(), read)
 
             return list(pool.map(answer, questions))
@@ -242,8 +265,9 @@ class Judge:
 
     def _probabilities(self, question: Question, choice: Any) -> dict[str, float]:
         """P(answer) from the log-probabilities of the first token."""
-        sent = (choice.get("logprobs") or {}).get("content") or [{}]
-        top = sent[0].get("top_logprobs")
+        sent = (choice.get("logprobs") or {}).get("content") or []
+        place = self._place(choice.get("message") or {}, [entry.get("token", "") for entry in sent])
+        top = sent[place].get("top_logprobs") if sent else None
         if not top:
             raise RewardError(
                 f"judge: {self.url} sent no log-probabilities; probabilities of answers need an"
@@ -254,6 +278,29 @@ class Judge:
         found = answer_probabilities(tokens.items(), question.answers)
         return usable(found, question, self.mass)
 
+    def _place(self, message: Mapping[str, Any], tokens: Sequence[str]) -> int:
+        """Which of an answer's tokens is the first after the thoughts."""
+        text, answer = "".join(tokens), (message.get("content") or "").strip()
+        apart = message.get("reasoning") or message.get("reasoning_content")
+        begins = text.rfind(ENDED) + len(ENDED)
+        if begins < len(ENDED):
+            if not apart and not text.lstrip().startswith(THOUGHT):
+                return 0
+            # log-probabilities of the answer only, or other marks around the thoughts
+            begins = text.rfind(answer) if apart and answer else -1
+        if begins >= 0:
+            for place, end in enumerate(accumulate(map(len, tokens))):
+                if text[begins:end].strip():
+                    return place
+            raise UnusableAnswer("the model's thoughts ended without an answer")
+        if "max_tokens" in self.request or "max_completion_tokens" in self.request:
+            raise UnusableAnswer(f"the model's thoughts did not end: {text[-120:]!r}")
+        raise RewardError(
+            f"judge: {self.model} at {self.url} thinks before it answers: disable it, as in"
+            " request={chat_template_kwargs: {enable_thinking: false}} or"
+            " request={reasoning_effort: 'none'}, or allow for it, as in request={max_tokens: 2048}"
+        )
+
     def _request(self, question: Question, body: bytes, read: Callable[[Question, Any], T]) -> T:
         """What `read` finds in the first choice of the answer. Raises `TransientError` for
         temporary failures and `RewardError` for others.
@@ -262,6 +309,15 @@ class Judge:
         answer = self._connections.post("/chat/completions", body, headers, self.timeout, MAX_BYTES)
         if answer.status in TRANSIENT_STATUS:
             raise TransientError(f"HTTP error {answer.status}", answer.retry_after)
+        if answer.status in REJECTED:
+            shown = answer.content[:500].decode(errors="replace")
+            shown = shown.replace(os.environ.get(self.key) or "\0", "...")
+            raise RewardError(
+                f"judge: {self.url} rejects the request with HTTP status {answer.status}:"
+                f" {shown!r}. Fields are added, replaced or removed as in"
+                " request={top_logprobs: 5} and"
+                " request={max_tokens: none, max_completion_tokens: 1}"
+            )
         if not 200 <= answer.status < 300:
             raise RewardError(
                 f"judge: {self.url} answered with HTTP status {answer.status}; redirects are not"
@@ -285,7 +341,8 @@ def parse_score(answer: str, low: float, high: float) -> float:
     """The number after "Final Score:" in an answer, such as "Final Score: 4", "**Final Score:**
     4.5/5" or "4 out of 5".
 
-    A range ("1-5"), a decimal comma and a percentage do not count as numbers.
+    A range ("1-5"), a decimal comma, a percentage and thoughts between <think> and </think> do not
+    count.
 
     Args:
         answer: the judge's answer.
@@ -299,7 +356,8 @@ def parse_score(answer: str, low: float, high: float) -> float:
         RewardError: there is no number, there are different numbers, or the number is out of range
             or relative to another maximum.
     """
-    scores = {(float(number), float(maximum or high)) for number, maximum in SCORE.findall(answer)}
+    said = answer.rpartition(ENDED)[2].partition(THOUGHT)[0]
+    scores = {(float(number), float(maximum or high)) for number, maximum in SCORE.findall(said)}
     shown = f"the answer {answer[-120:]!r}"
     if len(scores) != 1:
         raise UnusableAnswer(f'{shown} has {len(scores)} different "Final Score: X"')

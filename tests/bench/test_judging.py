@@ -25,7 +25,7 @@ from flowrl.bench.statistics import (
     outside,
 )
 from flowrl.core.errors import ConfigError
-from flowrl.run.costs import CLIP_H, RATE
+from flowrl.run.costs import RATE, REWARD_FLOPS
 from flowrl.run.costs import SD35_MEDIUM as SD35
 from flowrl.run.statistics import mean
 
@@ -58,7 +58,7 @@ def test_budgets_by_hand():
     assert 0 < gradient <= 2 * 3 * 3 and row["decodes"] == row["reward_calls"] == 6
     assert spent(line, "forwards")[-1] == nfe + 3 * gradient
     seconds = 2 * nfe * SD35["forward"] + 2 * gradient * SD35["gradient"]
-    seconds += 6 * (SD35["decode"] + CLIP_H)
+    seconds += 6 * (SD35["decode"] + REWARD_FLOPS["pickscore"])
     assert spent(line, "stated seconds")[-1] == pytest.approx(seconds / RATE)
     assert spent(line, "seconds")[-1] == row["seconds"]
 

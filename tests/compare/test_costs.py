@@ -4,13 +4,14 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 
+import flops
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from flowrl.run.build import make_trainer
 from flowrl.run.config import preset
-from flowrl.run.costs import WORLDS, Prices, measured_prices, prices_of
+from flowrl.run.costs import REWARD_FLOPS, WORLDS, Prices, measured_prices, prices_of
 
 COUNTED = Path(__file__).parents[2] / "benchmarks/results/flops.json"
 COUNTS = {"nfe": 50, "probe_nfe": 20, "train_nfe": 30, "gradient_nfe": 10}
@@ -63,7 +64,7 @@ def test_prices_of_the_built_in_worlds_are_their_flops(world):
     passes, less those for the input of the first layer and for frozen weights.
     """
     trainer = make_trainer(preset("tiny").apply(world=world))
-    policy, flops = trainer.policy, json.loads(COUNTED.read_text())[world]
+    policy, counted = trainer.policy, json.loads(COUNTED.read_text())[world]
     latent, condition = torch.zeros(1, *policy.latent_shape), policy.encode(trainer.prompts.take(1))
     time = torch.full((1,), 500.0)
     parts = {
@@ -75,6 +76,19 @@ def test_prices_of_the_built_in_worlds_are_their_flops(world):
         context = policy.frozen() if part == "forward" else nullcontext()
         with context, FlopCounterMode(display=False) as counter:
             work()
-        assert counter.get_total_flops() == flops[part], part
-    assert WORLDS[world].decode == flops["decode"] / flops["forward"]
-    assert WORLDS[world].reward == flops["reward"] / flops["forward"]
+        assert counter.get_total_flops() == counted[part], part
+    assert WORLDS[world].decode == counted["decode"] / counted["forward"]
+    assert WORLDS[world].reward == counted["reward"] / counted["forward"]
+
+
+def test_costs_of_rewards_are_counted():
+    counts = json.loads(COUNTED.read_text())
+    assert {name: counts[name]["reward"] for name in REWARD_FLOPS} == REWARD_FLOPS
+    assert counts["geneval"]["detector"] == 105_582_170_112  # stated beside the constants
+
+
+@pytest.mark.satellite
+def test_costs_of_rewards_counted_again():
+    counts = json.loads(COUNTED.read_text())
+    for name, row in flops.rewards().items():
+        assert counts[name] == row, name

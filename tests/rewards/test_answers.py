@@ -3,11 +3,13 @@ and a judge of transformers' own classes, tiny and random.
 """
 
 import math
+import shutil
+from importlib.util import find_spec
 
 import pytest
 import torch
 from seeded import rand
-from tiny_rewards import WORDS, tiny_judge
+from tiny_rewards import QWEN_IMAGE, WORDS, tiny_judge, tiny_qwen
 
 from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.prompt import Prompt, ReferenceImage
@@ -19,7 +21,7 @@ from flowrl.rewards.answers import (
     mean_preferences,
 )
 from flowrl.rewards.images import JPEGIncompressibility
-from flowrl.rewards.local_judge import LocalJudge
+from flowrl.rewards.local_judge import LocalJudge, load_judge
 from flowrl.run.parts.registry import build
 from flowrl.testing import check_group_reward, check_reward
 
@@ -223,6 +225,35 @@ def test_a_local_judge_is_the_softmax_of_the_first_token(folder):
 
 
 @pytest.mark.satellite
+@pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen3VL"])
+def test_the_classes_of_unified_reward_are_local_judges(name, tmp_path, monkeypatch):
+    """UnifiedReward's checkpoints named qwen and 2.0-qwen3vl, tiny and random: softmax of the
+    logits by transformers alone, image by image. Without torchvision, which the processor of videos
+    needs, the processor is not loaded from the folder.
+    """
+    import transformers
+
+    processor, words = tiny_qwen(tmp_path, name), WORDS.split()
+    if find_spec("torchvision") is None:
+        load = lambda *_, **__: processor  # noqa: E731
+        monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", load)
+    network = getattr(transformers, f"{name}ForConditionalGeneration").from_pretrained(tmp_path)
+    images, rows = rand(3, 3, 40, 40), []
+    for image, prompt in zip(images, PROMPTS, strict=True):
+        pixels = (image * 255).round().byte().permute(1, 2, 0).numpy()
+        text = f"<s> {QWEN_IMAGE} yes no {prompt.text} ? answer "
+        inputs = processor(text=[text], images=[pixels], return_tensors="pt")
+        with torch.no_grad():
+            row = network(**inputs).logits[0, -1].softmax(0)
+        yes = row[words.index("yes")] + row[words.index("Yes")]
+        rows.append(yes / (yes + row[words.index("no")]))
+    judge = LocalJudge(str(tmp_path), "yes no {prompt} ?", mass=0.0, dtype="float32")
+    scores = judge.score(images, PROMPTS)
+    torch.testing.assert_close(scores, torch.stack(rows), atol=1e-5, rtol=0)
+    assert scores.std() > 0.01 and type(judge.load().network) is type(network)
+
+
+@pytest.mark.satellite
 def test_a_local_judge_grades_and_compares(folder):
     image = rand(1, 3, 40, 40)
     row, words = by_hand(folder, image[0], "how one ?"), WORDS.split()
@@ -241,6 +272,24 @@ def test_a_local_judge_grades_and_compares(folder):
     torch.testing.assert_close(rates.mean(1), torch.full((2,), 0.5))
     tifa = build("reward", f"soft-tifa(reward=local-judge(model='{folder}', mass=0.0))")
     assert 0 < tifa.score(image, [COWS]).item() < 1
+
+
+@pytest.mark.satellite
+def test_a_local_judge_does_not_think(folder, tmp_path):
+    """Its template is told so; a template that begins to think all the same is refused."""
+    image, prompts = rand(1, 3, 40, 40), [Prompt("one")]
+    plain = LocalJudge(folder, mass=0.0).score(image, prompts)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    template = tmp_path / "chat_template.jinja"
+    told = "{% if enable_thinking is not false %} <think>{% endif %}"
+    template.write_text(template.read_text() + told)
+    assert LocalJudge(str(tmp_path), mass=0.0).score(image, prompts).equal(plain)
+    load_judge.cache_clear()
+    template.write_text(template.read_text() + " <think> ")
+    with pytest.raises(
+        ConfigError, match=r"thinking model = .*allowed: a model that answers at once"
+    ):
+        LocalJudge(str(tmp_path)).load()
 
 
 @pytest.mark.satellite

@@ -6,7 +6,7 @@ from small_run import TINY_RUN, flowrl_
 from flowrl.core.errors import ConfigError
 from flowrl.run.config import RunConfig, preset
 from flowrl.run.job import Run
-from flowrl.run.plan import plan
+from flowrl.run.plan import plan, scored_by
 from flowrl.run.records import load_run
 
 MIXTURE = TINY_RUN.replace(iterations=1, groups=3, group_size=4, num_steps=5, window=":-1")
@@ -90,3 +90,16 @@ def test_train_prints_it_and_trains_nothing(tmp_path, capsys):
     assert all(words in shown for words in counts) and not out.exists()
     with pytest.raises(ConfigError, match="processes = 0"):
         plan(RunConfig(), 0)
+
+
+def test_the_plan_counts_every_reward_by_its_share(tmp_path):
+    """A name that is also a key counts once, and an image is scored by the reward of its source."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text('a "sign"\n')
+    both = "weighted-sum(models={'ocr': ocr, 'hpsv3': 'clipped(reward=hpsv3, high=9)'})"
+    run = preset("sd3.5-medium,flow-grpo,ocr").apply(reward=both)
+    assert scored_by(run) == {"ocr": 1, "hpsv3": 1}
+    prompts = [f"{tmp_path}/a.txt @ {both}", f"{tmp_path}/b.txt @ image-reward weight=3"]
+    run = preset("sd3.5-medium,flow-grpo").apply(prompts=prompts)
+    assert scored_by(run) == {"ocr": 0.25, "hpsv3": 0.25, "image-reward": 0.75}
+    assert scored_by(preset("tiny").apply(world="mixture")) == {}

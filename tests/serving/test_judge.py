@@ -29,6 +29,7 @@ from flowrl.serving.judge import Judge, parse_score
         ("Final Score: 4, since 3 objects are right", 4.0),
         ("Final Score: 4 out of 5", 4.0),
         ("<think>Final Score: 1-5, I was told.</think> Final Score: 4", 4.0),
+        ("Perhaps Final Score: 2?</think> Final Score: 4", 4.0),
     ],
 )
 def test_scores_that_are_read(answer, score):
@@ -44,6 +45,7 @@ def test_scores_that_are_read(answer, score):
         ("Final Score: -3", "not from 1 to 5"),
         ("Final Score: 4/10", "not from 1 to 5"),
         ("Final Score: 3,5", "has 0"),
+        ("<think>Perhaps Final Score: 2", "has 0"),
         ("Final Score: 1-5", "has 0"),
     ],
 )
@@ -265,6 +267,90 @@ def test_a_server_without_log_probabilities(serve, reply):
     with pytest.raises(RewardError, match="sent no log-probabilities"):
         judge(server, answers=YES_NO, mark_invalid=True).score(*ONE)
     assert len(server.seen) == 1
+
+
+def thinking(tokens, content=None, **message):
+    """A reply of these tokens, each certain or with its own probabilities (a dictionary)."""
+    sent = []
+    for token in tokens:
+        chances = token if isinstance(token, dict) else {token: 1.0}
+        top = [{"token": text, "logprob": math.log(p)} for text, p in chances.items()]
+        sent.append({**top[0], "top_logprobs": top})
+    choice = {"message": {"content": content, **message}, "logprobs": {"content": sent}}
+    return raw(200, json.dumps({"choices": [choice]}).encode())
+
+
+ANSWER = {"Yes": 0.6, "no": 0.2}
+THOUGHTS = ["Yes", ", a", " fox", ".", "\n"]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        thinking(["<think>", *THOUGHTS, "</think>", "\n\n", ANSWER, "<|im_end|>"], "Yes"),
+        thinking([*THOUGHTS, "</", "think", ">\n", ANSWER, "."], "Yes.", reasoning="Yes, a fox."),
+        thinking([ANSWER], "Yes", reasoning_content="Yes, a fox."),
+        thinking(["<begin>", *THOUGHTS, "<end>", ANSWER], " Yes", reasoning="Yes, a fox."),
+        thinking([ANSWER], "Yes", reasoning=None),
+        thinking([ANSWER, ", it does"], "Yes, it does"),
+    ],
+    ids=["in the answer", "apart", "apart, answer only", "other marks", "none", "long answer"],
+)
+def test_the_answer_after_thoughts(serve, reply):
+    """The first token of the thoughts is another answer with certainty."""
+    server = serve(lambda n, i: reply)
+    reward = build(
+        "reward",
+        f"judge(url='{server.url}', model=m, answers={{yes: 1, no: 0}}, pause=0.0,"
+        " request={max_tokens: 2048, top_logprobs: 5, temperature: none, reasoning_effort: 'none'})",
+    )
+    assert reward.score(*ONE).tolist() == pytest.approx([0.75])
+    body = server.seen[0][0]
+    assert (body["max_tokens"], body["top_logprobs"]) == (2048, 5)
+    assert "temperature" not in body and body["reasoning_effort"] == "none"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        thinking(["<think>"], "<think>"),
+        thinking([{"Yes": 1.0}], None, reasoning_content="Yes"),
+        thinking([{"Yes": 1.0}], "", reasoning="Yes"),
+    ],
+)
+def test_thoughts_are_not_an_answer(serve, reply):
+    """One attempt: another one would not help. Thoughts that were allowed and do not end are
+    unusable.
+    """
+    server = serve(lambda n, i: reply)
+    with pytest.raises(RewardError, match=r"thinks before it answers.*enable_thinking: false"):
+        judge(server, answers=YES_NO, mark_invalid=True).score(*ONE)
+    assert len(server.seen) == 1
+    allowed = {"answers": YES_NO, "request": {"max_tokens": 64}}
+    with pytest.raises(RewardError, match="thoughts did not end"):
+        judge(server, **allowed).score(*ONE)
+    assert len(server.seen) == 5
+    assert judge(server, mark_invalid=True, **allowed).score(*ONE).isnan().all()
+
+
+def test_a_rejected_request_says_how_to_change_it(serve, monkeypatch):
+    """Such as one for more log-probabilities than the endpoint allows."""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
+
+    def limited(number, image):
+        if server.seen[-1][0]["top_logprobs"] > 5:
+            return raw(400, b'{"error": "top_logprobs must be at most 5 (secret-key)"}')
+        return first_token(("Yes", 0.6), ("no", 0.2))
+
+    server = serve(limited)
+    message = r"HTTP status 400: .*at most 5.*request=\{top_logprobs: 5\}"
+    with pytest.raises(RewardError, match=message) as caught:
+        judge(server, answers=YES_NO, mark_invalid=True).score(*ONE)
+    assert len(server.seen) == 1 and "secret" not in str(caught.value)
+    fewer = judge(server, answers=YES_NO, request={"top_logprobs": 5})
+    assert fewer.score(*ONE).tolist() == pytest.approx([0.75])
+    with pytest.raises(ConfigError, match="fields other than model, messages"):
+        judge(server, request={"model": "another"})
 
 
 def test_options_of_the_other_kind_of_answer_are_refused(serve):
