@@ -6,6 +6,7 @@ import io
 import json
 import math
 import pickle
+import statistics
 import time
 from types import SimpleNamespace
 
@@ -13,7 +14,9 @@ import pytest
 import torch
 from PIL import Image
 from reward_serving import raw, scripted
+from small_run import model_files, rows_of, words
 
+from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.prompt import Prompt, ReferenceImage
 from flowrl.run.parts.registry import build
@@ -389,3 +392,48 @@ def test_an_endpoint_answers_about_atoms_and_pairs(serve):
         scores = tifa.score(shades(1), [Prompt("three cows", {"vqa_list": vqa})])
         assert scores.tolist() == pytest.approx([wanted])
     assert server.seen[-1][0]["messages"][0]["content"][-1]["text"].endswith("in one word.")
+
+
+VQA = {
+    "three red cows": [["How many cows are there?", "three"], ["Are the cows red?", "Yes"]],
+    "a blue dog": [["Is there a cow?", "no"], ["How many dogs are there?", "1"]],
+}
+
+
+@pytest.mark.satellite
+@pytest.mark.parametrize("mean", ["arithmetic", "geometric"])
+def test_a_run_with_questions(serve, tmp_path, mean):
+    """Soft-TIFA trains a tiny SD3, with the other mean held out. The first evaluation of two images
+    is computed by hand from what the judge said.
+    """
+    said = {}
+
+    def answer(number, image):
+        text = server.seen[number - 1][0]["messages"][0]["content"][-1]["text"]
+        grey = image.convert("L").tobytes()
+        shade = sum(grey) / len(grey) / 255
+        right = 0.1 + 0.8 * shade if text.startswith("How") else 0.9 - 0.5 * shade
+        [word] = [a for pairs in VQA.values() for q, a in pairs if text.startswith(q)]
+        if number <= 8:
+            said.setdefault(image.tobytes(), {})[text] = right
+        return first_token((f" {word}", right), ("yes" if word == "no" else "No", 0.95 - right))
+
+    server = serve(answer)
+    inner = f"reward=judge(url='{server.url}', model=m, pause=0.0, workers=1)"
+    specs = {name: f"soft-tifa({inner}, mean={name})" for name in ("arithmetic", "geometric")}
+    lines = (json.dumps({"prompt": text, "vqa_list": pairs}) for text, pairs in VQA.items())
+    files = model_files(tmp_path) | {"prompts": f"{tmp_path}/vqa.jsonl", "reward": specs.pop(mean)}
+    (tmp_path / "vqa.jsonl").write_text("\n".join(lines))
+    sizes = dict(groups=2, group_size=3, num_steps=3, iterations=2, eval_samples=2, eval_steps=2)
+    options = words(**files, **sizes, heldout_rewards=list(specs.values()), out=tmp_path / "run")
+    assert main(["train", *options]) == 0
+    first, *trained = rows_of(tmp_path / "run")
+    means = {
+        "arithmetic": statistics.mean(statistics.mean(found.values()) for found in said.values()),
+        "geometric": statistics.mean(math.prod(found.values()) ** 0.5 for found in said.values()),
+    }
+    assert [len(found) for found in said.values()] == [2, 2]
+    assert first["evaluation"]["reward"] == pytest.approx(means.pop(mean), abs=1e-5)
+    assert [*first["evaluation"]["heldout"].values()] == pytest.approx([*means.values()], abs=1e-5)
+    assert [row["zero_spread_groups"] for row in trained] == [0, 0]
+    assert all(0 < row["reward_mean"] < 1 and row["gradient_nfe"] for row in trained)
