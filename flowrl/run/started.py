@@ -139,6 +139,8 @@ def _is_free(name: str, values: Sequence[Any]) -> bool:
     or names a file or folder that was moved.
     """
     if name in SETTINGS.values():
+        if any(isinstance(value, str) for value in values):  # "with other content"
+            return False
         moved = [[_without_folder(text) for text in value] for value in values]
         return all(values) and moved[0] == moved[-1]
     texts = all(isinstance(value, str) and value and "(" not in value for value in values)

@@ -375,12 +375,12 @@ def test_prompts_of_a_model_change_with_consent(model, tmp_path, capsys):
     again = f"train --resume {out} --trust"
     assert "--change" in error_of(f"{again} --iterations 2 --prompts {train}", capsys)
     assert flowrl_(f"{again} --iterations 2 --prompts {train} --change") == 0
-    assert changed(out) == {2: {"prompts": [model["prompts"], str(train)]}}
+    assert changed(out) == {2: {"prompts": [[model["prompts"]], [str(train)]]}}
     kept = json.loads((out / "samples.json").read_text())
     assert kept["prompts"] == first["prompts"]
     assert kept["reward_before"] == first["reward_before"]
     assert flowrl_(f"{again} --iterations 3 --heldout-prompts {held} --change") == 0
-    assert changed(out)[3]["heldout_prompts"][1] == str(held)
+    assert changed(out)[3]["heldout_prompts"][1] == [str(held)]
     now = json.loads((out / "samples.json").read_text())
     assert set(now["prompts"]) == {*held.read_text().splitlines()}
     assert now["reward_before"] != first["reward_before"]
