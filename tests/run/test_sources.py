@@ -29,6 +29,7 @@ from flowrl.run.evaluation import HeldoutMetrics, evaluate, make_heldout_metrics
 from flowrl.run.parts.prompt_sources import Source, source_of, sources_of
 from flowrl.run.parts.prompts import in_turns, prompt_lines, read_prompts, with_shares
 from flowrl.run.parts.registry import build
+from flowrl.run.parts.settings import read_values
 from flowrl.run.reads import unread
 from flowrl.run.started import differences, plain_settings
 
@@ -63,6 +64,15 @@ def test_a_source_as_text(text, source):
 def test_a_wrong_source_is_one_error(text):
     with pytest.raises(ConfigError, match=r"prompts = .* PLACE @ REWARD weight=NUMBER"):
         source_of(text)
+
+
+def test_no_source_in_a_run_of_an_earlier_version():
+    """Its config.json has texts."""
+    values = RunConfig().as_dict()
+    values["environment"] |= {"prompts": "", "heldout_prompts": ""}
+    assert RunConfig.from_dict(values) == RunConfig()
+    values["environment"]["prompts"] = "a.txt"
+    assert read_values(values, RunConfig)["prompts"] == ("a.txt",)
 
 
 def test_names_rewards_and_shares():

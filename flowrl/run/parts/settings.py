@@ -335,7 +335,7 @@ class _Document:
         ):
             value = "" if value is None else node.value  # 0:9 and 12 are texts here
         if get_origin(info.annotation) is tuple and isinstance(value, str | list):
-            value = (value,) if isinstance(value, str) else tuple(value)
+            value = tuple(filter(None, [value]) if isinstance(value, str) else value)
         if not _fits(plain(info, value), info.annotation, tuple(info.metadata)):
             problem = f"{name} = {value!r:.200} is not allowed; allowed: {allowed(owner, name)}"
             raise self.error(place, problem)
