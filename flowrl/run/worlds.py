@@ -106,6 +106,10 @@ class ModelWorld:
         are both. `evaluated_on` says so.
         """
         keys, count = {prompt.key for prompt in prompts}, len(self._every)
+        names = [*dict.fromkeys(prompt.source for prompt in prompts)]
+        need = "the sources of the start, whose held-out prompts stay; or a new run (--start-from)"
+        known = {*names} <= {source.name for source in self._sources}
+        require(known, "prompts", ", ".join(source.place for source in self._sources), need)
         self._heldout = in_turns(with_shares(prompts or self._every, self._sources))
         left = [prompt for prompt in self._every if prompt.key not in keys]
         every, kept = ({prompt.source for prompt in some} for some in (self._every, left))

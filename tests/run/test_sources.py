@@ -253,6 +253,8 @@ def test_a_model_of_several_sources(tmp_path):
     assert world.prompts("prompts", "heldout") == before
     with pytest.raises(ConfigError, match="one or more of each source"):
         world.hold_out([prompt for prompt in world._every if prompt.source == "signs"])
+    with pytest.raises(ConfigError, match=r"prompts = '.*signs.txt, .*--start-from"):
+        world.hold_out([Prompt("held out when the run had one source")])
     assert unread(config.replace(reward="ocr"), ["reward"]) == ["reward"]
     other = config.replace(prompts=(*config.environment.prompts[:1], "b.txt"), reward="ocr")
     assert unread(other, ["reward"]) == []
