@@ -72,7 +72,10 @@ def shown(line, capsys):
             "'a' is not allowed; allowed: left out without a `model`; add --model",
         ),
         (f"{MODEL} --tuning full --lora-targets typo", "left out without tuning lora"),
-        (f"{MODEL} --negative-prompt x", "left out without a guidance_scale or eval_guidance above 1"),
+        (
+            f"{MODEL} --negative-prompt x",
+            "left out without a guidance_scale or eval_guidance above 1",
+        ),
         (f"{MODEL} --guidance-scale 2 --num-steps 5 --trained-steps 0:8", "schedule's 5 steps"),
         ("train --model m --prompts text[0:2]", "a model has none of its own"),
         (
