@@ -49,9 +49,9 @@ class PromptStream:
         order = torch.randperm(len(self.prompts), generator=self.generator)
         given = [prompt.weight for prompt in self.prompts]
         names = {prompt.source: number for number, prompt in enumerate(self.prompts)}
-        source = torch.tensor([names[prompt.source] for prompt in self.prompts])
         if len(names) == len({*given}) == 1:
             return order
+        source = torch.tensor([names[prompt.source] for prompt in self.prompts])
         order = order[source[order].argsort(stable=True)]
         weights = torch.tensor(given, dtype=torch.float64)
         # each index is drawn as often as its interval of the cumulative weights has a point of a
