@@ -26,6 +26,8 @@ from flowrl.run.workers import begin_worker, process_context, signals_blocked, u
 
 MOST_PROCESSES = 61
 """Limit of `ProcessPoolExecutor` on Windows."""
+TRIALS = 3
+"""How often processes are started for a call."""
 PIECES = 4
 """Pieces of a batch per process: uneven seconds per image leave no process idle for long."""
 
@@ -46,17 +48,23 @@ class RewardPool:
     def submit(self, function: Any, *arguments: Any) -> Future[Any]:
         """`function(*arguments)` in one of the processes."""
         with signals_blocked():  # this process controls pauses
-            if self._executor is None:
-                modules = {type(reward).__module__ for reward in self.rewards}
-                files = [sys.modules[n].__file__ for n in modules if n.startswith(USER_MODULE)]
-                given, context = (files, pickle.dumps(self.rewards)), process_context(__name__)
-                self._executor = ProcessPoolExecutor(self.processes, context, _begin, given)
-                finalize(self, self._executor.shutdown, wait=False, cancel_futures=True)
-            try:
-                return self._executor.submit(function, *arguments)
-            except BrokenProcessPool:  # one of its processes was killed in an earlier call
-                self._executor = None
-                return self.submit(function, *arguments)
+            for _ in range(TRIALS - 1):
+                try:
+                    return self._started().submit(function, *arguments)
+                # one of its processes was killed, earlier or just now, while its pipes are closed
+                except (BrokenProcessPool, OSError):
+                    self._executor = None
+            return self._started().submit(function, *arguments)
+
+    def _started(self) -> ProcessPoolExecutor:
+        """The processes, which are started if there are none."""
+        if self._executor is None:
+            modules = {type(reward).__module__ for reward in self.rewards}
+            files = [sys.modules[n].__file__ for n in modules if n.startswith(USER_MODULE)]
+            given, context = (files, pickle.dumps(self.rewards)), process_context(__name__)
+            self._executor = ProcessPoolExecutor(self.processes, context, _begin, given)
+            finalize(self, self._executor.shutdown, wait=False, cancel_futures=True)
+        return self._executor
 
     def restart(self) -> None:
         """Kill the processes; the next call starts new ones."""

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor as Executor
 
 import pytest
 import torch
@@ -76,6 +77,21 @@ def test_errors_in_a_pool_have_their_type_and_text(text, error, message, tmp_pat
     for _ in range(2 if text == "killed" else 1):
         with pytest.raises(error, match=message):
             pool.score(rand(2, 3, 4, 4), [Prompt(text)] * 2)
+
+
+def test_a_pool_that_breaks_during_a_call_is_started_again(tmp_path, monkeypatch):
+    """Its pipes are closed then, so that the next process cannot be started."""
+    reward, pool = in_pool(tmp_path)
+    images, prompts, submit, failed = rand(2, 3, 4, 4), [Prompt("x")] * 2, Executor.submit, []
+
+    def breaking(self, *given):
+        if not failed:
+            failed.append(self)
+            raise OSError(9, "Bad file descriptor")
+        return submit(self, *given)
+
+    monkeypatch.setattr(Executor, "submit", breaking)
+    assert torch.equal(pool.score(images, prompts), reward.score(images, prompts)) and failed
 
 
 def test_weights_are_read_before_the_model(tmp_path):
