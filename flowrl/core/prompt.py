@@ -127,6 +127,14 @@ class Prompt:
         return "\0".join([self.text, *(image.sha256 for image in self.images)])
 
 
+def source_weights(prompts: Iterable[Prompt]) -> dict[str, float]:
+    """The sum of the weights of the prompts of each source."""
+    weights = dict[str, float]()
+    for prompt in prompts:
+        weights[prompt.source] = weights.get(prompt.source, 0.0) + prompt.weight
+    return weights
+
+
 def require_images(prompts: Iterable[Prompt], least: int, most: int, reader: str) -> None:
     """Raise `ConfigError` unless every prompt has from `least` to `most` images, which `reader`
     reads.

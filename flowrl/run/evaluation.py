@@ -8,7 +8,6 @@ import itertools
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from flowrl.core.errors import RewardError, require
 from flowrl.core.processes import Assignment
+from flowrl.core.prompt import source_weights
 from flowrl.core.protocols import Features, FlowPolicy, RewardModel, World, extras
 from flowrl.core.types import Prompt
 from flowrl.probes import Completion
@@ -245,9 +245,7 @@ def evaluate(
     started = time.perf_counter()
     heldout, share = world.prompts(task, "heldout"), distributed.assign(count)
     prompts = [heldout[i % len(heldout)] for i in range(count)]
-    share_of = Counter[str]()
-    for prompt in heldout:
-        share_of[prompt.source] += prompt.weight  # pyright: ignore[reportArgumentType]
+    share_of = source_weights(heldout)
     metrics, training = heldout_metrics, form if reward is None else CUSTOM
     models = {name: world.reward(name) for name in world.forms}
     if reward is not None:
@@ -315,13 +313,11 @@ def evaluate(
         parts: list[Any] = [values[name] for values in gathered]
         return None if any(part is None for part in parts) else torch.cat(parts)
 
-    def mean(
-        name: str, errors: Any = 0.0, average: Callable[[Tensor], float] | None = None
-    ) -> float | None:
+    def mean(name: str, errors: Any = 0.0) -> float | None:
         """The mean over valid samples; None if an optional metric could not be measured."""
         table = together(name)
         if table is None or not bool(table.isnan().all()):
-            return None if table is None else (average or over_sources)(table + errors)
+            return None if table is None else average(name, table + errors)
         error = RewardError(f"evaluation: {name} marked all {len(table)} samples invalid")
         if name in models:
             raise error
@@ -331,13 +327,10 @@ def evaluate(
         """The mean over the valid samples of a source; NaN without any."""
         return float(table[[prompt.source == source for prompt in prompts]].nanmean())
 
-    def plain_mean(table: Tensor) -> float:
-        return float(table.nanmean())
-
-    def over_sources(table: Tensor) -> float:
+    def average(name: str, table: Tensor) -> float:
         """The mean over valid samples; of several sources the weighted mean of their means."""
-        if len(share_of) == 1:
-            return plain_mean(table)
+        if len(share_of) == 1 or name in (DIVERSITY, *apart):
+            return float(table.nanmean())
         means = {source: of_source(table, source) for source in share_of}
         known = {source: value for source, value in means.items() if math.isfinite(value)}
         weights = sum(share_of[source] for source in known)
@@ -357,12 +350,9 @@ def evaluate(
         row["spread"] = {"reward": spread(training), "proxy": spread(training, together(ERRORS))}
         row["spread"] |= {spec: spread(HELDOUT + spec) for spec in metrics.rewards}
     if metrics.rewards:
-        averages = dict.fromkeys(metrics.own, plain_mean)
-        row["heldout"] = {
-            spec: mean(HELDOUT + spec, average=averages.get(spec)) for spec in metrics.rewards
-        }
+        row["heldout"] = {spec: mean(HELDOUT + spec) for spec in metrics.rewards}
     if metrics.features is not None:
-        row[DIVERSITY] = mean(DIVERSITY, average=plain_mean)
+        row[DIVERSITY] = mean(DIVERSITY)
     images, trained = together("images"), together(training)
     assert images is not None and trained is not None
     if len(share_of) > 1:

@@ -56,9 +56,10 @@ def _has_reference(config: RunConfig) -> bool:
     return run_method(config).loss.needs_reference
 
 
-def _texts(config: RunConfig) -> list[tuple[str]]:
-    """The sources of prompts."""
-    return [(text,) for text in (*config.environment.prompts, *config.environment.heldout_prompts)]
+def _has_common_reward(config: RunConfig) -> bool:
+    """Whether the setting `reward` is that of the task or of a source of prompts."""
+    texts = (*config.environment.prompts, *config.environment.heldout_prompts)
+    return not texts or len(rewards_of(texts)) < len(texts)
 
 
 READ_IF: dict[str, Callable[[RunConfig], bool]] = {
@@ -80,7 +81,7 @@ READ_IF: dict[str, Callable[[RunConfig], bool]] = {
     ),
     **dict.fromkeys(("tracker_entity", "tracker_tags"), lambda run: run.logging.tracker == "wandb"),
     "reward_form": lambda run: not run.environment.reward,
-    "reward": lambda run: not run.environment.prompts or not all(map(rewards_of, _texts(run))),
+    "reward": _has_common_reward,
     "hold_out": lambda run: bool(run.policy.model) and not run.environment.heldout_prompts,
     "loss_scale": lambda run: run.policy.dtype == "float16",
 }

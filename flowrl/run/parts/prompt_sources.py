@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from flowrl.core.errors import require
-from flowrl.run.parts.specs import parse_spec
 
 TEXT = re.compile(
-    r"(?P<place>.*?)(?P<at>(?:^|\s)@(?:\s+(?!weight=)(?P<reward>.+?))?)?(?:\s+weight=(?P<weight>[^\s()]*))?",
+    r"(?P<place>.*?)(?P<at>(?:^|\s)@(?:\s+(?!weight=)(?P<reward>.+?))?)?"
+    r"(?:\s+weight=(?P<weight>[^\s()]*))?",
     flags=re.DOTALL,
 )
 
@@ -50,7 +51,7 @@ class Sources:
     @property
     def text(self) -> str:
         """The rewards in words."""
-        if parse_spec(self.reward or "none").name != "by-source":
+        if all(source.reward == self.reward for source in self.train):
             return self.reward
         return ", ".join(f"{source.reward} for {source.name}" for source in self.train)
 
@@ -59,27 +60,24 @@ def source_of(text: str, setting: str = "prompts") -> Source:
     """The source in ``PLACE @ REWARD weight=NUMBER``, of which reward and weight may be left out.
     Raises `ConfigError`, with the name of the `setting`, for another text.
     """
-    found = TEXT.fullmatch(text.strip())
-    parts = found.groupdict() if found else {}
+    place, at, reward, number = cast(re.Match[str], TEXT.fullmatch(text.strip())).groups()
     try:
-        weight = float(parts["weight"] or 1)
-    except (KeyError, ValueError):
+        weight = 1.0 if number is None else float(number)
+    except ValueError:
         weight = math.nan
-    complete = bool(parts.get("place")) and bool(parts["reward"]) == bool(parts["at"])
+    fits = bool(place) and bool(at) == bool(reward) and 0 < weight < math.inf
     allowed = "PLACE, PLACE @ REWARD or PLACE @ REWARD weight=NUMBER, the number above 0"
-    require(complete and parts["weight"] != "" and 0 < weight < math.inf, setting, text, allowed)
-    return Source(parts["place"], parts["reward"] or "", weight)
+    require(fits, setting, text, allowed)
+    return Source(place, reward or "", weight)
 
 
 def place_and_reward(text: str, setting: str) -> tuple[str, str]:
     """The parts of ``PLACE @ REWARD``; of a reward alone, "" and the reward. Raises `ConfigError`
     for a weight.
     """
-    if not re.search(r"\s@(?:\s|$)", text):
-        return "", text
     source = source_of(text, setting)
     require(source.weight == 1, setting, text, "PLACE @ REWARD without a weight")
-    return source.place, source.reward
+    return (source.place, source.reward) if source.reward else ("", text)
 
 
 def rewards_of(texts: Sequence[str]) -> tuple[str, ...]:
@@ -102,10 +100,9 @@ def sources_of(prompts: Sequence[str], heldout: Sequence[str], reward: str) -> S
         fits = bool(source.reward or reward) or not any(other.reward for other, _ in given)
         require(fits, setting, source.place, need)
     for setting, texts in {"prompts": train, "heldout_prompts": held}.items():
-        place, count = (
-            Counter(source.place for source in texts).most_common(1)[0] if texts else ("", 1)
-        )
-        require(count == 1, setting, place, "each place once; weighted-sum adds rewards")
+        places = [source.place for source in texts]
+        twice = ", ".join(place for place, count in Counter(places).items() if count > 1)
+        require(not twice, setting, twice, "each place once; weighted-sum adds rewards")
     every = [replace(source, reward=source.reward or reward) for source, _ in given]
     specs = list(dict.fromkeys(source.reward for source in every))
     if max(len(train), len(held)) > 1 or len(specs) > 1:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.core.errors import ConfigError, require
-from flowrl.core.prompt import Prompt, ReferenceImage
+from flowrl.core.prompt import Prompt, ReferenceImage, source_weights
 from flowrl.rewards.geneval_requests import Clause, Request, request_of
 from flowrl.run.io import cache_folder, require_new_file, write_bytes
 from flowrl.run.parts.prompt_lists import compositional_prompts, image_prompts, text_prompts
@@ -260,9 +260,7 @@ def with_shares(prompts: Sequence[Prompt], sources: Sequence[Source]) -> list[Pr
     that have it stay exactly as they are.
     """
     share = {source.name: source.weight for source in sources if source.name}
-    total = Counter[str]()
-    for prompt in prompts:
-        total[prompt.source] += prompt.weight  # pyright: ignore[reportArgumentType]
+    total = source_weights(prompts)
     return [
         replace(one, weight=one.weight * share[one.source] / total[one.source])
         if one.source in share and not math.isclose(total[one.source], share[one.source])
@@ -273,9 +271,7 @@ def with_shares(prompts: Sequence[Prompt], sources: Sequence[Source]) -> list[Pr
 
 def in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts in an order in which the sources take turns, each as often as its weights say."""
-    share, before = Counter[str](), Counter[str]()
-    for prompt in prompts:
-        share[prompt.source] += prompt.weight  # pyright: ignore[reportArgumentType]
+    share, before = source_weights(prompts), Counter[str]()
     places = list[float]()
     for prompt in prompts:
         # rounded: equal shares may differ in their last digits
